@@ -1,0 +1,1 @@
+"""The `launcher` command: starts a run's processes. Never imports torch: it runs on a login node."""

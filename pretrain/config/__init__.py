@@ -2,8 +2,8 @@
 
 from pretrain.config.load import dump_config, load_config, parse_config
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
-from pretrain.config.rules import ConfigError
+from pretrain.config.rules import ConfigError, RunFailed
 from pretrain.config.schema import Layout, RunConfig
 
-__all__ = ["ConfigError", "Layout", "RunConfig", "dump_config", "load_config", "num_parameters",
+__all__ = ["ConfigError", "Layout", "RunConfig", "RunFailed", "dump_config", "load_config", "num_parameters",
            "num_parameters_of_rank", "parse_config"]  # fmt: skip

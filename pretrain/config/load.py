@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +16,12 @@ from pretrain.config.rules import ConfigError
 from pretrain.config.schema import RunConfig
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), sections: Mapping[str, dict[str, Any]] | None = None
+) -> RunConfig:
     """Reads `path` (TOML), applies `overrides` ("section.key=value", later ones win) and checks the whole.
 
+    `sections` stand in place of the file's sections of those names, before the overrides.
     Raises ConfigError, naming file, key, value and remedy.
     """
     path = Path(path)
@@ -30,6 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: not a readable config file ({error})") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    values |= sections or {}
     for override in overrides:
         _apply(values, override)
     return parse_config(values, str(path))

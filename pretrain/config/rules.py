@@ -12,6 +12,10 @@ class ConfigError(ValueError):
     """A run that cannot work. The message names the file, the key, the value and the remedy."""
 
 
+class RunFailed(RuntimeError):
+    """A run that was right and failed all the same. The message says where, and what to try."""
+
+
 class Refusal(NamedTuple):
     key: str
     value: object

@@ -242,7 +242,7 @@ class RunConfig(Section):
 
     @property
     def evaluation_stride(self) -> int:
-        return self.evaluation.stride or min(self.evaluation_lengths)
+        return self.evaluation.stride or min(self.evaluation_lengths, default=1)  # no lengths: refused by the rules
 
     @property
     def tokens_per_step(self) -> int:

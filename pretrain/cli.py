@@ -1,0 +1,179 @@
+"""The `pretrain` command: one short function a command; parse, build, call. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pretrain.config import ConfigError, RunFailed, dump_config, load_config
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+data = typer.Typer(no_args_is_help=True, help="Text to shards of tokens.")
+bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
+app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file; see configs/.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable.")
+]
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run (its newest checkpoint), or a checkpoint.")
+]
+
+
+@app.callback()
+def pretrain() -> None:
+    """Train short, test long: GPTs with ALiBi in any tensor x pipeline x data-parallel layout.
+
+    Example: pretrain data build configs/demo.toml && launcher local configs/demo.toml --nproc 2
+    """
+
+
+@app.command()
+def config(config: Config, overrides: Overrides = []) -> None:  # noqa: B006  typer copies it
+    """Show a run's resolved config, its size and how its processes share it; refuse what cannot work.
+
+    Example: pretrain config configs/demo.toml --set model.num_layers=8
+    """
+    from pretrain.config.describe import describe
+
+    run = load_config(config, overrides)
+    print(dump_config(run))
+    print(describe(run))
+
+
+@data.command("build")
+def data_build(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
+    """Train the tokenizer and write the shards of both splits to data.directory; done before, nothing is done.
+
+    Example: pretrain data build configs/demo.toml
+    """
+    from pretrain.data.build import build
+
+    build(load_config(config, overrides))
+
+
+@data.command("verify")
+def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
+    """Read every shard again and compare it with the manifest's SHA-256.
+
+    Example: pretrain data verify configs/demo.toml
+    """
+    from pretrain.data.stream import verify
+
+    run = load_config(config, overrides)
+    verify(run.data_directory)
+    print(f"{run.data_directory}: every shard is as it was written")
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    resume: Annotated[
+        str, typer.Option(metavar="auto|none|PATH", help="Newest checkpoint, start afresh, or this one.")
+    ] = "auto",
+) -> None:
+    """Train. One process by itself; many under `launcher local`, torchrun or srun, which start this same command.
+
+    Example: pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
+    """
+    from pretrain import topology
+    from pretrain.train.loop import train as run_training
+
+    run_training(load_config(config, overrides), resume)
+    topology.finish()
+
+
+@app.command()
+def evaluate(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs (newest checkpoint) or checkpoints.")
+    ],
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens, comma-separated; default: the config's, else 1 to 16 L.")
+    ] = None,
+    protocols: Annotated[str, typer.Option(help="nonoverlapping, sliding, or both.")] = "nonoverlapping,sliding",
+    stride: Annotated[int | None, typer.Option(help="Sliding: predictions of each window that count.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Score at most so many; default: the config's, else all.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write FILE.json and, beside it, a CSV, plots and report.md.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Perplexity by length, far beyond the training length. Every token is scored exactly once in either protocol.
+
+    Example: pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 --out runs/demo/report/curve.json
+    """
+    from pretrain.evaluate.command import Request, evaluate_sources
+
+    request = Request.parse(lengths, protocols, stride, max_tokens)
+    evaluate_sources(sources, request, overrides, out)
+
+
+@app.command()
+def export(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
+    curve: Annotated[
+        Path | None, typer.Option(help="curve.json for the model card; default: the run's last evaluation.")
+    ] = None,
+) -> None:
+    """Write a Hugging Face model, reload it with stock transformers and compare logits on validation text.
+
+    Example: pretrain export runs/demo/alibi runs/demo/hf
+    """
+    from pretrain.export.command import export_source
+
+    if not export_source(source, out, curve):
+        raise typer.Exit(1)
+
+
+@bench.command("train")
+def bench_train(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time, after a few to warm up.")] = 20,
+) -> None:
+    """Time training steps on random tokens: tokens/s, where a step's time goes, peak memory.
+
+    Example: pretrain bench train configs/demo.toml --steps 20
+    """
+    from pretrain.train.bench import bench_training
+
+    bench_training(load_config(config, overrides), steps)
+
+
+def main() -> None:
+    """Entry point: bad input is `error: ...` and exit code 2, a failure of the run exit code 1, neither a traceback."""
+    # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
+    warnings.simplefilter("ignore")
+    try:
+        app()
+    except (ConfigError, RunFailed, OSError) as error:
+        bad_input = isinstance(error, ConfigError)
+        where = _rank_prefix()
+        print("\n".join(f"{where}error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        code = 2 if bad_input else 1
+    else:
+        return
+    # Not sys.exit: leaving a process group in order would wait for ranks that have not failed.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _rank_prefix() -> str:
+    if "torch" not in sys.modules:
+        return ""
+    from pretrain.topology import Process
+
+    rank = Process.from_environment().rank
+    return f"rank {rank}: " if rank else ""

@@ -1,0 +1,1 @@
+"""Text to batches: documents -> tokens -> webdataset shards -> samples in an order that is pure arithmetic."""

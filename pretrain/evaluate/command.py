@@ -1,0 +1,111 @@
+"""`pretrain evaluate`: checkpoints in, one curve out. Runs on however many processes it is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pretrain.evaluate.report import format_table, write_report
+
+from pretrain import topology
+from pretrain.checkpoint.load import load_weights
+from pretrain.checkpoint.manifest import CONFIG, find_checkpoint
+from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.data.manifest import TOKENIZER
+from pretrain.data.stream import open_stream
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
+from pretrain.model.checks import check_positions
+from pretrain.model.gpt import build_model
+
+PROTOCOLS = ("nonoverlapping", "sliding")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure; None takes the run's own config."""
+
+    lengths: tuple[int, ...] | None
+    protocols: tuple[str, ...]
+    stride: int | None
+    max_tokens: int | None
+
+    @staticmethod
+    def parse(lengths: str | None, protocols: str, stride: int | None, max_tokens: int | None) -> Request:
+        """From the command line's strings. Raises ConfigError naming the option."""
+        try:
+            parsed = tuple(int(n) for n in lengths.split(",")) if lengths else None
+        except ValueError:
+            raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 128,256,512") from None
+        names = tuple(protocols.split(","))
+        for name in names:
+            if name not in PROTOCOLS:
+                raise ConfigError(f"--protocols {name}: there are {' and '.join(PROTOCOLS)}")
+        for option, value in (("--stride", stride), ("--max-tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{option} {value}: want 1 or more")
+        return Request(parsed, names, stride, max_tokens)
+
+    def protocols_of(self, config: RunConfig) -> list[Protocol]:
+        """Every protocol at every length."""
+        lengths, stride = config.evaluation_lengths, config.evaluation_stride
+        return [Protocol(name, length, stride) for name in self.protocols for length in lengths]
+
+
+def evaluation_config(checkpoint: Path, request: Request, overrides: list[str]) -> RunConfig:
+    """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else."""
+    world_size = topology.Process.from_environment().world_size
+    asked = {"lengths": request.lengths, "stride": request.stride, "max_tokens": request.max_tokens}
+    settings = [
+        f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}" for key, v in asked.items() if v is not None
+    ]
+    if request.lengths is not None and request.stride is None:
+        settings.append("evaluation.stride=none")
+    sections = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": world_size}}
+    return load_config(checkpoint / CONFIG, [*settings, *overrides], sections)
+
+
+def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Protocol]) -> list[Evaluation]:
+    """Scores the validation split with a checkpoint's weights; every rank gets the results, rank 0 prints them."""
+    stream = open_stream(config, "validation")
+    place = topology.initialize(config)
+    chunks = build_model(config)
+    check_positions(config, chunks)
+    load_weights(checkpoint, chunks)
+    evaluator = Evaluator(
+        chunks, place, stream, Tokenizer(config.data_directory / TOKENIZER).eos_id,
+        tokens_per_batch=config.evaluation.tokens_per_batch, max_tokens=config.evaluation.max_tokens,
+    )  # fmt: skip
+    results = []
+    for protocol in protocols:
+        results.append(evaluator.evaluate(protocol, progress=True))
+        if place.is_main:
+            name = f"{config.position.method:<12} {protocol.name:<15} {protocol.length:>7} tokens"
+            print(f"{name}  perplexity {results[-1].perplexity:9.3f}", flush=True)
+    return results
+
+
+def evaluate_sources(sources: list[Path], request: Request, overrides: list[str], out: Path | None) -> list[dict]:
+    """Evaluates each run or checkpoint, prints one table, writes the report to `out` and beside it. Returns records."""
+    checkpoints = [find_checkpoint(source) for source in sources]
+    configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
+    train_length = configs[0].data.sequence_length
+    for config, checkpoint in zip(configs, checkpoints):
+        if config.data.sequence_length != train_length:
+            raise ConfigError(f"{checkpoint}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
+                              "One report holds one training length: evaluate them one by one")  # fmt: skip
+    records: list[dict] = []
+    positions: dict[tuple[str, int], np.ndarray] = {}
+    for checkpoint, config in zip(checkpoints, configs):
+        for result in evaluate_checkpoint(checkpoint, config, request.protocols_of(config)):
+            records.append({"method": config.position.method, **result.record(), "checkpoint": str(checkpoint)})
+            if result.protocol.name == "nonoverlapping":
+                positions[config.position.method, result.protocol.length] = result.loss_by_position
+    if topology.Process.from_environment().rank == 0:
+        print("\n" + format_table(train_length, records))
+        if out is not None:
+            write_report(out, train_length, records, positions)
+            print(f"\nwritten: {out.parent}/ ({', '.join(sorted(p.name for p in out.parent.iterdir()))})")
+    topology.finish()
+    return records

@@ -1,0 +1,114 @@
+"""A SentencePiece BPE model as a fast Hugging Face tokenizer that gives identical ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import ConfigError
+
+SPACE = "▁"
+"""U+2581, SentencePiece's spelling of a space."""
+NORMAL, USER_DEFINED = 1, 4
+"""Types of a piece, from sentencepiece_model.proto."""
+
+PROBES = (
+    "", " ", "  two  spaces ", "\ttab\tand\nlines\r\n\n", "naïve café, 北京市 こんにちは",
+    "🙂🙃👩\u200d👩\u200d👧 flags 🇩🇪", "<s> and </s> and <unk>", "<0x41> bytes \x00\x07\x7f\ufeff",
+    "1234567890 3.14159", "▁literal underline▁", "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
+)  # fmt: skip
+"""Odd strings that every exported tokenizer is tried on."""
+
+
+def fast_tokenizer(model_path: str | Path, *, max_length: int) -> Any:
+    """The SentencePiece model as `PreTrainedTokenizerFast`: same ids, nothing added around them, padding on the left.
+
+    Raises ConfigError when the model has settings whose ids it could not reproduce.
+    """
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    proto = _read(Path(model_path))
+    vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+    special = {name: proto.pieces[i].piece for name, i in special_ids(model_path).items() if i is not None}
+    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
+    tokenizer = Tokenizer(BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=unknown,
+        bos_token=special.get("bos_token_id"),
+        eos_token=special.get("eos_token_id"),
+        pad_token=special.get("pad_token_id"),
+        split_special_tokens=True,  # SentencePiece reads a literal "<s>" as text
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        model_max_length=max_length,
+    )
+
+
+def special_ids(model_path: str | Path) -> dict[str, int | None]:
+    """bos_token_id, eos_token_id, pad_token_id of the model; without a pad piece EOS pads; what is absent is None."""
+    spec = _read(Path(model_path)).trainer_spec
+    bos, eos, pad = (i if i >= 0 else None for i in (spec.bos_id, spec.eos_id, spec.pad_id))
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad if pad is not None else eos}
+
+
+def check_same_ids(model_path: str | Path, directory: Path) -> None:
+    """Loads the tokenizer saved in `directory` as a user would; raises RuntimeError if a probe gets other ids."""
+    from sentencepiece import SentencePieceProcessor
+    from transformers import AutoTokenizer
+
+    ours = SentencePieceProcessor(model_file=str(model_path))
+    theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    for text in PROBES:
+        want, got = ours.encode(text), theirs(text)["input_ids"]
+        if want != got:
+            raise RuntimeError(f"{model_path}: the exported tokenizer reads {text!r} as {got}, SentencePiece as {want}")
+
+
+def _read(path: Path) -> Any:
+    """The parsed model. Raises ConfigError for a missing or foreign file, or settings that cannot be exported."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such tokenizer. `pretrain data build` writes it") from None
+    except DecodeError:
+        raise ConfigError(f"{path}: not a SentencePiece model") from None
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    wanted = {
+        "model_type": (trainer.model_type == trainer.BPE, "bpe"),
+        "byte_fallback": (trainer.byte_fallback, True),
+        "treat_whitespace_as_suffix": (not trainer.treat_whitespace_as_suffix, False),
+        "normalization_rule_name": (not normalizer.precompiled_charsmap, "identity"),
+        "add_dummy_prefix": (not normalizer.add_dummy_prefix, False),
+        "remove_extra_whitespaces": (not normalizer.remove_extra_whitespaces, False),
+        "user_defined_symbols": (all(p.type != USER_DEFINED for p in proto.pieces), "none"),
+    }
+    wrong = [f"{name} must be {right}" for name, (holds, right) in wanted.items() if not holds]
+    if wrong:
+        raise ConfigError(f"{path}: no Hugging Face tokenizer would give the same ids: {', '.join(wrong)}. "
+                          "`pretrain data build` trains one that exports")  # fmt: skip
+    return proto
+
+
+def _merges(proto: Any) -> list[tuple[str, str]]:
+    """Every way to join two pieces into a third, in the order SentencePiece joins: by the score of the result.
+
+    Only normal pieces take part: "<s>" or "<0x41>" in a text is spelled out.
+    """
+    pieces = {p.piece: (i, p.score) for i, p in enumerate(proto.pieces) if p.type == NORMAL}
+    merges = []
+    for whole, (_, score) in pieces.items():
+        for cut in range(1, len(whole)):
+            left, right = whole[:cut], whole[cut:]
+            if left in pieces and right in pieces:
+                merges.append((-score, pieces[left][0], pieces[right][0], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]

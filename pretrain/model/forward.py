@@ -1,0 +1,60 @@
+"""Batches through this rank's chunks under Megatron's schedule: forward-backward in training, forward in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from pretrain import platform
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+def run_schedule(
+    chunks: list[GPTModel], batches: list[Tensor], loss_function: LossFunction, *, forward_only: bool = False,
+    engine: nn.Module | None = None,
+) -> list[Any]:  # fmt: skip
+    """Runs every micro batch [B, S + 1] of token ids; returns what `loss_function` kept of each.
+
+    `loss_function` takes the loss of every token [B, S] (fp32, in nats) and returns (what is differentiated, what is
+    kept); it runs on the last pipeline stage, and elsewhere the result is []. `engine` is called in the chunk's place
+    where DeepSpeed has to see the call (ZeRO 2 and 3).
+    """
+
+    def forward_step(batch_iterator: Iterator[Tensor], chunk: GPTModel):
+        tokens = next(batch_iterator).to(platform.device(), non_blocking=True)
+        return call_model(engine or chunk, tokens), loss_function
+
+    micro_batch, length = batches[0].shape[0], batches[0].shape[1] - 1
+    iterators = [iter(batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(batches), seq_length=length,
+        micro_batch_size=micro_batch, decoder_seq_length=length, forward_only=forward_only,
+    )  # fmt: skip
+
+
+def call_model(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Token ids [B, S + 1] through one chunk -> loss of every token [B, S] on the last stage, else hidden states."""
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    return model(inputs, positions, None, labels=labels)
+
+
+def logits(chunk: GPTModel, inputs: Tensor) -> Tensor:
+    """Token ids [B, S] -> logits [B, S, padded vocabulary] in fp32, without gradient. The whole model on one rank."""
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    with torch.no_grad():
+        return chunk(inputs, positions, None).float()
+
+
+def is_reporting_rank() -> bool:
+    """True on one rank of each data-parallel replica: last stage, tensor rank 0. Sums over these count nothing twice."""
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return is_last and parallel_state.get_tensor_model_parallel_rank() == 0

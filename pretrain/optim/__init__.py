@@ -1,0 +1,1 @@
+"""The optimizer: ZeRO, the step, and the learning rate."""

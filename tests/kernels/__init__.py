@@ -1,0 +1,1 @@
+"""Kernels against the dense oracle and against literal values."""

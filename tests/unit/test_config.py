@@ -1,0 +1,385 @@
+"""Reading a run: what is refused and how that reads, what is derived, and counts against an independent sum."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from pretrain.config import ConfigError, dump_config, load_config, num_parameters, num_parameters_of_rank
+
+BASE = """
+[run]
+directory = "runs/test"
+[model]
+num_layers = 25
+hidden_size = 96
+num_attention_heads = 12
+[batch]
+micro_batch_size = 2
+global_batch_size = 16
+[data]
+directory = "data"
+source = "shakespeare"
+sequence_length = 64
+vocab_size = 1000
+[optimizer]
+learning_rate = 1e-3
+[train]
+num_steps = 100
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(BASE)
+    return path
+
+
+def message(path, *overrides, world_size: int | None = None) -> str:
+    """What a person reads when the config is refused."""
+    with pytest.raises(ConfigError) as refused:
+        config = load_config(path, overrides)
+        if world_size is not None:
+            config.layout(world_size)
+    return str(refused.value)
+
+
+# ---- refusals: (overrides, key and value, what the remedy says) ------------------------------------------------------
+REFUSALS = [
+    (["model.hidden_size=100"], "model.hidden_size = 100", "not divisible by num_attention_heads = 12. Choose"),
+    (["model.num_query_groups=5"], "model.num_query_groups = 5", "does not divide num_attention_heads = 12. Choose"),
+    (
+        ["model.hidden_size=36", "position.method=rotary"],
+        "model.hidden_size = 36", "a head has 3. Choose an even width a head",
+    ),
+    (
+        ["model.hidden_size=9", "model.num_attention_heads=3", "position.method=sinusoidal"],
+        "model.hidden_size = 9", "Choose an even one",
+    ),
+    (
+        ["position.trainable_slopes=true", "position.method=rotary"],
+        "position.trainable_slopes = True", "Leave it out, or choose alibi",
+    ),
+    (
+        ["position.method=t5", "position.relative_attention_max_distance=16"],
+        "position.relative_attention_max_distance = 16", "Choose a larger distance or fewer buckets",
+    ),
+    (
+        ["position.method=learned", "position.max_position_embeddings=32"],
+        "position.max_position_embeddings = 32", "shorter than data.sequence_length = 64. Raise it, or leave it out",
+    ),
+    (["parallel.tensor_model_parallel_size=8"], "model.num_attention_heads = 12", "Choose a tensor-parallel size"),
+    (
+        ["parallel.tensor_model_parallel_size=4", "model.num_query_groups=6"],
+        "model.num_query_groups = 6", "not divisible by parallel.tensor_model_parallel_size = 4",
+    ),
+    (
+        ["parallel.tensor_model_parallel_size=4", "model.ffn_hidden_size=98"],
+        "model.ffn_hidden_size = 98", "not divisible by parallel.tensor_model_parallel_size = 4",
+    ),
+    (
+        ["parallel.tensor_model_parallel_size=3", "model.make_vocab_size_divisible_by=10"],
+        "model.make_vocab_size_divisible_by = 10", "padded vocabulary of 1000 is not divisible",
+    ),
+    (
+        ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=2"],
+        "parallel.zero_stage = 2", "does not work with pipeline stages",
+    ),
+    (
+        ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"],
+        "parallel.zero_stage = 3", "Choose zero_stage = 1 or one stage",
+    ),
+    (
+        ["parallel.sequence_parallel=true"],
+        "parallel.sequence_parallel = True", "Leave it out, or raise parallel.tensor_model_parallel_size",
+    ),
+    (
+        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "data.sequence_length=65"],
+        "data.sequence_length = 65", "not divisible by the 2 ranks of sequence parallelism. Choose a multiple",
+    ),
+    (
+        ["parallel.virtual_pipeline_model_parallel_size=2"],
+        "parallel.virtual_pipeline_model_parallel_size = 2", "interleaving needs pipeline stages. Leave it out",
+    ),
+    (
+        ["parallel.pipeline_model_parallel_size=8", "parallel.virtual_pipeline_model_parallel_size=4"],
+        "model.num_layers = 25", "fewer than the 32 pipeline chunks. Lower the pipeline size",
+    ),
+    (["schedule.lr_warmup_steps=100"], "schedule.lr_warmup_steps = 100", "Warm up for fewer steps"),
+    (["schedule.min_learning_rate=0.01"], "schedule.min_learning_rate = 0.01", "above the peak"),
+    (["schedule.lr_decay_style=warmup_stable_decay"], "schedule.lr_wsd_decay_steps = 0", "must be 1 to 100"),
+    (["schedule.lr_wsd_decay_steps=10"], "schedule.lr_wsd_decay_steps = 10", "lr_decay_style = cosine has none"),
+    (["evaluation.lengths=[64, 0]"], "evaluation.lengths = 0", "Choose 1 or more"),
+    (
+        ["position.method=learned", "evaluation.lengths=[64, 65]"],
+        "evaluation.lengths = 65", "the learned position table holds 64 positions. Evaluate within it",
+    ),
+    (
+        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "evaluation.lengths=[67]"],
+        "evaluation.lengths = 67", "not divisible by the 2 ranks",
+    ),
+    (["evaluation.stride=65"], "evaluation.stride = 65", "longer than the shortest window of 64 tokens"),
+    (["data.source=text"], "data.paths = []", "Name them, or a glob pattern"),
+    (['data.paths=["a.txt"]'], "data.paths = ['a.txt']", "brings its own text"),
+    (["data.tokens_per_shard=2048"], "data.tokens_per_shard = 2048", "less than one block of 65536. Raise it"),
+    (["parallel.world_size=3", "parallel.tensor_model_parallel_size=2"], "= 2", "does not divide the 3 processes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "subject", "remedy"), REFUSALS, ids=[r[1] for r in REFUSALS])
+def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, remedy):
+    text = message(path, *overrides)
+    assert text.startswith(f"{path}: ") and subject in text and remedy in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (["parallel.tensor_model_parallel_size=2"], 3, "does not divide the 3 processes. Start a multiple of 2"),
+        ([], 3, "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 data-parallel ranks"),
+        (
+            ["parallel.pipeline_model_parallel_size=3", "parallel.virtual_pipeline_model_parallel_size=2"],
+            3,
+            "8 micro batches a rank: the interleaved schedule needs a multiple of the 3 stages",
+        ),
+        (
+            ["parallel.world_size=4"],
+            2,
+            "started with 2 processes. Start 4, or change the plan with --set parallel.world",
+        ),
+    ],
+)
+def test_processes_that_cannot_share_the_run_are_refused(path, overrides, world_size, expected):
+    assert expected in message(path, *overrides, world_size=world_size)
+
+
+def test_every_refusal_is_said_at_once(path):
+    lines = message(path, "model.num_query_groups=5", "evaluation.stride=65").splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"{path}: ") for line in lines)
+
+
+# ---- broken files and overrides --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.num_layer=4", "model.num_layer: no such key, did you mean model.num_layers?"),
+        ("model.global_batch_size=4", "did you mean batch.global_batch_size?"),
+        ("modle.num_layers=4", "modle: no such key, did you mean model?"),
+        ("model.zzz=1", "model.zzz: no such key; [model] has num_layers,"),
+        ("model.num_layers=four", "model.num_layers = 'four': input should be a valid integer (got str)"),
+        ("model.num_layers=4.0", "model.num_layers = 4.0: input should be a valid integer (got float)"),
+        ("model.num_layers=0", "model.num_layers = 0: input should be greater than 0"),
+        ("model.use_bias=1", "model.use_bias = 1: input should be a valid boolean (got int)"),
+        ("model.hidden_dropout=1.0", "model.hidden_dropout = 1.0: input should be less than 1"),
+        ("position.method=abili", "position.method = 'abili': input should be 'alibi', 'sinusoidal'"),
+        ("parallel.zero_stage=4", "parallel.zero_stage = 4: input should be 1, 2 or 3"),
+        ("evaluation.lengths=[]", "evaluation.lengths"),
+        ("train.num_steps=none", "train.num_steps: missing; it has no default"),
+        ("num_steps=4", "--set num_steps=4: want section.key=value"),
+        ("train.num_steps", "--set train.num_steps: want section.key=value"),
+        ("train.=4", "want section.key=value"),
+    ],
+)
+def test_wrong_keys_types_and_overrides_are_explained(path, override, expected):
+    assert expected in message(path, override)
+
+
+def test_a_key_outside_any_section_names_its_home(path):
+    path.write_text("num_steps = 4\n" + BASE)
+    assert "num_steps: no such key, did you mean train.num_steps?" in message(path)
+
+
+def test_a_missing_section_is_named(path):
+    path.write_text(BASE.replace("[train]\nnum_steps = 100\n", ""))
+    assert "train: missing" in message(path)
+
+
+@pytest.mark.parametrize("text", [b"[run\n", b"a = \n", b"[run]\n[run]\n"])
+def test_bad_toml_names_the_file_and_the_line(path, text):
+    path.write_bytes(text)
+    assert message(path).startswith(f"{path}: not valid TOML: ") and "line" in message(path)
+
+
+def test_unreadable_files_are_explained(tmp_path):
+    assert "no such config file" in message(tmp_path / "none.toml")
+    assert "not a readable config file" in message(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "not a readable config file" in message(binary)
+
+
+# ---- reading and writing ---------------------------------------------------------------------------------------------
+def test_dump_reads_back_as_the_same_run(path, tmp_path):
+    overrides = [
+        "model.num_query_groups=4",
+        "position.method=t5",
+        "evaluation.lengths=[64, 96]",
+        "checkpoint.keep=2",
+        'data.source="jsonl"',
+        'data.paths=["a/*.jsonl", "b \\"c\\".jsonl"]',
+        "run.directory=runs/ü",
+    ]
+    config = load_config(path, overrides)
+    copy = tmp_path / "resolved.toml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+    assert dump_config(load_config(copy)) == dump_config(config)
+
+
+def test_overrides_take_toml_values_and_plain_words_and_the_last_wins(path):
+    overrides = ["run.directory=runs/a=b", "train.num_steps=7", "train.num_steps=8", "optimizer.clip_grad=2"]
+    config = load_config(path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens=none"])
+    assert (config.run.directory, config.train.num_steps, config.optimizer.clip_grad) == ("runs/a=b", 8, 2.0)
+    assert config.evaluation.max_tokens is None
+
+
+def test_a_config_cannot_be_changed(path):
+    config = load_config(path)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.num_steps = 5  # type: ignore[misc]
+
+
+# ---- derived values --------------------------------------------------------------------------------------------------
+def test_derived_values(path):
+    config = load_config(path)
+    assert (config.head_dim, config.num_query_groups, config.ffn_hidden_size) == (8, 12, 384)
+    assert config.padded_vocab_size == 1024
+    assert load_config(path, ["data.vocab_size=1024"]).padded_vocab_size == 1024
+    assert config.tokens_per_step == 1024
+    assert config.evaluation_lengths == (64, 128, 256, 512, 1024)
+    assert config.evaluation_stride == 64
+    learned = load_config(path, ["position.method=learned", "position.max_position_embeddings=300"])
+    assert learned.evaluation_lengths == (64, 128, 256)
+    assert learned.max_position_embeddings == 300
+    assert load_config(path, ["position.method=learned"]).evaluation_lengths == (64,)
+
+
+def test_layout(path):
+    layout = load_config(
+        path, ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
+    ).layout(8)
+    assert (layout.world_size, layout.tensor, layout.pipeline, layout.virtual, layout.data) == (8, 2, 2, 1, 2)
+    assert layout.num_microbatches == 4  # 16 sequences / (2 data-parallel ranks x 2 at once)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "expected"),
+    [
+        (1, None, [25]),
+        (2, None, [13, 12]),
+        (4, None, [6, 7, 6, 6]),
+        (8, None, [3, 4, 3, 3, 3, 3, 3, 3]),
+        (2, 2, [6, 7, 6, 6]),
+        (4, 2, [3, 4, 3, 3, 3, 3, 3, 3]),
+        (2, 8, [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1]),
+        (8, 3, [1, 2, *[1] * 22]),
+    ],
+)
+def test_layers_of_each_chunk(path, pipeline, virtual, expected):
+    overrides = [f"parallel.pipeline_model_parallel_size={pipeline}"]
+    overrides += [f"parallel.virtual_pipeline_model_parallel_size={virtual}"] if virtual else []
+    chunks = load_config(path, overrides).layers_per_chunk
+    assert chunks == expected and sum(chunks) == 25
+
+
+def test_what_does_not_divide_spares_the_last_chunk(path):
+    for layers in range(8, 16):
+        chunks = load_config(
+            path, [f"model.num_layers={layers}", "parallel.pipeline_model_parallel_size=8"]
+        ).layers_per_chunk
+        assert sum(chunks) == layers and max(chunks) - min(chunks) <= 1 and chunks[-1] == min(chunks)
+
+
+# ---- parameter counts ------------------------------------------------------------------------------------------------
+def shapes(config) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the whole model by its global name, written out from the checkpoint format."""
+    m, p = config.model, config.position
+    heads, hidden, ffn = m.num_attention_heads, m.hidden_size, m.ffn_hidden_size or 4 * m.hidden_size
+    groups, width = m.num_query_groups or heads, hidden // heads
+    vocab = math.ceil(config.data.vocab_size / m.make_vocab_size_divisible_by) * m.make_vocab_size_divisible_by
+    result = {"embedding.word_embeddings.weight": (vocab, hidden), "decoder.final_layernorm.weight": (hidden,)}
+    for i in range(m.num_layers):
+        layer = f"decoder.layers.{i}"
+        result |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attention.linear_qkv.weight": ((heads + 2 * groups) * width, hidden),
+            f"{layer}.self_attention.linear_proj.weight": (hidden, heads * width),
+            f"{layer}.pre_mlp_layernorm.weight": (hidden,),
+            f"{layer}.mlp.linear_fc1.weight": (ffn, hidden),
+            f"{layer}.mlp.linear_fc2.weight": (hidden, ffn),
+        }
+    if m.use_bias:
+        biased = [name for name in result if "embedding" not in name]
+        result |= {name.replace(".weight", ".bias"): result[name][:1] for name in biased}
+    if not m.tie_word_embeddings:
+        result["output_layer.weight"] = (vocab, hidden)
+    if p.method == "learned":
+        result["embedding.position_embeddings.weight"] = (
+            p.max_position_embeddings or config.data.sequence_length,
+            hidden,
+        )
+    if p.method == "t5":
+        result["position.relative_attention_bias"] = (heads, p.relative_attention_num_buckets)
+    if p.trainable_slopes:
+        result["position.slopes"] = (heads,)
+    return result
+
+
+def share_of_rank(config, stage: int) -> int:
+    """Parameters of one rank of `stage`: each tensor's shard, on the stages where that tensor stands."""
+    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    owners: list[int] = []  # the stage of layer i
+    for chunk, layers in enumerate(config.layers_per_chunk):
+        owners += [chunk % stages] * layers
+    whole = ("layernorm", "position_embeddings", "linear_proj.bias", "linear_fc2.bias")  # not split over tensor ranks
+    total = 0
+    for name, shape in shapes(config).items():
+        if name.startswith("decoder.layers."):
+            homes = {owners[int(name.split(".")[2])]}
+        elif name.startswith("embedding.word"):
+            homes = {0, stages - 1} if config.model.tie_word_embeddings else {0}
+        elif name.startswith("embedding.position"):
+            homes = {0}
+        elif name.startswith("position."):
+            homes = set(range(stages))
+        else:
+            homes = {stages - 1}
+        if stage in homes:
+            total += math.prod(shape) // (1 if any(part in name for part in whole) else tensor)
+    return total
+
+
+VARIANTS = [
+    [],
+    ["model.use_bias=false"],
+    ["model.tie_word_embeddings=false"],
+    ["model.num_query_groups=4", "model.ffn_hidden_size=200"],
+    ["position.method=learned", "position.max_position_embeddings=100"],
+    ["position.method=t5"],
+    ["position.trainable_slopes=true"],
+    ["position.method=sinusoidal"],
+]
+LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 4, None), (4, 2, 2), (1, 8, 3)]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+def test_parameter_count_equals_the_sum_over_all_tensors(path, overrides):
+    config = load_config(path, overrides)
+    assert num_parameters(config) == sum(math.prod(shape) for shape in shapes(config).values())
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "virtual"), LAYOUTS)
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+def test_parameter_count_of_a_rank_equals_the_sum_over_its_shards(path, overrides, tensor, pipeline, virtual):
+    layout = [f"parallel.tensor_model_parallel_size={tensor}", f"parallel.pipeline_model_parallel_size={pipeline}"]
+    layout += [f"parallel.virtual_pipeline_model_parallel_size={virtual}"] if virtual else []
+    config = load_config(path, [*overrides, *layout])
+    for stage in range(pipeline):
+        assert num_parameters_of_rank(config, stage) == share_of_rank(config, stage), f"stage {stage}"
+
+
+def test_reading_a_config_does_not_import_torch():
+    code = "import sys, pretrain.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,128 @@
+"""The tokenizer gives back every text, and its training says what is wrong in the config's words."""
+
+import re
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from pretrain.config import ConfigError
+from pretrain.data.tokenizer import Tokenizer, sample_lines, train_tokenizer
+
+TEXT = "".join(
+    f"The {i}th fox, of {i * 7919} foxes, jumps over\n\tthe lazy dog and {'the ' * (i % 5)}hen.\n" for i in range(900)
+)
+ODD = [
+    "",
+    " ",
+    "\n",
+    "  leading",
+    "trailing  ",
+    "a\tb\r\nc",
+    "\n\n\n   x",
+    "12345",
+    "émigré 漢字 🙂‍↔️",
+    "<s></s><unk>",
+    "a\0b",
+    "e\u0301",
+]
+
+
+def train(documents, vocab_size=350, max_bytes=10**9, total_bytes=1):
+    return train_tokenizer(documents, vocab_size, max_bytes, total_bytes)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    path.write_bytes(train([TEXT]))
+    return path
+
+
+def test_decode_gives_back_any_text(path):
+    tokenizer = Tokenizer(path)
+    assert tokenizer.vocab_size == 350
+    for text in [*ODD, TEXT]:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int64 and tokenizer.eos_id not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+
+
+def test_long_text_has_the_ids_of_the_whole(path):
+    """Above 65,536 characters the text is cut; sentencepiece given all of it at once must agree."""
+    long = TEXT * 3 + "no newline " * 10_000 + TEXT
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(long)
+    assert Tokenizer(path).encode(long).tolist() == whole
+
+
+def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path):
+    """SentencePiece's own defaults: Unigram, NFKC, a space before the text. Cut, its ids would differ."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.split("\n")), model_prefix=str(tmp_path / "own"), vocab_size=120, minloglevel=2
+    )
+    long, given = TEXT * 2, tmp_path / "own.model"
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(given)).encode(long)
+    assert Tokenizer(given).encode(long).tolist() == whole
+
+
+def test_training_depends_on_the_text_alone(path):
+    assert train([TEXT]) == path.read_bytes()
+    assert train([TEXT + "quokka " * 50]) != path.read_bytes()
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 1.0])
+def test_every_document_gives_its_share_of_lines(fraction):
+    """Documents of 20,000 bytes in lines of 10: each gives its fraction, rounded to a line at either end."""
+    sampled = list(sample_lines([f"document{i}\n" * 2000 for i in range(5)], fraction))
+    shares = [sampled.count(f"document{i}") / 2000 for i in range(5)]
+    assert all(abs(share - fraction) <= 2 / 2000 for share in shares)
+
+
+def test_training_samples_evenly_over_the_documents(tmp_path):
+    """Half of the bytes: pieces of the first and of the last document must both be learnt."""
+    words = ["aardvark", "bumblebee", "crocodile", "dragonfly"]
+    documents = [f"{word} {i}\n" * 200 for i, word in enumerate(words)]
+    total = sum(map(len, documents))
+    (tmp_path / "half.model").write_bytes(train(documents, vocab_size=330, max_bytes=total // 2, total_bytes=total))
+    tokenizer = Tokenizer(tmp_path / "half.model")
+    assert [len(tokenizer.encode(word)) for word in words] == [1, 1, 1, 1]
+
+
+def test_a_vocabulary_the_text_cannot_fill_is_refused_with_the_largest_that_works():
+    with pytest.raises(ConfigError, match=r"data\.vocab_size = 60000: .* Set it to (\d+) or less") as refused:
+        train([TEXT], vocab_size=60_000)
+    highest = int(re.search(r"Set it to (\d+)", str(refused.value))[1])
+    assert train([TEXT], vocab_size=highest)
+    with pytest.raises(ConfigError, match="or less"):
+        train([TEXT], vocab_size=highest + 1)
+
+
+def test_a_vocabulary_smaller_than_the_alphabet_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+"):
+        train(["".join(chr(0x4E00 + i) * 9 for i in range(500))], vocab_size=310)
+
+
+def test_no_text_is_refused():
+    with pytest.raises(ConfigError, match="no text to train a tokenizer on"):
+        train(["", "\n\n"])
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.model: no readable tokenizer"):
+        Tokenizer(tmp_path / "absent.model")
+    (tmp_path / "text.model").write_text("not a model")
+    with pytest.raises(ConfigError, match=r"text\.model: not a SentencePiece model"):
+        Tokenizer(tmp_path / "text.model")
+
+
+def test_a_model_without_end_of_document_is_refused(tmp_path):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.split("\n")),
+        model_prefix=str(tmp_path / "no_eos"),
+        vocab_size=120,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    with pytest.raises(ConfigError, match=r"no_eos\.model: has no </s> piece"):
+        Tokenizer(tmp_path / "no_eos.model")

@@ -1,0 +1,257 @@
+"""Starting and ending processes, with real ones: exit codes, places, logs, signals, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.local import run_processes
+from pretrain.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+PATIENCE_SECONDS = 20.0  # for things that take milliseconds on an idle machine
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}"]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` runs: not gone, and not a zombie that waits for a parent to take note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Launched:
+    """`run_processes` in a Python process of its own, so that it can be signalled; ranks leave their ids in files."""
+
+    def __init__(self, folder: Path, code: str, nproc: int = 2) -> None:
+        self.folder, self.nproc = folder, nproc
+        # Written aside and renamed: a file that is there is whole.
+        note = f"open({str(folder)!r} + f'/new-{{rank}}', 'w').write(str(os.getpid()))\n"
+        note += f"os.rename({str(folder)!r} + f'/new-{{rank}}', {str(folder)!r} + f'/pid-{{rank}}')\n"
+        setup, _, work = code.partition("---\n")
+        command = python(setup + note + work)
+        run = f"from pathlib import Path; from launcher.local import run_processes; import sys\n" \
+              f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r}) / 'logs'))"  # fmt: skip
+        self.process = subprocess.Popen([sys.executable, "-c", run], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(nproc)))
+        self.ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(nproc)]
+
+    def end(self) -> tuple[int, str]:
+        """Waits for the launcher; its exit code and what it wrote on stderr."""
+        _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, errors
+
+
+def test_every_rank_is_told_its_place(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    folder = str(tmp_path)
+    code = f"open({folder!r} + f'/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {PLACES!r}))"
+    assert run_processes(python(code), 3, tmp_path / "logs") == 0
+    places = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
+    port = places[0][5]
+    assert places == [[str(r), str(r), "3", "3", "127.0.0.1", port, threads] for r in range(3)]
+    assert 1024 <= int(port) < 65536
+
+
+def test_a_number_of_threads_that_is_set_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run_processes(python("sys.exit(os.environ['OMP_NUM_THREADS'] != '7')"), 2, tmp_path) == 0
+
+
+def test_rank_0_writes_to_the_terminal_and_the_others_to_logs(tmp_path, capfd):
+    code = "print('out', rank, flush=True); print('err', rank, file=sys.stderr)"
+    assert run_processes(python(code), 3, tmp_path / "deep/logs") == 0
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+    assert not (tmp_path / "deep/logs/rank-0.log").exists()
+    for rank in (1, 2):
+        assert (tmp_path / f"deep/logs/rank-{rank}.log").read_text() == f"out {rank}\nerr {rank}\n"
+
+
+@pytest.mark.parametrize("code", [1, 2, 77])
+def test_the_exit_code_is_that_of_the_first_failure(tmp_path, code):
+    failing = f"time.sleep(0.2 * rank) if rank < 2 else sys.exit({code})\ntime.sleep(60)"
+    started = time.monotonic()
+    assert run_processes(python(failing), 3, tmp_path) == code
+    assert time.monotonic() - started < PATIENCE_SECONDS  # the others slept on, and were ended
+
+
+def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
+    code = "if rank == 1:\n    print(*range(100), sep='\\n')\n    sys.exit(5)\ntime.sleep(60)"
+    assert run_processes(python(code), 2, tmp_path) == 5
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"rank 1 ended with exit code 5; the end of {tmp_path}/rank-1.log:"
+    assert lines[1:] == [str(n) for n in range(80, 100)]
+
+
+def test_what_rank_0_said_is_not_repeated(tmp_path, capfd):
+    code = "if rank == 0:\n    print('error: bad input', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(60)"
+    assert run_processes(python(code), 2, tmp_path) == 2
+    assert capfd.readouterr().err == "error: bad input\n"
+
+
+def test_a_rank_that_a_signal_ended_is_named(tmp_path, capfd):
+    assert (
+        run_processes(python("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)"), 2, tmp_path)
+        == 137
+    )
+    assert capfd.readouterr().err == "rank 0 was ended by SIGKILL\n"
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.local.KILL_AFTER_SECONDS", 0.5)
+    folder = str(tmp_path)
+    code = f"""
+if rank == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open({folder!r} + '/pid', 'w').write(str(os.getpid()))
+    time.sleep(60)
+while not os.path.exists({folder!r} + '/pid') or not open({folder!r} + '/pid').read():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    assert run_processes(python(code), 2, tmp_path / "logs") == 3
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_ranks_own_children_end_with_it(tmp_path):
+    folder = str(tmp_path)
+    code = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+open({folder!r} + f'/child-{{rank}}', 'w').write(str(child.pid))
+sys.exit(4 * rank)
+"""
+    assert run_processes(python(code), 2, tmp_path / "logs") == 4
+    children = [int(path.read_text()) for path in tmp_path.glob("child-*") if path.read_text()]
+    assert children
+    wait_until(lambda: not any(alive(child) for child in children))
+
+
+STOPS_IN_ITS_OWN_TIME = """
+def stop(number, frame):
+    print('asked by', signal.Signals(number).name, flush=True)
+    time.sleep(0.3)
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+---
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_the_run_may_finish_what_it_does(tmp_path, number):
+    launched = Launched(tmp_path, STOPS_IN_ITS_OWN_TIME)
+    launched.process.send_signal(number)
+    assert launched.end()[0] == 0
+    assert (tmp_path / "logs/rank-1.log").read_text() == f"asked by {number.name}\n"  # once
+    assert not any(alive(pid) for pid in launched.ranks)
+
+
+def test_a_signal_that_ends_the_ranks_is_the_exit_code(tmp_path):
+    launched = Launched(tmp_path, "---\ntime.sleep(60)")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 128 + signal.SIGTERM
+    assert not any(alive(pid) for pid in launched.ranks)
+
+
+def test_a_second_signal_ends_a_run_that_does_not_stop(tmp_path):
+    launched = Launched(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_IGN)\n---\ntime.sleep(60)")
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert launched.process.poll() is None and all(alive(pid) for pid in launched.ranks)
+    launched.process.send_signal(signal.SIGINT)
+    code, errors = launched.end()
+    assert code == 128 + signal.SIGTERM
+    assert "SIGINT: asked the processes to stop; a second signal ends them" in errors
+    assert not any(alive(pid) for pid in launched.ranks)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's")
+def test_a_killed_launcher_leaves_no_process(tmp_path):
+    launched = Launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(60)")
+    launched.process.kill()
+    launched.process.wait()
+    wait_until(lambda: not any(alive(pid) for pid in launched.ranks))
+    launched.process.stderr.close()
+
+
+def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"run.directory: cannot make .*file/logs \(Not a directory\). Choose another"
+    ):
+        run_processes(python(""), 1, tmp_path / "file/logs")
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from launcher.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["none.toml", "--nproc", "2"], "error: none.toml: no such config file"),
+        (["configs/demo.toml", "--nproc", "2", "--set", "model.num_layer=2"], "did you mean model.num_layers?"),
+        (["configs/demo.toml", "--nproc", "3"], "error: batch.global_batch_size = 32: not divisible by"),
+    ],
+)
+def test_bad_input_is_one_plain_line_and_exit_code_2(tmp_path, arguments, expected):
+    done = launcher("local", *arguments, "--set", f"run.directory={tmp_path}/run")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and expected in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()  # nothing was started
+
+
+def test_a_missing_option_is_exit_code_2():
+    done = launcher("local", "configs/demo.toml")
+    assert done.returncode == 2 and "--nproc" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["local", "--help"]])
+def test_help_teaches_with_an_example(arguments):
+    done = launcher(*arguments)
+    assert done.returncode == 0 and "Example: launcher local configs/demo.toml --nproc 2" in done.stdout
+
+
+def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypatch):
+    # A package named pretrain that stands before ours on the ranks' path says what it was called with.
+    (tmp_path / "pretrain").mkdir()
+    (tmp_path / "pretrain/__main__.py").write_text("import sys; print(sys.argv[1:])")
+    code = f"""
+import os, launcher.cli as cli
+os.environ['PYTHONPATH'] = {str(tmp_path)!r}
+os.chdir({str(tmp_path)!r})
+cli.main()
+"""
+    config = str(ROOT / "configs/demo.toml")
+    arguments = ["--set", f"run.directory={tmp_path}/run", "--set", "train.num_steps=70"]
+    command = [sys.executable, "-c", code, "local", config, "--nproc", "2", "--resume", "none", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    expected = f"{['train', config, '--resume', 'none', *arguments]}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+    assert (tmp_path / "run/logs/rank-1.log").read_text() == expected
+
+
+def test_the_launcher_does_not_import_torch():
+    code = "import sys, launcher.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
