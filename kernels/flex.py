@@ -32,7 +32,7 @@ def attention_flex(
     """As `kernels.attention`. Not compiled it is slow, dense and right, on a CPU too, without gradients."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
     num_queries, num_keys = q.shape[2], k.shape[2]
-    first = num_keys - num_queries  # position of the first query
+    first = _scalar(num_keys - num_queries, q.device)  # position of the first query
     out = (_compiled() if compiled else flex_attention)(
         q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         score_mod=_score_mod(first, bias),
@@ -41,22 +41,27 @@ def attention_flex(
     return out.permute(2, 0, 1, 3)
 
 
-def _score_mod(first: int, bias: ScoreBias) -> Callable[..., Tensor] | None:
+def _score_mod(first: Tensor, bias: ScoreBias) -> Callable[..., Tensor] | None:
     """What the kernel does to one score, in fp32. Captured tensors get their gradients through it."""
     if (slopes := bias.slopes) is not None:
         return lambda score, b, h, i, j: score - slopes[h] * (first + i - j).abs()
     if bias.table is not None:
         # From max_distance on, either way, the bucket stays the same: a short row a head holds every bias.
-        far = bias.max_distance
-        row = bias.at(torch.arange(-far, far + 1, device=bias.table.device))
-        return lambda score, b, h, i, j: score + row[h, (first + i - j).clamp(-far, far) + far]
+        row = bias.at(torch.arange(-bias.max_distance, bias.max_distance + 1, device=first.device))
+        far = _scalar(bias.max_distance, first.device)
+        return lambda score, b, h, i, j: score + row[h, torch.clamp(first + i - j, -far, far) + far]
     return None
+
+
+def _scalar(value: int, device: torch.device) -> Tensor:
+    # What the lambdas capture is a tensor: of an int the compiler makes a new kernel a value, or (torch 2.13) fails.
+    return torch.full((), value, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=8)
 def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """Which tiles hold a key that some query may see. Making one takes queries * keys bytes for a moment."""
-    first = num_keys - num_queries
+    first = _scalar(num_keys - num_queries, device)
     return create_block_mask(lambda b, h, i, j: j <= first + i, None, None, num_queries, num_keys, device=str(device))
 
 

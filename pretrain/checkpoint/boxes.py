@@ -53,7 +53,7 @@ class BoxTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: list[tuple[tuple[int, ...], Tensor]]):
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         self.parts = parts
         return self
 
@@ -61,7 +61,7 @@ class BoxTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
         raise TypeError(f"BoxTensor only describes what a checkpoint holds; it does not compute ({function})")
 
     def __create_write_items__(self, name: str, _) -> list[WriteItem]:

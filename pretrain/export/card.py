@@ -49,15 +49,19 @@ def model_card(
 
 
 def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One row a length, one column a (method, protocol, stride), in the order they appear."""
+    """One row a length, one column a method and protocol (with each stride, if it slides), in order of appearance."""
     if not curve:
         return []
-    columns = list(dict.fromkeys((r["method"], r["protocol"], r["stride"]) for r in curve))
-    cells = {(r["length"], r["method"], r["protocol"], r["stride"]): r["perplexity"] for r in curve}
-    titles = [f"{m}, {protocol}" + f", stride {stride}" * (protocol == "sliding") for m, protocol, stride in columns]
+    cells = {(_column(r), r["length"]): f"{r['perplexity']:.2f}" for r in curve}
+    titles = list(dict.fromkeys(column for column, _ in cells))
     lines = ["## Validation perplexity by length", ""]
     lines += [f"| tokens | {' | '.join(titles)} |", "|---:|" + "---:|" * len(titles)]
     for length in sorted({r["length"] for r in curve}):
-        values = [f"{cells[length, *c]:.2f}" if (length, *c) in cells else "" for c in columns]
-        lines.append(f"| {length:,} | {' | '.join(values)} |")
+        lines.append(f"| {length:,} | {' | '.join(cells.get((title, length), '') for title in titles)} |")
     return [*lines, ""]
+
+
+def _column(record: Mapping[str, Any]) -> str:
+    """A nonoverlapping record's stride is its length, so it names no column."""
+    stride = f", stride {record['stride']}" if record["protocol"] == "sliding" and "stride" in record else ""
+    return f"{record['method']}, {record['protocol']}{stride}"

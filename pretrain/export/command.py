@@ -11,7 +11,7 @@ import torch
 from pretrain import topology
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import CONFIG, find_checkpoint, read_state
-from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.export.huggingface import to_huggingface
@@ -35,14 +35,13 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     stream = open_stream(config, "validation")
     state = read_state(checkpoint)
     facts = {
-        "Parameters": f"{num_parameters(config):,}",
-        "Training length": f"{config.data.sequence_length} tokens",
         "Steps": f"{state['step']:,}",
         "Tokens seen": f"{state['consumed_samples'] * config.data.sequence_length:,}",
     }
     name = to_huggingface(
         config, load_global_state(checkpoint), config.data_directory / TOKENIZER, out,
-        max_length=max(config.evaluation_lengths), curve=_curve(config, checkpoint, curve), facts=facts,
+        max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
+        curve=_curve(config, checkpoint, curve), facts=facts,
     )  # fmt: skip
     print(f"{checkpoint} -> {out} ({name})")
     report = _compare(config, checkpoint, stream, out)

@@ -8,6 +8,7 @@ A new method is one class and a line in METHODS.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -39,7 +40,7 @@ class PositionMethod(nn.Module):
         """Replaces Megatron's learned table: position ids [B, S] -> [B, S, hidden]. None keeps what Megatron built."""
         return None
 
-    def score_terms(self, device: torch.device) -> dict[str, Tensor | int]:
+    def score_terms(self, device: torch.device) -> dict[str, Any]:
         """Keyword arguments for `kernels.attention`: what is added to this rank's scores."""
         return {}
 
@@ -61,7 +62,7 @@ class Alibi(PositionMethod):
         if self.trainable:
             self.slopes = _per_head(torch.empty(self.fixed.shape))
 
-    def score_terms(self, device: torch.device) -> dict[str, Tensor | int]:
+    def score_terms(self, device: torch.device) -> dict[str, Any]:
         if self.trainable:
             return {"slopes": self.slopes.float()}
         if self.fixed.device != device:
@@ -85,7 +86,7 @@ class T5Bias(PositionMethod):
         shape = (self.heads.stop - self.heads.start, config.position.relative_attention_num_buckets)
         self.relative_attention_bias = _per_head(torch.empty(shape))
 
-    def score_terms(self, device: torch.device) -> dict[str, Tensor | int]:
+    def score_terms(self, device: torch.device) -> dict[str, Any]:
         return {
             "relative_attention_bias": self.relative_attention_bias,
             "relative_attention_max_distance": self.config.position.relative_attention_max_distance,
@@ -128,12 +129,14 @@ class SinusoidalTable(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.half = hidden_size // 2
-        self.register_buffer("like", torch.empty(0), persistent=False)  # casts with the model, so it knows the dtype
+        self.pairs = hidden_size // 2
+        self.like: Tensor  # empty, but cast with the model, so it knows the dtype
+        self.register_buffer("like", torch.empty(0), persistent=False)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        k = torch.arange(self.half, device=position_ids.device, dtype=torch.float32)
-        angle = position_ids[..., None].float() * torch.exp(k * (-math.log(10_000.0) / self.half))
+        # float64: in fp32 an angle near position 2000 is rounded by 1e-4.
+        k = torch.arange(self.pairs, device=position_ids.device, dtype=torch.float64)
+        angle = position_ids[..., None] * torch.exp(k * (-math.log(10_000.0) / self.pairs))
         return torch.cat([angle.sin(), angle.cos()], dim=-1).to(self.like.dtype)
 
 

@@ -56,8 +56,9 @@ def adam_steps(optimizer: ZeroOptimizer) -> int:
 def copy_masters_to_partitions(optimizer: ZeroOptimizer) -> None:
     """ZeRO 3 keeps its model weights as partitions beside the masters; after a load they follow the masters."""
     for fragment in fragments(optimizer):
-        count = fragment.tensors["master"].numel()
-        fragment.named.parameter.ds_tensor.data.view(-1)[:count].copy_(fragment.tensors["master"])
+        master = fragment.tensors["master"]
+        partition: Tensor = fragment.named.parameter.ds_tensor  # type: ignore[attr-defined]
+        partition.data.view(-1)[: master.numel()].copy_(master)
 
 
 def _flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:

@@ -87,7 +87,8 @@ class ZeroOptimizer:
 
 def parameter_groups(config: RunConfig, chunks: list[GPTModel]) -> list[dict[str, Any]]:
     """AdamW's groups: matrices are decayed; biases, norms and whatever positions learn per head are not."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for named in named_parameters(chunks):
         is_matrix = len(named.global_shape) == 2 and not named.name.startswith("position.")
         (decayed if is_matrix else plain).append(named.parameter)

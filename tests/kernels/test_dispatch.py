@@ -61,7 +61,8 @@ def run(function, qkv, arguments, **more):
 
 def assert_as_good_as_plain_torch(ours, plain, exact, dtype):
     for name, x, y, truth in zip(("output", "q", "k", "v", "bias"), ours, plain, exact):
-        allowed = 2 * (y - truth).abs().max() + 4 * torch.finfo(dtype).eps * truth.abs().max()
+        units = 16 if name == "bias" else 4  # a slope's gradient sums every score, so the order of adding shows
+        allowed = 2 * (y - truth).abs().max() + units * torch.finfo(dtype).eps * truth.abs().max()
         error = (x - truth).abs().max()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
@@ -209,6 +210,7 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_what_flex_computes_is_exact(case):
     """Its bias and mask run on a CPU uncompiled, forward only: the same arithmetic that CUDA compiles."""
     (q, k, v), arguments = make(case, torch.float32)
+    q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it refuses inputs that want gradients
     bias = ScoreBias(arguments.get("slopes"), arguments.get("relative_attention_bias"), 128, arguments["causal"])
     ours = attention_flex(q, k, v, bias, scale=None, compiled=False)
     exact = attention_reference(q, k, v, **arguments)

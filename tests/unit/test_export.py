@@ -202,12 +202,12 @@ def test_the_folder(tmp_path, tokenizer_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     config, out = make_config("alibi"), tmp_path / "deeper" / "hf"
-    record = {"method": "alibi", "protocol": "nonoverlapping", "stride": None, "length": 64, "perplexity": 182.25,
+    record = {"method": "alibi", "protocol": "nonoverlapping", "stride": 64, "length": 64, "perplexity": 182.25,
               "loss_nats": math.log(182.25), "tokens": 640, "checkpoint": "step-00000010"}  # fmt: skip
+    longer = record | {"stride": 128, "length": 128, "perplexity": 181.0}
     sliding = record | {"protocol": "sliding", "stride": 32, "length": 1024, "perplexity": 180.5}
     for seed in (0, 1):
-        to_huggingface(config, random_state(config, seed), tokenizer_path, out, max_length=256, curve=[record, sliding],
-                       facts={"checkpoint": "step-00000010"})  # fmt: skip
+        to_huggingface(config, random_state(config, seed), tokenizer_path, out, max_length=256)
         (out / "stale").touch()
     to_huggingface(config, random_state(config, 2), tokenizer_path, out, max_length=256)
     assert [p.name for p in out.parent.iterdir()] == ["hf"] and not (out / "stale").exists()
@@ -229,11 +229,17 @@ def test_the_folder(tmp_path, tokenizer_path):
     with pytest.raises(ConfigError, match="other: exists and is no earlier export"):
         to_huggingface(config, random_state(config, 2), tokenizer_path, other, max_length=256)
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
-    to_huggingface(config, random_state(config, 0), tokenizer_path, out, max_length=256, curve=[record, sliding],
+    curve = [record, longer, sliding]
+    to_huggingface(config, random_state(config, 0), tokenizer_path, out, max_length=256, curve=curve,
                    facts={"checkpoint": "step-00000010"})  # fmt: skip
     card = (out / "README.md").read_text()
     assert "| tokens | alibi, nonoverlapping | alibi, sliding, stride 32 |" in card
-    assert "| 64 | 182.25 |  |" in card and "| 1,024 |  | 180.50 |" in card and "| checkpoint | step-00000010 |" in card
+    assert (
+        "| 64 | 182.25 |  |" in card
+        and "| 128 | 181.00 |  |" in card
+        and "| 1,024 |  | 180.50 |" in card
+        and "| checkpoint | step-00000010 |" in card
+    )
 
 
 @pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])

@@ -263,9 +263,9 @@ def test_wandb_offline_writes_every_step_and_a_resume_continues_the_same_run(tmp
 def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
     # A process of its own, because wandb remembers credentials; a home of its own, because of ~/.netrc.
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
-    command = writing_program(tmp_path / "run", "logging.wandb=online")
-    done = subprocess.run(command, cwd=ROOT, env={**bare, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
+    command, nothing = writing_program(tmp_path / "run", "logging.wandb=online"), subprocess.DEVNULL
+    home = {**bare, "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=home, stdin=nothing, capture_output=True, text=True, check=True)
     assert done.stderr.count("wandb: UsageError: ") == 1 and "going on without it" in done.stderr
     assert len(read(tmp_path / "run/metrics.jsonl")) == 120
 

@@ -1,0 +1,77 @@
+"""What tests share: pools of worker processes, and a tiny data set of real text."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config import RunConfig, load_config, parse_config
+from tests.distributed.pool import Pool
+
+warnings.simplefilter("ignore")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """pools(n): n ranks, started on first use and shared by every test of the session."""
+    made: dict[int, Pool] = {}
+
+    def pool(world_size: int) -> Pool:
+        if world_size not in made:
+            made[world_size] = Pool(world_size)
+        return made[world_size]
+
+    yield pool
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A built data set: Shakespeare's shorter works under a small vocabulary, in small blocks and shards."""
+    from pretrain.data.build import build
+
+    directory = tmp_path_factory.mktemp("data") / "shards"
+    settings = ["data.vocab_size=512", "data.tokens_per_block=4096", "data.tokens_per_shard=500_000",
+                "data.tokenizer_training_bytes=500_000", f"data.directory={directory}"]  # fmt: skip
+    build(load_config("configs/demo.toml", settings))
+    return directory
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"directory": "runs/none", "seed": 7},
+    "model": {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 8, "ffn_hidden_size": 128,
+              "make_vocab_size_divisible_by": 64},
+    "position": {"method": "alibi"},
+    "parallel": {},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+    "data": {"directory": "none", "source": "shakespeare", "sequence_length": 32, "vocab_size": 512},
+    "optimizer": {"learning_rate": 1e-3, "clip_grad": 1.0, "weight_decay": 0.1},
+    "schedule": {"lr_decay_style": "linear", "lr_warmup_steps": 4},
+    "train": {"num_steps": 20},
+    "evaluation": {"lengths": [32, 64], "max_tokens": 2048},
+    "logging": {"wandb": "disabled", "tensorboard": False},
+}  # fmt: skip
+
+
+def tiny_config(**sections: dict[str, Any]) -> RunConfig:
+    """A small run; `sections` override single keys."""
+    values = copy.deepcopy(TINY)
+    for section, keys in sections.items():
+        values.setdefault(section, {}).update(keys)
+    return parse_config(values, "tiny")
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "tp2pp2sp": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "dp2": (2, {}),
+}
+"""The layouts of every proof: name -> (processes, [parallel])."""

@@ -1,0 +1,151 @@
+"""What the worker processes are asked to do. Each task is called on every rank and returns something picklable."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain import platform, topology
+from pretrain.config import RunConfig
+
+
+def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
+    """Loss, logits and full gradients of the mean loss over tokens [global batch, S + 1]; on rank 0."""
+    from pretrain.optim.zero import finalize_gradients, gradient
+    from pretrain.model.forward import run_schedule
+    from pretrain.train.step import _mean_loss, average_loss
+
+    place, chunks = _model(config, state)
+    mine = _share(config, place, tokens)
+    all_logits = _logits(config, chunks, mine)
+    losses = run_schedule(chunks, mine, _mean_loss)
+    finalize_gradients(chunks)
+    loss = average_loss(losses, place)
+    full = _assemble(chunks, gradient, average_over=place.layout.data)
+    gathered: list[Any] = [None] * place.layout.world_size
+    dist.all_gather_object(gathered, (place.data_rank, place.tensor_rank, all_logits))
+    if not place.is_main:
+        return None
+    rows = []
+    for data_rank in range(place.layout.data):
+        parts = sorted((t, x) for d, t, x in gathered if d == data_rank and x is not None)
+        rows.append(torch.cat([x for _, x in parts], dim=-1))
+    return {"loss": loss, "logits": torch.cat(rows), "gradients": full}
+
+
+def train_steps(config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]) -> dict[str, Any] | None:
+    """Losses, gradient norms and final weights of one optimizer step on each of `steps` [global batch, S + 1]; rank 0."""
+    from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.train.step import average_loss, forward_backward, seed_step
+
+    place, chunks = _model(config, state)
+    optimizer = ZeroOptimizer(config, place, chunks)
+    losses, norms = [], []
+    for step, tokens in enumerate(steps):
+        seed_step(config, place, step)
+        kept = forward_backward(chunks, optimizer, _share(config, place, tokens))
+        norms.append(optimizer.step(learning_rate(config, step)))
+        losses.append(average_loss(kept, place))
+    weights = full_weights(optimizer)
+    del optimizer, chunks
+    gc.collect()
+    return {"losses": losses, "norms": norms, "weights": weights} if place.is_main else None
+
+
+def full_weights(optimizer) -> dict[str, Tensor]:
+    """fp32 masters by global name, assembled from every rank's fragments."""
+    from pretrain.optim.fragments import fragments
+
+    mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments(optimizer)]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine])
+    full: dict[str, Tensor] = {}
+    for name, shape, global_shape, offset, start, flat in (item for part in gathered for item in part):
+        whole = full.setdefault(name, torch.full(global_shape, float("nan")))
+        local = torch.full(shape, float("nan"))
+        local.view(-1)[start : start + flat.numel()] = flat
+        target = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape))]
+        target.copy_(torch.where(local.isnan(), target, local))
+    return full
+
+
+def _model(config: RunConfig, state: dict[str, Tensor]):
+    from pretrain.model.gpt import build_model
+    from pretrain.model.parameters import named_parameters
+
+    place = topology.initialize(config)
+    chunks = build_model(config)
+    with torch.no_grad():
+        for named in named_parameters(chunks):
+            named.parameter.copy_(named.slice_of(state[named.name]))
+    return place, chunks
+
+
+def _share(config: RunConfig, place, tokens: Tensor) -> list[Tensor]:
+    return list(tokens.chunk(place.layout.data)[place.data_rank].split(config.batch.micro_batch_size))
+
+
+def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
+    """This data rank's logits [B, S, V / tensor ranks], where the last stage is."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator, chunk):
+        inputs = next(iterator)[:, :-1].contiguous().to(platform.device())
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        return chunk(inputs, positions, None), lambda out: (out.sum(), out.detach().clone())
+
+    shape = batches[0].shape
+    with torch.no_grad():
+        kept = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(batches), seq_length=shape[1] - 1,
+            micro_batch_size=shape[0], decoder_seq_length=shape[1] - 1, forward_only=True,
+        )  # fmt: skip
+    return torch.cat(kept) if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+
+
+def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
+    """Full tensors of value(parameter) by global name; copies must agree, data-parallel ranks are averaged."""
+    from megatron.core import parallel_state
+    from pretrain.model.parameters import named_parameters
+
+    group = parallel_state.get_data_parallel_group()
+    mine = []
+    for named in named_parameters(chunks):
+        tensor = value(named.parameter).detach().clone()
+        dist.all_reduce(tensor, group=group)
+        mine.append((named.name, named.global_shape, named.offset, tensor / average_over))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    full: dict[str, Tensor] = {}
+    for name, global_shape, offset, tensor in (item for part in gathered for item in part):
+        whole = full.setdefault(name, torch.full(global_shape, float("nan")))
+        target = whole[tuple(slice(o, o + s) for o, s in zip(offset, tensor.shape))]
+        assert target.isnan().all() or torch.allclose(target, tensor, atol=1e-6), f"copies of {name} differ"
+        target.copy_(tensor)
+    return full
+
+
+def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
+    """Trains a run on real data to step `until` and saves there; losses, norms, fp32 state and progress, on rank 0."""
+    from pretrain.checkpoint.save import save_checkpoint
+    from pretrain.train.loop import start, step_batches, train_step
+
+    run = start(config, resume)
+    began = run.progress.step
+    steps = step_batches(run)
+    records = [train_step(run, steps) for _ in range(until - began)]
+    save_checkpoint(config, run.topology, run.optimizer, run.progress)
+    result = {
+        "began": began,
+        "losses": [r["loss_nats"] for r in records],
+        "norms": [r["gradient_norm"] for r in records],
+        "samples": run.progress.consumed_samples,
+    }
+    return result if run.topology.is_main else None

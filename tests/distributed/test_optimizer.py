@@ -1,0 +1,66 @@
+"""Twenty optimizer steps of ZeRO in every layout equal single-process torch.optim.AdamW with clipping, dense model and all."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from pretrain.optim.schedule import learning_rate
+from tests.conftest import LAYOUTS, tiny_config
+from tests.distributed import tasks
+from tests.reference.dense_gpt import random_state, train_dense
+
+STEPS = 20
+# The gradients of both sides differ by rounding (test_parallel_equals_dense.py). Adam divides by the root of the second
+# moment, so where a gradient is near zero the *direction* of an update is rounding too: a weight may then be off by a
+# share of the learning rate (1e-3) a step. Losses and norms are means over all weights and stay near fp32 noise.
+LOSS = {"rel": 2e-5}
+NORM = {"rel": 2e-4}
+WEIGHT = {"rtol": 0, "atol": 5e-4}
+
+ZERO_LAYOUTS = {
+    "zero2-dp2": (2, {"zero_stage": 2}),
+    "zero3-dp2": (2, {"zero_stage": 3}),
+    "zero2-tp2sp-dp2": (4, {"zero_stage": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "zero3-tp2sp-dp2": (4, {"zero_stage": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "zero1-tp2-dp2": (4, {"tensor_model_parallel_size": 2}),
+    "zero1-pp2-dp2": (4, {"pipeline_model_parallel_size": 2}),
+}
+# What learns per head is shared by layers and stages, so its gradient and its share of the norm are where a mistake hides.
+METHODS = {
+    "alibi": {"position": {"method": "alibi"}},
+    "alibi-trainable": {"position": {"method": "alibi", "trainable_slopes": True}},
+    "t5": {"position": {"method": "t5"}},
+    "learned-untied": {"position": {"method": "learned"}, "model": {"tie_word_embeddings": False},
+                       "evaluation": {"lengths": [32]}},
+}  # fmt: skip
+CASES = [(method, layout) for method in METHODS for layout in LAYOUTS] + [("alibi", layout) for layout in ZERO_LAYOUTS]
+CASES += [("t5", "zero2-tp2sp-dp2"), ("alibi-trainable", "zero1-pp2-dp2")]
+
+
+@functools.lru_cache(maxsize=None)
+def _expected(method: str):
+    config = tiny_config(**METHODS[method])
+    state = random_state(config, seed=11)
+    generator = torch.Generator().manual_seed(13)
+    # A learnable pattern (each sequence counts up by its own stride), so that the loss moves.
+    start, stride = torch.randint(0, 500, (STEPS, 8, 1), generator=generator), torch.randint(1, 4, (STEPS, 8, 1), generator=generator)
+    batches = list((start + stride * torch.arange(33)) % 500)
+    rates = [learning_rate(config, step) for step in range(STEPS)]
+    return state, batches, *train_dense(config, state, batches, rates)
+
+
+@pytest.mark.parametrize(("method", "layout"), CASES)
+def test_twenty_steps_equal_adamw(pools, method, layout):
+    processes, parallel = (LAYOUTS | ZERO_LAYOUTS)[layout]
+    state, batches, losses, norms, weights = _expected(method)
+    config = tiny_config(parallel=parallel, **METHODS[method])
+    actual = pools(processes).run(tasks.train_steps, config, state, batches)[0]
+    assert actual["losses"] == pytest.approx(losses, **LOSS)
+    assert actual["norms"] == pytest.approx(norms, **NORM)
+    assert losses[-1] < losses[0] - 0.2, "nothing was learned, so nothing was compared"
+    assert max(norms) > config.optimizer.clip_grad, "nothing was clipped"
+    for name, expected in weights.items():
+        torch.testing.assert_close(actual["weights"][name], expected, **WEIGHT, msg=lambda m, n=name: f"{n}: {m}")
