@@ -55,7 +55,9 @@ def run_processes(command: list[str], nproc: int, log_directory: Path) -> int:
             signal.signal(number, handler)
     if failed is None:
         return max(_exit_code(p) for p in processes)  # 0, or what a second signal left
-    _report(failed, processes[failed].returncode, _log_path(log_directory, failed))
+    code = processes[failed].returncode
+    if code < 0 or code != processes[0].returncode:  # else rank 0 has said the same on the terminal
+        _report(failed, code, _log_path(log_directory, failed))
     return _exit_code(processes[failed])
 
 
@@ -144,9 +146,7 @@ def _log_path(log_directory: Path, rank: int) -> Path:
 
 
 def _report(rank: int, code: int, path: Path) -> None:
-    """Says which rank failed first, with the end of its log. What rank 0 had to say stands on the terminal already."""
-    if rank == 0 and code > 0:
-        return
+    """Says which rank failed first, with the end of its log; rank 0 has none, it wrote to the terminal."""
     how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     lines = (
         [f"; the end of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]] if rank else [""]

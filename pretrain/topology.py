@@ -101,7 +101,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, config.parallel.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60), create_gloo_process_groups=False,
     )  # fmt: skip
     platform.seed_generators(config.run.seed, parallel_state.get_tensor_model_parallel_rank())
     return Topology(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pretrain.evaluate.report import format_table, write_report
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_weights
@@ -16,6 +15,7 @@ from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
+from pretrain.evaluate.report import format_table, write_report
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 

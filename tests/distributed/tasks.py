@@ -15,8 +15,8 @@ from pretrain.config import RunConfig
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
     """Loss, logits and full gradients of the mean loss over tokens [global batch, S + 1]; on rank 0."""
-    from pretrain.optim.zero import finalize_gradients, gradient
     from pretrain.model.forward import run_schedule
+    from pretrain.optim.zero import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
     place, chunks = _model(config, state)
@@ -113,6 +113,7 @@ def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
 def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
     """Full tensors of value(parameter) by global name; copies must agree, data-parallel ranks are averaged."""
     from megatron.core import parallel_state
+
     from pretrain.model.parameters import named_parameters
 
     group = parallel_state.get_data_parallel_group()
@@ -149,3 +150,18 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         "samples": run.progress.consumed_samples,
     }
     return result if run.topology.is_main else None
+
+
+def evaluate(config: RunConfig, state: dict[str, Tensor], protocols: list, tokens_per_batch: int) -> list[Any]:
+    """Evaluations of a model with given weights on the validation stream, by every rank."""
+    from pretrain.data.stream import open_stream
+    from pretrain.evaluate.perplexity import Evaluator
+    from pretrain.optim.zero import ZeroOptimizer
+
+    place, chunks = _model(config, state)
+    optimizer = ZeroOptimizer(config, place, chunks) if config.parallel.zero_stage == 3 else None
+    evaluator = Evaluator(
+        chunks, place, open_stream(config, "validation"), eos_id=2, tokens_per_batch=tokens_per_batch,
+        max_tokens=config.evaluation.max_tokens, engine=optimizer.engine if optimizer else None,
+    )  # fmt: skip
+    return [evaluator.evaluate(protocol) for protocol in protocols]

@@ -40,13 +40,16 @@ CASES = [(method, layout) for method in METHODS for layout in LAYOUTS] + [("alib
 CASES += [("t5", "zero2-tp2sp-dp2"), ("alibi-trainable", "zero1-pp2-dp2")]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _expected(method: str):
     config = tiny_config(**METHODS[method])
     state = random_state(config, seed=11)
     generator = torch.Generator().manual_seed(13)
     # A learnable pattern (each sequence counts up by its own stride), so that the loss moves.
-    start, stride = torch.randint(0, 500, (STEPS, 8, 1), generator=generator), torch.randint(1, 4, (STEPS, 8, 1), generator=generator)
+    start, stride = (
+        torch.randint(0, 500, (STEPS, 8, 1), generator=generator),
+        torch.randint(1, 4, (STEPS, 8, 1), generator=generator),
+    )
     batches = list((start + stride * torch.arange(33)) % 500)
     rates = [learning_rate(config, step) for step in range(STEPS)]
     return state, batches, *train_dense(config, state, batches, rates)

@@ -36,7 +36,7 @@ def _config(variant: str, heads: int, parallel: dict):
     return tiny_config(parallel=parallel, **sections)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _expected(variant: str, heads: int):
     config = _config(variant, heads, {})
     state = random_state(config, seed=3)

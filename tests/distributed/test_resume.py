@@ -74,6 +74,9 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
         assert part["began"] == until - 3
         losses += part["losses"]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)
-    a, b = load_global_state(find_checkpoint(tmp_path / "whole")), load_global_state(find_checkpoint(tmp_path / "moving"))
+    a, b = (
+        load_global_state(find_checkpoint(tmp_path / "whole")),
+        load_global_state(find_checkpoint(tmp_path / "moving")),
+    )
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-4)

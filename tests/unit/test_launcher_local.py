@@ -101,9 +101,16 @@ def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
 
 
 def test_what_rank_0_said_is_not_repeated(tmp_path, capfd):
-    code = "if rank == 0:\n    print('error: bad input', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(60)"
-    assert run_processes(python(code), 2, tmp_path) == 2
+    alone = "if rank == 0:\n    print('error: bad input', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(60)"
+    assert run_processes(python(alone), 2, tmp_path) == 2
     assert capfd.readouterr().err == "error: bad input\n"
+    # Rank 1 first, and rank 0 the same while it is being asked to stop.
+    after = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))\n"
+    after += f"ready = {str(tmp_path / 'ready')!r}\n"
+    after += "if rank == 0:\n    open(ready, 'w').close()\n    time.sleep(60)\n"
+    after += "while not os.path.exists(ready):\n    time.sleep(0.01)\nsys.exit(2)"
+    assert run_processes(python(after), 2, tmp_path) == 2
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_that_a_signal_ended_is_named(tmp_path, capfd):

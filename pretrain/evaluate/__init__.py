@@ -1,0 +1,1 @@
+"""Perplexity by length, protocol and position, and the report made of it."""

@@ -1,0 +1,62 @@
+"""The closed-form parameter counts against the model itself, built without memory for ranks of 128-process layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pretrain.config import load_config, num_parameters, num_parameters_of_rank
+
+# A process group that only pretends: 128 ranks, of which this process plays one.
+SCRIPT = """
+import json, sys, warnings; warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from pretrain import topology, platform
+from pretrain.config import load_config
+path, overrides, ranks = json.loads(sys.argv[1])
+platform.check_precision = lambda precision: None  # fp16 is refused on a CPU, but nothing is computed here
+config = load_config(path, overrides)
+counts = {}
+for rank in ranks:
+    dist.init_process_group("fake", rank=rank, world_size=128, store=FakeStore())
+    place = topology.initialize(config, topology.Process(rank, 128, 0, "127.0.0.1", 0))
+    from pretrain.model.gpt import build_model
+    from pretrain.model.parameters import named_parameters
+    chunks = build_model(config, device=torch.device("meta"))
+    named = list(named_parameters(chunks))
+    assert all(n.parameter.is_meta for n in named)
+    counts[rank] = [place.pipeline_rank, sum(n.parameter.numel() for n in named)]
+    topology.finish()
+print(json.dumps(counts))
+"""
+PATH = "configs/cc100_roberta/alibi_1024.toml"
+LAYOUTS = {
+    "as published": [],
+    "tp8": ["parallel.tensor_model_parallel_size=8"],
+    "tp2 x pp4, uneven": ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"],
+    "tp4 x pp8, uneven, untied": ["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=8",
+                                  "model.tie_word_embeddings=false"],
+    "pp2, interleaved by 4, t5": ["parallel.pipeline_model_parallel_size=2", "position.method=t5",
+                                  "parallel.virtual_pipeline_model_parallel_size=4"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_counts_of_ranks_of_128(layout):
+    overrides = LAYOUTS[layout]
+    config = load_config(PATH, overrides)
+    pipeline = config.parallel.pipeline_model_parallel_size
+    ranks = sorted({stage * 128 // pipeline for stage in range(pipeline)} | {127})
+    command = [sys.executable, "-c", SCRIPT, json.dumps([PATH, overrides, ranks])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert len(counts) == len(ranks)
+    for stage, count in counts.values():
+        assert count == num_parameters_of_rank(config, stage)
+    if pipeline == 1 and config.parallel.tensor_model_parallel_size == 1:
+        assert counts["0"][1] == num_parameters(config)

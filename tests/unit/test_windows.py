@@ -1,0 +1,39 @@
+"""Which window scores which token: every token once, and with the context that the protocol promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrain.evaluate.windows import nonoverlapping, sliding
+
+SIZES = [1, 2, 3, 7, 8, 32, 64, 128]
+# A stride longer than the window is refused when the config is read: tokens between windows would go unscored.
+LENGTHS_AND_STRIDES = [(length, stride) for length in SIZES for stride in SIZES if stride <= length]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16, 63, 64, 65, 100])
+@pytest.mark.parametrize(("length", "stride"), LENGTHS_AND_STRIDES)
+def test_every_token_is_scored_once_with_the_promised_context(tokens, length, stride):
+    context = {}
+    for window in sliding(tokens, length, stride):
+        assert window.start >= 0 and window.start + window.size <= tokens and window.size <= length
+        for t in range(window.start + window.size - window.scored, window.start + window.size):
+            assert t not in context, f"token {t} scored twice"
+            context[t] = t - window.start
+    assert sorted(context) == list(range(tokens))
+    for t, seen in context.items():
+        if t < length:
+            assert seen == t  # the first window reads from the start
+        elif stride < length:
+            assert length - stride <= seen <= length - 1
+        if stride == 1:
+            assert seen == min(t, length - 1)
+
+
+def test_nonoverlapping_by_hand():
+    assert [tuple(w) for w in nonoverlapping(10, 4)] == [(0, 4, 4), (4, 4, 4), (8, 2, 2)]
+
+
+def test_sliding_by_hand():
+    """Length 4, stride 2 over 9 tokens: 0-3 whole, then two at a time, the last window moved by what is left."""
+    assert [tuple(w) for w in sliding(9, 4, 2)] == [(0, 4, 4), (2, 4, 2), (4, 4, 2), (5, 4, 1)]
