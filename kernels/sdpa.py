@@ -14,13 +14,13 @@ from kernels.bias import ScoreBias
 
 QUERY_BLOCK = 256
 """Queries served at a time. A block meets no key after its last query, which halves the work of long causal sequences;
-256 was the fastest of 64 to 512 at lengths 512 to 4096 (benchmarks/results/attention_cpu.md)."""
+256 is the best of 64 to 512 over lengths 512 to 4096 (benchmarks/results/attention_cpu.md)."""
 
 
 def attention_sdpa(
     q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, bias: ScoreBias, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """As `kernels.attention`. No mask is held in memory on a CPU, a block of queries by all keys on a GPU.
+    """As `kernels.attention`. No more of a mask is ever in memory than QUERY_BLOCK queries by all keys.
 
     torch serves a mask that needs a gradient, and dropout, on a CPU by its unfused path, which keeps the scores.
     """
@@ -40,6 +40,9 @@ def attention_sdpa(
     # of query r is entries r .. r + num_keys - 1, and `unfold` shows [H, queries, keys] as an overlapping view of it.
     distances = torch.arange(num_keys - 1, -num_queries, -1, device=q.device)
     added = bias.at(distances).masked_fill(distances < 0, -torch.inf) if bias.causal else bias.at(distances)
+    if num_queries <= QUERY_BLOCK:  # so small a mask is cheaper to turn round than queries and output
+        mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
+        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(q_SBHD.dtype)
     reversed_q, blocks = q.flip(2), []
     for start in range(0, num_queries, QUERY_BLOCK):
         queries = min(QUERY_BLOCK, num_queries - start)

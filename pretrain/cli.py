@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 import warnings
@@ -11,6 +12,8 @@ from typing import Annotated
 import typer
 
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
+
+INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 data = typer.Typer(no_args_is_help=True, help="Text to shards of tokens.")
@@ -54,9 +57,10 @@ def data_build(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
 
     Example: pretrain data build configs/demo.toml
     """
+    run = load_config(config, overrides)
     from pretrain.data.build import build
 
-    build(load_config(config, overrides))
+    build(run)
 
 
 @data.command("verify")
@@ -84,10 +88,11 @@ def train(
 
     Example: pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
     """
+    run = load_config(config, overrides)  # before the slow imports, so that a typing mistake shows at once
     from pretrain import topology
     from pretrain.train.loop import train as run_training
 
-    run_training(load_config(config, overrides), resume)
+    run_training(run, resume)
     topology.finish()
 
 
@@ -147,27 +152,43 @@ def bench_train(
 
     Example: pretrain bench train configs/demo.toml --steps 20
     """
+    run = load_config(config, overrides)
     from pretrain.train.bench import bench_training
 
-    bench_training(load_config(config, overrides), steps)
+    bench_training(run, steps)
 
 
 def main() -> None:
-    """Entry point: bad input is `error: ...` and exit code 2, a failure of the run exit code 1, neither a traceback."""
+    """Entry point: bad input is `error: ...` and exit code 2, a failure of the run 1, Ctrl-C 130; none is a traceback."""
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
     warnings.simplefilter("ignore")
     try:
+        _refuse_other_kernels()
         app()
-    except (ConfigError, RunFailed, OSError) as error:
-        bad_input = isinstance(error, ConfigError)
-        where = _rank_prefix()
-        print("\n".join(f"{where}error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
-        code = 2 if bad_input else 1
-    else:
-        return
-    # Not sys.exit: leaving a process group in order would wait for ranks that have not failed.
+    except SystemExit as end:  # how typer ends a command, also a good one; 130 is what it makes of Ctrl-C
+        if end.code != INTERRUPTED:
+            raise
+        _leave(INTERRUPTED, ["interrupted"])
+    except (ConfigError, RunFailed) as error:
+        _leave(2 if isinstance(error, ConfigError) else 1, [f"error: {line}" for line in str(error).splitlines()])
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        _leave(1, [f"error: {what}"])
+
+
+def _leave(code: int, lines: list[str]) -> None:
+    """Says why and ends the process. Not sys.exit: leaving a process group in order waits for ranks that have not failed."""
+    where = _rank_prefix()
     sys.stdout.flush()
+    print("\n".join(where + line for line in lines), file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def _refuse_other_kernels() -> None:
+    """Hugging Face has a package `kernels` too; beside ours, one hides the other and transformers fails obscurely."""
+    if any(importlib.metadata.distributions(name="kernels")):
+        raise ConfigError("the Hugging Face package `kernels` is installed, and so is ours of that name: one hides the "
+                          "other. Uninstall theirs (pip uninstall kernels); transformers does without it")  # fmt: skip
 
 
 def _rank_prefix() -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.manifest import CONFIG, find_checkpoint
-from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.checkpoint.manifest import check_same_model, find_checkpoint, load_saved_config
+from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Request:
     def parse(lengths: str | None, protocols: str, stride: int | None, max_tokens: int | None) -> Request:
         """From the command line's strings. Raises ConfigError naming the option."""
         try:
-            parsed = tuple(int(n) for n in lengths.split(",")) if lengths else None
+            parsed = tuple(int(n) for n in lengths.split(",")) if lengths is not None else None
         except ValueError:
             raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 128,256,512") from None
         names = tuple(protocols.split(","))
@@ -54,7 +54,10 @@ class Request:
 
 
 def evaluation_config(checkpoint: Path, request: Request, overrides: list[str]) -> RunConfig:
-    """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else."""
+    """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else.
+
+    Raises ConfigError when the overrides would make another model of the weights.
+    """
     world_size = topology.Process.from_environment().world_size
     asked = {"lengths": request.lengths, "stride": request.stride, "max_tokens": request.max_tokens}
     settings = [
@@ -63,7 +66,13 @@ def evaluation_config(checkpoint: Path, request: Request, overrides: list[str]) 
     if request.lengths is not None and request.stride is None:
         settings.append("evaluation.stride=none")
     sections = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": world_size}}
-    return load_config(checkpoint / CONFIG, [*settings, *overrides], sections)
+    config = load_saved_config(checkpoint, [*settings, *overrides], sections)
+    check_same_model(config, checkpoint)
+    trained = load_saved_config(checkpoint).data.sequence_length
+    if config.data.sequence_length != trained:
+        raise ConfigError(f"data.sequence_length = {config.data.sequence_length}: {checkpoint} was trained at {trained}. "
+                          "Say with --lengths at which lengths to evaluate")  # fmt: skip
+    return config
 
 
 def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Protocol]) -> list[Evaluation]:
@@ -88,6 +97,8 @@ def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Pro
 
 def evaluate_sources(sources: list[Path], request: Request, overrides: list[str], out: Path | None) -> list[dict]:
     """Evaluates each run or checkpoint, prints one table, writes the report to `out` and beside it. Returns records."""
+    if out is not None:
+        _prepare_out(out)
     checkpoints = [find_checkpoint(source) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
     train_length = configs[0].data.sequence_length
@@ -109,3 +120,13 @@ def evaluate_sources(sources: list[Path], request: Request, overrides: list[str]
             print(f"\nwritten: {out.parent}/ ({', '.join(sorted(p.name for p in out.parent.iterdir()))})")
     topology.finish()
     return records
+
+
+def _prepare_out(out: Path) -> None:
+    """Finds out before the work, not after it, whether the report can be written."""
+    if out.suffix != ".json":
+        raise ConfigError(f"--out {out}: want a file that ends in .json; the report's other files stand beside it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {out.parent} cannot be made ({error.strerror}). Choose another") from None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, ScalarFormatter
 
@@ -28,7 +29,7 @@ class Series(NamedTuple):
 
 
 def curve(train_length: int, series: Sequence[Series]) -> bytes:
-    """Perplexity against length, a colour a method, nonoverlapping solid and sliding dashed, the training length marked."""
+    """Perplexity against length: a colour a method, nonoverlapping solid, sliding dashed, the training length marked."""
     figure, axes = _axes("Evaluation length (tokens, and in training lengths L)", "Perplexity")
     colours = _colours(s.name for s in series)
     ends: dict[str, float] = {}
@@ -52,7 +53,7 @@ def curve(train_length: int, series: Sequence[Series]) -> bytes:
         styles = [Line2D([], [], color="#444444", linewidth=2, linestyle="-" if p == "nonoverlapping" else (0, (4, 2)),
                          marker="o", markersize=5, markerfacecolor="#444444" if p == "nonoverlapping" else "white")
                   for p in protocols]  # fmt: skip
-        axes.legend(styles, protocols, frameon=False, loc="best")
+        axes.legend(styles, protocols, frameon=False, loc="best", handlelength=3.5)
     return _png(figure)
 
 
@@ -87,10 +88,12 @@ def in_tokens_and_lengths(length: int, train_length: int, between: str = " = ") 
 
 
 def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 4.6), dpi=144, layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+    figure = Figure(figsize=(8, 4.6), dpi=144, layout=layout)
     FigureCanvasAgg(figure)  # no display, whatever matplotlib is configured to use
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
+    axes.margins(y=0.08)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(True, color="#e4e4e4", linewidth=0.8)
@@ -115,7 +118,7 @@ def _scale_values(axes: Axes, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     if high > LOG_SPREAD * low:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 10 * low else (1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif high < 1.1 * low:
@@ -125,7 +128,7 @@ def _scale_values(axes: Axes, values: Sequence[float]) -> None:
 def _mark_training_length(axes: Axes, train_length: int) -> None:
     axes.axvline(train_length, color="#888888", linewidth=1.2, linestyle=":")
     axes.annotate("training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(5, -3),
-                  textcoords="offset points", rotation=90, va="top", ha="left", color="#666666", fontsize=9)  # fmt: skip
+                  textcoords="offset points", rotation=90, va="top", color="#666666", fontsize=9)  # fmt: skip
 
 
 def _label_ends(figure: Figure, axes: Axes, right: float, ends: dict[str, float], colours: dict[str, str]) -> None:

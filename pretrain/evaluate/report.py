@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from pretrain.evaluate.plots import Series
 
 Record = Mapping[str, Any]
 FIELDS = ("method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens", "checkpoint")
+POSITION_FIELDS = ("method", "length", "first_position", "last_position", "loss_nats")
 BINS_PER_OCTAVE = 3
 
 
@@ -45,7 +47,7 @@ def write_report(
     _publish(picture, plots.curve(train_length, series))
     if positions:
         binned = [_Binned.of(method, length, losses) for (method, length), losses in positions.items()]
-        _publish(out.with_name("positions.csv"), _csv(_Binned.FIELDS, (row for b in binned for row in b.rows())))
+        _publish(out.with_name("positions.csv"), _csv(POSITION_FIELDS, (row for b in binned for row in b.rows())))
         longest = {b.method: b for b in sorted(binned, key=lambda b: b.length)}
         lines = [(b.method, b.centres(), b.losses) for b in longest.values()]
         _publish(position_picture, plots.by_position(train_length, lines))
@@ -109,9 +111,9 @@ def _markdown(train_length: int, series: Sequence[Series], picture: str, positio
     table = "\n".join("| " + " | ".join(row) + " |" for row in [header, right, *rows])
     parts = [
         "# Perplexity by length",
-        f"Trained at L = {train_length} tokens, evaluated at the lengths below. Nonoverlapping: pieces of that length, each "
-        "from scratch. Sliding: windows of that length, of which the last predictions (the stride) count. Every token "
-        "is scored once.",
+        f"Trained at L = {train_length} tokens, evaluated at the lengths below. Nonoverlapping: pieces of that length, "
+        "each from scratch. Sliding: windows of that length, of which the last predictions (the stride) count. "
+        "Every token is scored once.",
         f"![perplexity by length]({picture})",
         table,
         "\n".join(f"- {_finding(train_length, s)}" for s in series),
@@ -119,7 +121,7 @@ def _markdown(train_length: int, series: Sequence[Series], picture: str, positio
     if position_picture is not None:
         parts += [
             "## Loss by position",
-            "Mean loss of the tokens at each position of the longest window (nonoverlapping); early ones have little context.",
+            "Mean loss at each position of the longest window, nonoverlapping. Early positions have little context.",
             f"![loss by position]({position_picture})",
         ]
     return "\n\n".join(parts) + "\n"
@@ -157,23 +159,21 @@ class _Binned(NamedTuple):
     edges: np.ndarray
     losses: list[float]
 
-    FIELDS = ("method", "length", "first_position", "last_position", "loss_nats")
-
     @staticmethod
     def of(method: str, length: int, losses: Sequence[float] | np.ndarray) -> _Binned:
         values = np.asarray(losses, dtype=np.float64)
         count = BINS_PER_OCTAVE * max(1, math.ceil(math.log2(len(values) + 1)))
         edges = np.unique(np.geomspace(1, len(values) + 1, count + 1).round().astype(int)) - 1
-        bins = (values[first:end] for first, end in zip(edges[:-1], edges[1:]))
+        bins = (values[first:end] for first, end in itertools.pairwise(edges))
         means = [float(b[~np.isnan(b)].mean()) if not np.isnan(b).all() else math.nan for b in bins]
         return _Binned(method, length, edges, means)
 
     def centres(self) -> list[float]:
         """The geometric middle of every range, positions counted from 1 as a logarithmic axis needs."""
-        return [math.sqrt((first + 1) * end) for first, end in zip(self.edges[:-1], self.edges[1:])]
+        return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
 
     def rows(self) -> Iterable[list[Any]]:
-        for first, end, loss in zip(self.edges[:-1], self.edges[1:], self.losses):
+        for first, end, loss in zip(self.edges, self.edges[1:], self.losses):
             yield [self.method, self.length, int(first), int(end) - 1, loss]
 
 

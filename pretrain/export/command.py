@@ -10,8 +10,8 @@ import torch
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_global_state, load_weights
-from pretrain.checkpoint.manifest import CONFIG, find_checkpoint, read_state
-from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.checkpoint.manifest import find_checkpoint, load_saved_config, read_state
+from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.export.huggingface import to_huggingface
@@ -31,7 +31,7 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     checkpoint = find_checkpoint(source)
     # One process, whatever the layout was; fp32, because the export holds the masters.
     sections: dict[str, dict] = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}}
-    config = load_config(checkpoint / CONFIG, ["train.precision=fp32"], sections)
+    config = load_saved_config(checkpoint, ["train.precision=fp32"], sections)
     stream = open_stream(config, "validation")
     state = read_state(checkpoint)
     facts = {

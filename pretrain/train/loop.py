@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from pretrain import platform, topology
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import CONFIG, complete_checkpoints, find_checkpoint
+from pretrain.checkpoint.manifest import CONFIG, check_same_model, complete_checkpoints, find_checkpoint
 from pretrain.checkpoint.save import Progress
-from pretrain.config import ConfigError, RunConfig, dump_config, load_config
+from pretrain.config import ConfigError, RunConfig, dump_config
 from pretrain.data.loader import batches
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.model.checks import check_positions
@@ -45,6 +46,12 @@ def train(config: RunConfig, resume: str = "auto") -> Progress:
     Raises ConfigError for bad input before anything is written, RunFailed when the loss is no longer finite.
     """
     run = start(config, resume)
+    if run.topology.is_main:
+        print(_outlook(run), file=sys.stderr, flush=True)
+    if run.progress.step >= config.train.num_steps:
+        return run.progress
+    if run.topology.is_main:
+        (config.directory / CONFIG).write_text(dump_config(config))
     steps = step_batches(run)
     hooks = make_hooks(run)
     try:
@@ -92,14 +99,26 @@ def start(config: RunConfig, resume: str = "auto") -> Run:
     streams = open_stream(config, "train"), open_stream(config, "validation")
     checkpoint = checkpoint_to_resume(config, resume)
     place = topology.initialize(config)
+    try:
+        config.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.directory = {config.directory}: cannot be made ({error.strerror}). Choose another") from None
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, place, chunks)
     progress = load_checkpoint(checkpoint, optimizer) if checkpoint else Progress(0, 0)
-    if place.is_main:
-        config.directory.mkdir(parents=True, exist_ok=True)
-        (config.directory / CONFIG).write_text(dump_config(config))
     return Run(config, place, chunks, optimizer, *streams, progress)
+
+
+def _outlook(run: Run) -> str:
+    """Where the run stands and what is left, in a line."""
+    directory, step, last = run.config.directory, run.progress.step, run.config.train.num_steps
+    if step >= last:
+        return f"{directory}: already at step {step} of {last}; nothing to train"
+    layout = run.topology.layout
+    shares = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    begin = f"going on from step {step}" if step else "from scratch"
+    return f"{directory}: {begin}, to step {last}; {shares}"
 
 
 def checkpoint_to_resume(config: RunConfig, resume: str) -> Path | None:
@@ -115,16 +134,6 @@ def checkpoint_to_resume(config: RunConfig, resume: str) -> Path | None:
     else:
         checkpoint = find_checkpoint(Path(resume))
     if checkpoint is not None:
-        _check_same_model(config, checkpoint)
+        check_same_model(config, checkpoint)
     return checkpoint
 
-
-def _check_same_model(config: RunConfig, checkpoint: Path) -> None:
-    """Layout, schedule, batch and precision may change between two starts of a run; what the model computes may not."""
-    saved = load_config(checkpoint / CONFIG)
-    for section in ("model", "position"):
-        now, before = getattr(config, section).model_dump(), getattr(saved, section).model_dump()
-        for key in now.keys() - {"attention_backend", "hidden_dropout", "attention_dropout"}:
-            if now[key] != before[key]:
-                raise ConfigError(f"{section}.{key} = {now[key]}: {checkpoint} was trained with {before[key]}. Keep it, "
-                                  "or start afresh in another run.directory")  # fmt: skip

@@ -1,0 +1,106 @@
+"""Commands as a user types them: in a fresh process, or in one forked from a server that has done the slow imports.
+
+Importing torch and Megatron costs seconds a process. A forked command runs the same `main()` on its own arguments,
+environment and file descriptors, and ends the same way; nothing is shared but what importing does.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 120
+PRETRAIN = (sys.executable, "-m", "pretrain")
+LAUNCHER = (sys.executable, "-c", "from launcher.cli import main; main()")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["deepspeed.ops", "pretrain.cli", "pretrain.data.build", "pretrain.train.loop", "pretrain.train.bench",
+     "pretrain.evaluate.command", "pretrain.export.command", "transformers.models.bloom.modeling_bloom"]
+)  # fmt: skip
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def fresh(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Done:
+    """Runs a command line in a process of its own, from the project's root."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+    done = subprocess.run(
+        list(command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def pretrain(*arguments: object) -> Done:
+    """`pretrain` with these arguments, forked."""
+    return ranks(arguments, [{}])[0]
+
+
+def ranks(arguments: Sequence[object], environments: Sequence[Mapping[str, str]]) -> list[Done]:
+    """`pretrain` with these arguments once in each environment, at the same time, forked."""
+    with TemporaryDirectory() as folder:
+        processes = [_start(arguments, env, Path(folder) / str(rank)) for rank, env in enumerate(environments)]
+        return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
+
+
+def _start(arguments: Sequence[object], environment: Mapping[str, str], output: Path) -> BaseProcess:
+    process = _SERVER.Process(target=_main, args=([str(a) for a in arguments], dict(environment), str(output)))
+    process.start()
+    return process
+
+
+def _end(process: BaseProcess, output: Path) -> Done:
+    process.join(TIMEOUT_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"still running after {TIMEOUT_SECONDS} s: {Path(f'{output}.err').read_text()}")
+    return Done(process.exitcode, Path(f"{output}.out").read_text(), Path(f"{output}.err").read_text())
+
+
+def _main(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    """In the forked process: becomes `python -m pretrain ARGUMENTS` from the project's root."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.chdir(ROOT)
+    os.environ |= environment
+    import torch
+
+    torch.set_num_threads(1)
+    from pretrain.cli import main
+
+    sys.argv = ["pretrain", *arguments]
+    main()
+
+
+def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
+    """Returns when condition() is true; fails when it never is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
