@@ -55,7 +55,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
     Raises ConfigError when it is damaged, or of a format that this version does not know.
     """
-    _verify_file(checkpoint, STATE)
+    _verify_file(checkpoint, STATE, _files(checkpoint))
     state = json.loads((checkpoint / STATE).read_text())
     if state.get("format") != FORMAT:
         raise ConfigError(f"{checkpoint}: format {state.get('format')}, this version reads {FORMAT}")
@@ -66,7 +66,7 @@ def load_saved_config(
     checkpoint: Path, overrides: Sequence[str] = (), sections: Mapping[str, dict[str, Any]] | None = None
 ) -> RunConfig:
     """`load_config` of the config a checkpoint was saved with. Raises ConfigError also when the file is damaged."""
-    _verify_file(checkpoint, CONFIG)
+    _verify_file(checkpoint, CONFIG, _files(checkpoint))
     return load_config(checkpoint / CONFIG, overrides, sections)
 
 
@@ -89,12 +89,13 @@ def verify_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:
 
     Raises ConfigError naming the file and what to do.
     """
-    for name in sorted(_files(checkpoint))[share::shares]:
-        _verify_file(checkpoint, name)
+    files = _files(checkpoint)
+    for name in sorted(files)[share::shares]:
+        _verify_file(checkpoint, name, files)
 
 
-def _verify_file(checkpoint: Path, name: str) -> None:
-    path, expected = checkpoint / name, _files(checkpoint).get(name)
+def _verify_file(checkpoint: Path, name: str, files: dict[str, dict[str, Any]]) -> None:
+    path, expected = checkpoint / name, files.get(name)
     if expected is None:
         raise ConfigError(f"{checkpoint / MANIFEST}: does not list {name}. {_remedy(checkpoint)}")
     if not path.is_file():

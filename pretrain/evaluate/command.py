@@ -97,8 +97,6 @@ def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Pro
 
 def evaluate_sources(sources: list[Path], request: Request, overrides: list[str], out: Path | None) -> list[dict]:
     """Evaluates each run or checkpoint, prints one table, writes the report to `out` and beside it. Returns records."""
-    if out is not None:
-        _prepare_out(out)
     checkpoints = [find_checkpoint(source) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
     train_length = configs[0].data.sequence_length
@@ -106,6 +104,8 @@ def evaluate_sources(sources: list[Path], request: Request, overrides: list[str]
         if config.data.sequence_length != train_length:
             raise ConfigError(f"{checkpoint}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
                               "One report holds one training length: evaluate them one by one")  # fmt: skip
+    if out is not None:
+        _prepare_out(out)
     records: list[dict] = []
     positions: dict[tuple[str, int], np.ndarray] = {}
     for checkpoint, config in zip(checkpoints, configs):

@@ -75,7 +75,9 @@ def check_parity(
     Raises ConfigError when there is no exported model in `hf_dir`.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # loading takes seconds, and a bar fills a log
     if not Path(hf_dir, "config.json").exists():
         raise ConfigError(f"{hf_dir}: no exported model (config.json) there. `pretrain export` writes one")
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, local_files_only=True).eval()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -25,10 +26,7 @@ LAUNCHER = (sys.executable, "-c", "from launcher.cli import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["deepspeed.ops", "pretrain.cli", "pretrain.data.build", "pretrain.train.loop", "pretrain.train.bench",
-     "pretrain.evaluate.command", "pretrain.export.command", "transformers.models.bloom.modeling_bloom"]
-)  # fmt: skip
+_SERVER.set_forkserver_preload(["tests.end_to_end.preload"])
 
 
 class Done(NamedTuple):
@@ -52,20 +50,25 @@ def fresh(command: Sequence[str], environment: Mapping[str, str] | None = None) 
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def pretrain(*arguments: object) -> Done:
-    """`pretrain` with these arguments, forked."""
-    return ranks(arguments, [{}])[0]
+def pretrain(*arguments: object, largest_file: int | None = None) -> Done:
+    """`pretrain` with these arguments, forked. Writing a file beyond `largest_file` bytes fails, as on a full disk."""
+    return ranks(arguments, [{}], largest_file)[0]
 
 
-def ranks(arguments: Sequence[object], environments: Sequence[Mapping[str, str]]) -> list[Done]:
+def ranks(
+    arguments: Sequence[object], environments: Sequence[Mapping[str, str]], largest_file: int | None = None
+) -> list[Done]:
     """`pretrain` with these arguments once in each environment, at the same time, forked."""
     with TemporaryDirectory() as folder:
-        processes = [_start(arguments, env, Path(folder) / str(rank)) for rank, env in enumerate(environments)]
+        processes = [_start(arguments, env, Path(folder) / str(rank), largest_file) for rank, env in enumerate(environments)]
         return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
 
 
-def _start(arguments: Sequence[object], environment: Mapping[str, str], output: Path) -> BaseProcess:
-    process = _SERVER.Process(target=_main, args=([str(a) for a in arguments], dict(environment), str(output)))
+def _start(
+    arguments: Sequence[object], environment: Mapping[str, str], output: Path, largest_file: int | None
+) -> BaseProcess:
+    words = [str(argument) for argument in arguments]
+    process = _SERVER.Process(target=_main, args=(words, dict(environment), str(output), largest_file))
     process.start()
     return process
 
@@ -78,12 +81,14 @@ def _end(process: BaseProcess, output: Path) -> Done:
     return Done(process.exitcode, Path(f"{output}.out").read_text(), Path(f"{output}.err").read_text())
 
 
-def _main(arguments: list[str], environment: dict[str, str], output: str) -> None:
+def _main(arguments: list[str], environment: dict[str, str], output: str, largest_file: int | None) -> None:
     """In the forked process: becomes `python -m pretrain ARGUMENTS` from the project's root."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(ROOT)
     os.environ |= environment
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
 
     torch.set_num_threads(1)
