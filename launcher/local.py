@@ -104,8 +104,11 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], received: list[int]) -> int | None:
-    """The rank that failed first; None when all ended well, or when a second signal was `received`."""
-    forwarded = False
+    """The rank that failed first; None when all ended well, or when a second signal was `received`.
+
+    Asked to stop, ranks end at different moments and with exit codes of their own: the first to end cuts no other short.
+    """
+    forwarded, failed, deadline = False, None, 0.0
     while len(received) < 2:
         if received and not forwarded:
             forwarded = True
@@ -114,11 +117,11 @@ def _wait(processes: list[subprocess.Popen[bytes]], received: list[int]) -> int 
             for process in processes:
                 process.send_signal(received[0])
         codes = [p.poll() for p in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            return failed[0]
-        if None not in codes:
-            return None
+        if failed is None and any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            deadline = time.monotonic() + (KILL_AFTER_SECONDS if forwarded else 0)
+        if None not in codes or (failed is not None and time.monotonic() >= deadline):
+            return failed
         time.sleep(POLL_SECONDS)
     return None
 

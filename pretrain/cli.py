@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -162,21 +164,39 @@ def main() -> None:
     """Entry point: bad input is `error: ...` and exit code 2, a failure of the run 1, Ctrl-C 130; none is a traceback."""
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
     warnings.simplefilter("ignore")
+    interrupts = _noted_interrupts()
     try:
         _refuse_other_kernels()
         app()
-    except SystemExit as end:  # how typer ends a command, also a good one; 130 is what it makes of Ctrl-C
-        if end.code != INTERRUPTED:
+    except SystemExit as end:  # how typer ends every command; 130 is what it makes of Ctrl-C
+        if not (end.code and interrupts):
             raise
-        _leave(INTERRUPTED, ["interrupted"])
-    except (ConfigError, RunFailed) as error:
-        _leave(2 if isinstance(error, ConfigError) else 1, [f"error: {line}" for line in str(error).splitlines()])
-    except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        _leave(1, [f"error: {what}"])
+        _leave(INTERRUPTED, "interrupted")
+    except BaseException as error:
+        if interrupts:  # libraries turn a KeyboardInterrupt into errors of their own
+            _leave(INTERRUPTED, "interrupted")
+        if isinstance(error, ConfigError | RunFailed):
+            _leave(2 if isinstance(error, ConfigError) else 1, *(f"error: {line}" for line in str(error).splitlines()))
+        if isinstance(error, OSError):
+            named = error.filename and error.strerror
+            _leave(1, f"error: {error.filename}: {error.strerror}" if named else f"error: {error}")
+        raise
 
 
-def _leave(code: int, lines: list[str]) -> None:
+def _noted_interrupts() -> list[int]:
+    """Grows with every Ctrl-C from now on; each still raises KeyboardInterrupt. Where Ctrl-C is ignored it stays so."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+    return noted
+
+
+def _leave(code: int, *lines: str) -> None:
     """Says why and ends the process. Not sys.exit: leaving a process group in order waits for ranks that have not failed."""
     where = _rank_prefix()
     sys.stdout.flush()

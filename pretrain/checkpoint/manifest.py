@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config

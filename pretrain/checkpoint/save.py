@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrain.checkpoint.boxes import BoxTensor, box_tensor
 from pretrain.checkpoint.manifest import (
@@ -23,7 +24,7 @@ from pretrain.checkpoint.manifest import (
     step_directory,
     write_json,
 )
-from pretrain.config import RunConfig, dump_config
+from pretrain.config import RunConfig, dump_config, writing
 from pretrain.model.parameters import named_parameters
 from pretrain.optim.fragments import adam_steps, fragments
 from pretrain.optim.zero import ZeroOptimizer
@@ -41,24 +42,39 @@ class Progress:
 def save_checkpoint(config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, progress: Progress) -> Path:
     """Writes <run>/checkpoints/step-########, all ranks together; it appears under that name only when complete.
 
-    Checkpoints beyond checkpoint.keep are removed afterwards. Raises OSError where the disk does.
+    Checkpoints beyond checkpoint.keep are removed afterwards. Raises RunFailed when the disk refuses.
     """
     final = step_directory(config.directory, progress.step)
     partial = final.with_name(f".{final.name}.partial")
-    if topology.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(optimizer_tensors(optimizer, for_saving=True), checkpoint_id=partial)
-    written: list[Any] = [None] * topology.layout.world_size
-    mine = {f.name: describe(f) for f in partial.glob(f"__{topology.rank}_*")}
-    dist.all_gather_object(written, (mine, shapes(optimizer)))
-    if topology.is_main:
-        _publish(config, optimizer, progress, partial, final, written)
+    with writing(final):
+        if topology.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        try:
+            _save_tensors(optimizer_tensors(optimizer, for_saving=True), partial)
+            written: list[Any] = [None] * topology.layout.world_size
+            mine = {f.name: describe(f) for f in partial.glob(f"__{topology.rank}_*")}
+            dist.all_gather_object(written, (mine, shapes(optimizer)))
+            if topology.is_main:
+                _publish(config, optimizer, progress, partial, final, written)
+        except (OSError, KeyboardInterrupt):
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its room back
+            raise
     dist.barrier()
     return final
+
+
+def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(tensors, checkpoint_id=directory)
+    except CheckpointException as failure:  # raised on every rank when one could not write, and no Exception to Python
+        rank, (error, _) = next(iter(failure.failures.items()))
+        if isinstance(error, KeyboardInterrupt):
+            raise error from None
+        raise OSError(f"rank {rank}: {error}") from None
 
 
 def optimizer_tensors(optimizer: ZeroOptimizer, for_saving: bool) -> dict[str, BoxTensor]:

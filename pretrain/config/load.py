@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from pretrain.config import rules
-from pretrain.config.rules import ConfigError
+from pretrain.config.errors import ConfigError
 from pretrain.config.schema import RunConfig
 
 

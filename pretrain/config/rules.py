@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pretrain.config.errors import ConfigError
 from pretrain.config.schema import RunConfig
-
-
-class ConfigError(ValueError):
-    """A run that cannot work. The message names the file, the key, the value and the remedy."""
-
-
-class RunFailed(RuntimeError):
-    """A run that was right and failed all the same. The message says where, and what to try."""
 
 
 class Refusal(NamedTuple):

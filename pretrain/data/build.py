@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 from tqdm import tqdm
 
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.schema import DataSection
 from pretrain.data import sources
 from pretrain.data.manifest import FORMAT_VERSION, TOKENIZER, Manifest
@@ -38,7 +38,7 @@ def build(config: RunConfig) -> None:
             TokenStream(directory / split)
         print(f"{directory}: up to date (same settings, same text), nothing to do")
         return
-    with _published(directory) as temporary:
+    with writing(directory), _published(directory) as temporary:
         tokenizer = _make_tokenizer(config.data, temporary / TOKENIZER)
         manifests = {split: _write_split(config.data, split, tokenizer, temporary) for split in get_args(Split)}
         (temporary / _INPUTS).write_text(json.dumps(inputs, indent=1) + "\n")

@@ -10,7 +10,7 @@ import numpy as np
 from pretrain import topology
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import check_same_model, find_checkpoint, load_saved_config
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import Tokenizer
@@ -116,7 +116,8 @@ def evaluate_sources(sources: list[Path], request: Request, overrides: list[str]
     if topology.Process.from_environment().rank == 0:
         print("\n" + format_table(train_length, records))
         if out is not None:
-            write_report(out, train_length, records, positions)
+            with writing(out):
+                write_report(out, train_length, records, positions)
             print(f"\nwritten: {out.parent}/ ({', '.join(sorted(p.name for p in out.parent.iterdir()))})")
     topology.finish()
     return records

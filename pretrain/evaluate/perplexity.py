@@ -85,10 +85,11 @@ class Evaluator:
         total = torch.zeros(2, protocol.length, dtype=torch.float64)
         with torch.no_grad():
             for batches, windows in self._passes(protocol, progress and self.topology.is_main):
-                losses = run_schedule(self.chunks, batches, _keep, forward_only=True, engine=self.engine)
+                scored = [protocol.length - _first_scored(w) for w in windows]
+                losses = run_schedule(self.chunks, batches, _keep, forward_only=True, engine=self.engine, scored=scored)
                 if is_reporting_rank():
-                    for loss, scored in zip(losses, windows):
-                        _add(total, loss.double().cpu(), scored)
+                    for loss, those in zip(losses, windows):
+                        _add(total, loss.double().cpu(), those)
         for chunk in self.chunks:
             chunk.train(training)
         total = total.to(platform.device())
@@ -128,9 +129,15 @@ def _keep(token_losses: Tensor) -> tuple[Tensor, Tensor]:
     return token_losses.sum(), token_losses.float()
 
 
+def _first_scored(windows: list[Window]) -> int:
+    """First position that any of the windows scores; a batch without windows scores its first too, and is not read."""
+    return min((w.size - w.scored for w in windows), default=0)
+
+
 def _add(total: Tensor, losses: Tensor, windows: list[Window]) -> None:
-    """Adds the scored part of losses [B, length] to the sums and counts by position, total [2, length]."""
+    """Adds the scored part of the last tokens' losses [B, n] to the sums and counts by position, total [2, length]."""
+    before = total.shape[1] - losses.shape[1]
     for row, window in zip(losses, windows):
-        scored = slice(window.size - window.scored, window.size)
-        total[0, scored] += row[scored]
-        total[1, scored] += 1
+        first, end = window.size - window.scored, window.size
+        total[0, first:end] += row[first - before : end - before]
+        total[1, first:end] += 1

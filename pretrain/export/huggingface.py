@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.config import ConfigError, RunConfig, dump_config
+from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.export.card import model_card
 from pretrain.export.targets import Target, check_exportable
 from pretrain.export.tokenizer import check_same_ids, fast_tokenizer, special_ids
@@ -39,7 +39,8 @@ def to_huggingface(
     the model card. The folder appears whole or not at all, and takes the place of an earlier export.
 
     Raises ConfigError when no stock class holds the model, when names or shapes in `state` are not the config's, when
-    the tokenizer cannot be exported or is not the model's, or when `out_dir` is something else.
+    the tokenizer cannot be exported or is not the model's, or when `out_dir` is something else; RunFailed when the disk
+    refuses.
     """
     target, out = check_exportable(config), Path(out_dir).absolute()
     if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
@@ -47,17 +48,17 @@ def to_huggingface(
     tensors = convert(target, config, state, max_length)
     settings = _settings(target, config, tokenizer_model_path, max_length)
     _check_complete(settings, tensors)
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    temporary.mkdir()
-    try:
-        _write(temporary, settings, tensors, tokenizer_model_path, max_length)
-        card = model_card(config, target, curve, facts or {}, max_length)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        (temporary / MARKER).write_text(dump_config(config), encoding="utf-8")
-        _publish(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(out):
+        temporary.mkdir(parents=True)
+        try:
+            _write(temporary, settings, tensors, tokenizer_model_path, max_length)
+            card = model_card(config, target, curve, facts or {}, max_length)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            (temporary / MARKER).write_text(dump_config(config), encoding="utf-8")
+            _publish(temporary, out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return target.class_name
 
 
@@ -139,6 +140,7 @@ def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
 def _write(
     directory: Path, settings: Any, tensors: dict[str, Tensor], tokenizer_model_path: str | Path, max_length: int
 ) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
@@ -146,7 +148,10 @@ def _write(
     if len(tokenizer) > settings.vocab_size:
         raise ConfigError(f"{tokenizer_model_path}: {len(tokenizer)} pieces, but the model has {settings.vocab_size} "
                           "embeddings: another run's tokenizer?")  # fmt: skip
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(str(error)) from error
     settings.save_pretrained(directory)
     # safetensors writes for the owner alone; a shared folder needs what the umask gives every other file
     os.chmod(directory / "model.safetensors", (directory / "config.json").stat().st_mode)

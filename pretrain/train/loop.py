@@ -15,7 +15,7 @@ from pretrain import platform, topology
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import CONFIG, check_same_model, complete_checkpoints, find_checkpoint
 from pretrain.checkpoint.save import Progress
-from pretrain.config import ConfigError, RunConfig, dump_config
+from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.data.loader import batches
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.model.checks import check_positions
@@ -51,7 +51,8 @@ def train(config: RunConfig, resume: str = "auto") -> Progress:
     if run.progress.step >= config.train.num_steps:
         return run.progress
     if run.topology.is_main:
-        (config.directory / CONFIG).write_text(dump_config(config))
+        with writing(config.directory):
+            (config.directory / CONFIG).write_text(dump_config(config))
     steps = step_batches(run)
     hooks = make_hooks(run)
     try:
@@ -102,7 +103,9 @@ def start(config: RunConfig, resume: str = "auto") -> Run:
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.directory = {config.directory}: cannot be made ({error.strerror}). Choose another") from None
+        raise ConfigError(
+            f"run.directory = {config.directory}: cannot be made ({error.strerror}). Choose another"
+        ) from None
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, place, chunks)
@@ -136,4 +139,3 @@ def checkpoint_to_resume(config: RunConfig, resume: str) -> Path | None:
     if checkpoint is not None:
         check_same_model(config, checkpoint)
     return checkpoint
-

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, writing
 
 Record = dict[str, Any]
 
@@ -106,12 +106,14 @@ class JsonLines:
     """One JSON object a line, each written out at once. On resume the file is cut back, so it holds each step once."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
         if path.exists():
             _drop_after(path, resume_step)
         self._file = path.open("a", buffering=1)
 
     def step(self, record: Record) -> None:
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def evaluation(self, records: list[Record]) -> None:
         for record in records:

@@ -60,7 +60,9 @@ def ranks(
 ) -> list[Done]:
     """`pretrain` with these arguments once in each environment, at the same time, forked."""
     with TemporaryDirectory() as folder:
-        processes = [_start(arguments, env, Path(folder) / str(rank), largest_file) for rank, env in enumerate(environments)]
+        processes = [
+            _start(arguments, env, Path(folder) / str(rank), largest_file) for rank, env in enumerate(environments)
+        ]
         return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
 
 
