@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -212,9 +213,10 @@ def _refuse_other_kernels() -> None:
 
 
 def _rank_prefix() -> str:
-    if "torch" not in sys.modules:
+    topology = sys.modules.get("pretrain.topology")
+    if not hasattr(topology, "Process"):  # not imported, or interrupted at it: too early for ranks
         return ""
-    from pretrain.topology import Process
-
-    rank = Process.from_environment().rank
-    return f"rank {rank}: " if rank else ""
+    with contextlib.suppress(ConfigError):  # which may be what is being said
+        if rank := topology.Process.from_environment().rank:
+            return f"rank {rank}: "
+    return ""

@@ -65,6 +65,11 @@ def prepare(local_rank: int) -> None:
     """Once per process, before Megatron or DeepSpeed are imported: picks the device and quiets the libraries."""
     os.environ["LOCAL_RANK"] = str(local_rank)  # deepspeed/runtime/engine.py insists on it, also under srun
     if has_cuda():
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. "
+                "Start one process a GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
         torch.cuda.set_device(local_rank)
         # What Megatron's overlap of communication and computation needs (megatron/core/tensor_parallel/layers.py).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

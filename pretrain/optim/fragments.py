@@ -31,7 +31,9 @@ class Fragment:
 
 
 def fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
-    """This rank's fragments; needs Adam's state, so a step taken or `create_adam_state`."""
+    """This rank's fragments. Adam's state is made if no update has been: none yet, or every one overflowed (fp16)."""
+    if not all(optimizer.zero.optimizer.state[flat] for flat in _flat_masters(optimizer)):
+        create_adam_state(optimizer, steps=0)
     for named in named_parameters(optimizer.chunks):
         found = _partition_of_stage3(optimizer, named) if optimizer.stage == 3 else _partition(optimizer, named)
         if found is not None:

@@ -1,6 +1,7 @@
 """Worker processes that stay: starting and importing costs seconds each, so one pool of ranks serves many checks.
 
-Workers are real processes that form a real gloo (or NCCL) group once; each check re-splits it into its own layout.
+Workers are real processes that form a real group once; each check re-splits it into its own layout. They run on the CPU
+(gloo) also where there are GPUs, which are rarely as many as ranks; the tests marked cuda ask for `cuda=True` (NCCL).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class WorkerFailed(AssertionError):
 class Pool:
     """`world_size` ranks; `run(task, ...)` calls a module-level function on all and returns the results by rank."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, cuda: bool = False) -> None:
+        self.world_size, self.cuda = world_size, cuda
         self._start()
 
     def _start(self) -> None:
@@ -37,7 +38,7 @@ class Pool:
         self._processes = []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, self.world_size, port), daemon=True)
+            process = context.Process(target=_work, args=(theirs, rank, self.world_size, port, self.cuda), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -77,10 +78,12 @@ class Pool:
         self._start()
 
 
-def _work(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    if not cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     torch.set_num_threads(1)

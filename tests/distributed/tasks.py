@@ -57,6 +57,24 @@ def train_steps(config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
     return {"losses": losses, "norms": norms, "weights": weights} if place.is_main else None
 
 
+def train_steps_in_fp16_on_cpu(config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]) -> Any:
+    """`train_steps` with DeepSpeed told that this CPU does fp16 (torch does), and whether the first step moved anything."""
+    platform.prepare(0)
+    from deepspeed.accelerator import get_accelerator
+
+    check, supported = platform.check_precision, type(get_accelerator()).is_fp16_supported
+    platform.check_precision, type(get_accelerator()).is_fp16_supported = lambda precision: None, lambda self: True
+    try:
+        first = train_steps(config, state, steps[:1])
+        result = train_steps(config, state, steps)
+    finally:
+        platform.check_precision, type(get_accelerator()).is_fp16_supported = check, supported
+    if result is not None:
+        same = [torch.equal(first["weights"][n], state[n].half().float()) for n in state]
+        result["weights_after_first_step_unchanged"] = all(same)
+    return result
+
+
 def full_weights(optimizer) -> dict[str, Tensor]:
     """fp32 masters by global name, assembled from every rank's fragments."""
     from pretrain.optim.fragments import fragments

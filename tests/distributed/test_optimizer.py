@@ -67,3 +67,39 @@ def test_twenty_steps_equal_adamw(pools, method, layout):
     assert max(norms) > config.optimizer.clip_grad, "nothing was clipped"
     for name, expected in weights.items():
         torch.testing.assert_close(actual["weights"][name], expected, **WEIGHT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2sp"])
+def test_recomputing_replays_the_same_dropout(pools, layout):
+    """With dropout, recomputed activations give the same bits, so the masks were drawn again as they were."""
+    processes, parallel = LAYOUTS[layout]
+    state, batches, *_ = _expected("alibi")
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    results = {}
+    for granularity in ("none", "selective", "full"):
+        config = tiny_config(parallel=parallel, model=dropout, train={"recompute_granularity": granularity})
+        results[granularity] = pools(processes).run(tasks.train_steps, config, state, batches[:4])[0]["losses"]
+    assert results["none"] == results["selective"] == results["full"]
+    without = pools(processes).run(tasks.train_steps, tiny_config(parallel=parallel), state, batches[:4])[0]["losses"]
+    assert results["none"] != without
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_fp16_scales_its_loss(pools, layout):
+    """Real fp16 arithmetic; what is lifted is DeepSpeed's refusal of it on a CPU (the GPU tests need no lifting).
+
+    fp16 rounds to 11 bits: losses stay within 1 % of fp32's. A scale of 2^30 overflows until it has been halved enough:
+    those steps must leave the weights alone.
+    """
+    processes, parallel = LAYOUTS[layout]
+    state, batches, losses, *_ = _expected("alibi")
+
+    def run(power: int):
+        config = tiny_config(parallel=parallel, train={"precision": "fp16"}, optimizer={"initial_loss_scale_power": power})
+        return pools(processes).run(tasks.train_steps_in_fp16_on_cpu, config, state, batches)[0]
+
+    assert run(12)["losses"] == pytest.approx(losses, rel=1e-2)
+    overflowing = run(30)
+    skipped = [n == float("inf") for n in overflowing["norms"]]
+    assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
+    assert overflowing["weights_after_first_step_unchanged"]

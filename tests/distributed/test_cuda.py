@@ -1,0 +1,58 @@
+"""The same code on one GPU: skipped, and said so, where there is none. Losses and gradients against the dense reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.conftest import tiny_config
+from tests.distributed import tasks
+from tests.distributed.pool import Pool
+from tests.distributed.test_optimizer import LOSS, NORM, _expected
+from tests.distributed.test_parallel_equals_dense import VARIANTS
+from tests.distributed.test_parallel_equals_dense import _config as variant_config
+from tests.distributed.test_parallel_equals_dense import _expected as expected_of_variant
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU path was not run"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Pool]:
+    """One process on the first GPU, over NCCL."""
+    pool = Pool(1, cuda=True)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp32_gradients_equal_the_dense_reference_on_the_cpu(gpu, variant, heads):
+    """fp32 without TF32 on both sides; the GPU sums in another order, and its exp and log are rounded once more."""
+    state, tokens, logits, loss, gradients = expected_of_variant(variant, heads)
+    actual = gpu.run(tasks.gradients, variant_config(variant, heads, {}), state, tokens)[0]
+    torch.testing.assert_close(actual["logits"].cpu(), logits, rtol=1e-4, atol=1e-4)
+    assert actual["loss"] == pytest.approx(loss, rel=1e-5)
+    for name, expected in gradients.items():
+        torch.testing.assert_close(actual["gradients"][name].cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_twenty_steps_on_the_gpu_equal_adamw_on_the_cpu(gpu, stage):
+    state, batches, losses, norms, _ = _expected("alibi")
+    actual = gpu.run(tasks.train_steps, tiny_config(parallel={"zero_stage": stage}), state, batches)[0]
+    assert actual["losses"] == pytest.approx(losses, rel=10 * LOSS["rel"])
+    assert actual["norms"] == pytest.approx(norms, rel=10 * NORM["rel"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_fp32(gpu, precision):
+    """Weights and activations rounded to 8 (bf16) or 11 bits: the losses of twenty steps stay within 2 %."""
+    state, batches, losses, *_ = _expected("alibi")
+    config = tiny_config(train={"precision": precision}, optimizer={"initial_loss_scale_power": 12})
+    actual = gpu.run(tasks.train_steps, config, state, batches)[0]
+    assert actual["losses"] == pytest.approx(losses, rel=2e-2)

@@ -1,0 +1,61 @@
+"""A workspace as a user has one: a config file, a built data set, runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+[run]
+directory = "{folder}/runs/alibi"
+
+[model]
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 4
+make_vocab_size_divisible_by = 64
+
+[batch]
+micro_batch_size = 4
+global_batch_size = 8
+
+[data]
+directory = "{data}"
+source = "shakespeare"
+sequence_length = 32
+vocab_size = 512
+tokens_per_block = 4096
+tokens_per_shard = 500_000
+tokenizer_training_bytes = 500_000
+
+[optimizer]
+learning_rate = 1e-3
+
+[schedule]
+lr_decay_style = "constant"
+
+[train]
+num_steps = 8
+
+[checkpoint]
+interval_steps = 4
+
+[evaluation]
+interval_steps = 4
+lengths = [32, 64]
+max_tokens = 2048
+
+[logging]
+interval_steps = 2
+wandb = "disabled"
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+    """A folder with run.toml, whose data set is built and whose runs stand in runs/."""
+    folder = tmp_path_factory.mktemp("workspace")
+    (folder / "run.toml").write_text(CONFIG.format(folder=folder, data=tiny_data))
+    return folder

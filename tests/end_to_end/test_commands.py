@@ -1,0 +1,336 @@
+"""The main job as a user runs it: every command on a tiny run, in real processes, under every launcher."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import dump_config, load_config
+from tests.end_to_end.commands import LAUNCHER, PRETRAIN, ROOT, TORCHRUN, fresh, metrics, pretrain, ranks, wait_for
+
+STEPS = 300
+STEP_RECORD = {"step", "loss_nats", "gradient_norm", "learning_rate", "tokens_per_second"}
+EVALUATION_RECORD = {"step", "evaluation", "length", "protocol", "loss_nats", "perplexity"}
+CURVE_RECORD = {"method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens", "checkpoint"}
+SETTINGS = [f"train.num_steps={STEPS}", "checkpoint.interval_steps=20", "checkpoint.keep=2",
+            "evaluation.interval_steps=100", "logging.interval_steps=50"]  # fmt: skip
+
+
+def options(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def launch(config: Path, directory: Path) -> list[str]:
+    """The command line of the run that these tests are about, in its own directory."""
+    settings = options(*SETTINGS, f"run.directory={directory}")
+    return [*LAUNCHER, "local", str(config), "--nproc", "2", *settings]
+
+
+@pytest.fixture(scope="module")
+def config(workspace: Path) -> Path:
+    return workspace / "run.toml"
+
+
+@pytest.fixture(scope="module")
+def whole(workspace: Path, config: Path) -> tuple[Path, str]:
+    """(a run of 300 steps on two processes that nothing interrupted, what it said)."""
+    directory = workspace / "runs/whole"
+    done = fresh(launch(config, directory))
+    assert done.code == 0, done.text
+    return directory, done.err
+
+
+@pytest.fixture(scope="module")
+def exported(workspace: Path, whole) -> tuple[Path, str]:
+    """(the run as a Hugging Face folder, what exporting said)."""
+    done = pretrain("export", whole[0], workspace / "hf")
+    assert done.code == 0 and done.err == "", done.text
+    return workspace / "hf", done.out
+
+
+def running(directory: Path) -> list[int]:
+    """Processes whose command line names `directory`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(directory).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+def test_data_is_built_once(config, tmp_path):
+    command = ["data", "build", config, *options(f"data.directory={tmp_path}/data")]
+    first = pretrain(*command)
+    assert first.code == 0 and first.err == "", first.text
+    said = first.out.splitlines()
+    assert said[0] == f"{tmp_path}/data: tokenizer of 512 pieces"
+    assert re.match(
+        rf"{tmp_path}/data/train: 71 documents, [\d,]+ bytes of text, [\d,]+ tokens \(1\.\d\d bytes", said[1]
+    )
+    assert said[2].startswith(f"{tmp_path}/data/validation: 3 documents, ") and len(said) == 3
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    second = pretrain(*command)
+    assert second.code == 0 and second.out == f"{tmp_path}/data: up to date (same settings, same text), nothing to do\n"
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+    verified = pretrain("data", "verify", config, *options(f"data.directory={tmp_path}/data"))
+    assert (verified.code, verified.out) == (0, f"{tmp_path}/data: every shard is as it was written\n")
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+def test_what_a_run_leaves(config, whole):
+    directory, _ = whole
+    names = {p.name for p in directory.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "checkpoints", "logs"}
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000280", "step-00000300"]
+    assert (directory / "logs/rank-1.log").read_text() == ""
+    resolved = load_config(config, [*SETTINGS, f"run.directory={directory}"])
+    assert load_config(directory / "config.toml") == resolved
+    assert (directory / "config.toml").read_text() == dump_config(resolved)
+
+
+def test_the_numbers_of_a_run(whole):
+    records = metrics(whole[0])
+    steps = [r for r in records if "evaluation" not in r]
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    assert all(r.keys() >= STEP_RECORD for r in steps)
+    assert all(math.isfinite(r[name]) and r[name] > 0 for r in steps for name in STEP_RECORD)
+    assert steps[0]["loss_nats"] == pytest.approx(math.log(512), rel=0.02)  # it has learned nothing yet
+    assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
+    evaluations = [r for r in records if "evaluation" in r]
+    assert [(r["step"], r["length"]) for r in evaluations] == [(s, n) for s in (100, 200, 300) for n in (32, 64)]
+    for r in evaluations:
+        assert r.keys() >= EVALUATION_RECORD and r["evaluation"] is True and r["protocol"] == "nonoverlapping"
+        assert r["perplexity"] == pytest.approx(math.exp(r["loss_nats"]))
+
+
+def test_what_a_run_says_in_a_log(whole):
+    """Plain lines: no bar, no escape codes, nothing of the libraries."""
+    directory, said = whole
+    lines = said.splitlines()
+    assert lines[0] == f"{directory}: from scratch, to step 300; tensor 1 x pipeline 1 x data 2"
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 6 and len(lines) == 1 + 6 + 3
+    number = r"[\d.]+"
+    for line, step in zip(steps, range(50, 301, 50)):
+        expected = rf"step {step}/300  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  eta \d+:\d\d"
+        assert re.fullmatch(expected, line), line
+    assert re.fullmatch(
+        rf"evaluation after step 300, nonoverlapping, perplexity at  32: {number}  64: {number}", lines[-1]
+    )
+
+
+def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
+    """Interrupted in the middle, resumed by the same command: exit code 130, then the numbers of the run that was not."""
+    directory = workspace / "runs/interrupted"
+    # Ctrl-C is ignored where the tests themselves run in a shell's background; not so for a user at a terminal.
+    process = subprocess.Popen(
+        launch(config, directory), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    # Well after the first checkpoint, and well before the end.
+    wait_for(
+        lambda: ((directory / "metrics.jsonl").exists() and len(metrics(directory)) > 25) or process.poll() is not None
+    )
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, said
+    assert "SIGINT: asked the processes to stop" in said and said.endswith("interrupted\n")
+    assert "Traceback" not in said + (directory / "logs/rank-1.log").read_text()
+    assert running(directory) == []
+    saved = int(sorted((directory / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
+    assert 20 <= saved < STEPS and not list((directory / "checkpoints").glob(".*"))
+
+    again = fresh(launch(config, directory))
+    assert again.code == 0, again.text
+    assert (
+        again.err.splitlines()[0]
+        == f"{directory}: going on from step {saved}, to step 300; tensor 1 x pipeline 1 x data 2"
+    )
+    timed = {"step_seconds", "data_wait_seconds", "tokens_per_second", "peak_memory_bytes"}
+    same = [
+        [{k: v for k, v in r.items() if k not in timed and not k.startswith("tflops")} for r in metrics(d)]
+        for d in (whole[0], directory)
+    ]
+    assert same[0] == same[1]  # each step once, and bit for bit
+
+
+def test_a_finished_run_does_nothing(config, whole):
+    directory, _ = whole
+    before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
+    done = pretrain("train", config, *options(*SETTINGS, f"run.directory={directory}"))
+    assert (done.code, done.out, done.err) == (0, "", f"{directory}: already at step 300 of 300; nothing to train\n")
+    assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+EVALUATE = ["--lengths", "32,64,128", "--protocols", "nonoverlapping,sliding", "--stride", "16", "--max-tokens", "1000"]
+
+
+def test_evaluate(tmp_path, whole):
+    """A curve of exactly the promised shape, by one process and, from the run's other checkpoint too, by two."""
+    directory, _ = whole
+    newest, earlier = directory / "checkpoints/step-00000300", directory / "checkpoints/step-00000280"
+    done = pretrain("evaluate", directory, *EVALUATE, "--out", tmp_path / "one/curve.json")
+    assert done.code == 0 and done.err == "", done.text
+    assert {p.name for p in (tmp_path / "one").iterdir()} >= {"curve.json", "curve.csv", "curve.png", "report.md"}
+    curve = json.loads((tmp_path / "one/curve.json").read_text())
+    assert curve.keys() == {"train_length", "records"} and curve["train_length"] == 32
+    asked = [(p, n) for p in ("nonoverlapping", "sliding") for n in (32, 64, 128)]
+    assert [(r["protocol"], r["length"]) for r in curve["records"]] == asked
+    for r in curve["records"]:
+        assert r.keys() == CURVE_RECORD
+        assert (r["method"], r["tokens"], r["checkpoint"]) == ("alibi", 1000, str(newest))
+        assert r["stride"] == (16 if r["protocol"] == "sliding" else r["length"])
+        assert r["perplexity"] == pytest.approx(math.exp(r["loss_nats"]))
+        assert f"{r['perplexity']:.2f}" in done.out
+    table = done.out[done.out.index("Perplexity by length") :].splitlines()
+    assert table[0].endswith("(training length L = 32)") and table[1].split("  ")[-1].strip() == "128 = 4 L"
+
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain", "evaluate", newest, earlier]
+    two = fresh([*map(str, command), *EVALUATE, "--out", str(tmp_path / "two/curve.json")])
+    assert two.code == 0 and two.out.count("Perplexity by length") == 1, two.text
+    records = json.loads((tmp_path / "two/curve.json").read_text())["records"]
+    assert [r["checkpoint"] for r in records] == [str(newest)] * 6 + [str(earlier)] * 6
+    for one, other in zip(curve["records"], records):
+        # Sums in fp64 of the same fp32 losses, in another order; batches of another shape may round theirs differently.
+        assert other["loss_nats"] == pytest.approx(one["loss_nats"], rel=1e-6)
+        assert {k: other[k] for k in CURVE_RECORD - {"loss_nats", "perplexity"}} == {
+            k: one[k] for k in CURVE_RECORD - {"loss_nats", "perplexity"}
+        }
+    assert records[6]["loss_nats"] != records[0]["loss_nats"]
+
+
+def test_evaluation_in_the_loop_is_the_commands(tmp_path, whole):
+    directory, _ = whole
+    assert pretrain("evaluate", directory, "--protocols", "nonoverlapping", "--out", tmp_path / "curve.json").code == 0
+    found = {r["length"]: r["loss_nats"] for r in json.loads((tmp_path / "curve.json").read_text())["records"]}
+    logged = {r["length"]: r["loss_nats"] for r in metrics(directory) if "evaluation" in r and r["step"] == STEPS}
+    assert found == pytest.approx(logged, rel=1e-6)
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+def test_export(whole, exported):
+    folder, said = exported
+    lines = said.splitlines()
+    assert lines[0] == f"{whole[0]}/checkpoints/step-00000300 -> {folder} (BloomForCausalLM)"
+    assert lines[-1] == "BloomForCausalLM in stock transformers computes the same function"
+    assert [line.split()[0] for line in lines[2:-1]] == ["32", "128"]
+    names = {p.name for p in folder.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    last = [r for r in metrics(whole[0]) if "evaluation" in r and r["step"] == STEPS]
+    assert all(f"{r['perplexity']:.2f}" in (folder / "README.md").read_text() for r in last)
+
+
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+prompt = tokenizer("To be, or not to be", return_tensors="pt", add_special_tokens=False)
+generated = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+print(type(model).__name__, tokenizer.decode(prompt.input_ids[0]) == "To be, or not to be", generated.shape[1] - prompt.input_ids.shape[1])
+print("pretrain" in sys.modules)
+"""
+
+
+def test_the_export_needs_nothing_of_ours(exported):
+    """Stock transformers in a process of its own, which imports no module of this project."""
+    done = fresh([PRETRAIN[0], "-W", "ignore", "-c", STOCK, str(exported[0])], {"HF_HUB_OFFLINE": "1"})
+    assert done.code == 0 and done.out.splitlines() == ["BloomForCausalLM True 8", "False"], done.text
+
+
+# ---- other launchers, other commands ---------------------------------------------------------------------------------
+def losses(directory: Path) -> list[float]:
+    return [r["loss_nats"] for r in metrics(directory) if "evaluation" not in r]
+
+
+def test_every_launcher_gives_the_same_run(workspace, config, whole):
+    """torchrun, srun's variables and one process alone: the losses of `launcher local`, and its checkpoint is anyone's."""
+    expected = losses(whole[0])[:8]
+
+    def arguments(name: str) -> list[str]:
+        return ["train", str(config), *options(f"run.directory={workspace}/runs/{name}")]
+
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain", *arguments("torchrun")]
+    done = fresh(command)
+    assert done.code == 0, done.text
+    assert losses(workspace / "runs/torchrun") == expected
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[003-004]", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": port}  # fmt: skip
+    tasks = ranks(arguments("srun"), [job | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in "01"])
+    assert [task.code for task in tasks] == [0, 0], tasks
+    assert "from scratch, to step 8; tensor 1 x pipeline 1 x data 2" in tasks[0].err and tasks[1].text == ""
+    assert losses(workspace / "runs/srun") == expected
+
+    alone = pretrain(*arguments("alone"))
+    assert alone.code == 0 and "tensor 1 x pipeline 1 x data 1" in alone.err, alone.text
+    # The same samples in the same steps; sums over the batch in another order.
+    assert losses(workspace / "runs/alone") == pytest.approx(expected, rel=1e-5)
+
+    on = pretrain(*arguments("srun"), *options("train.num_steps=10"))
+    assert on.code == 0 and "going on from step 8, to step 10; tensor 1 x pipeline 1 x data 1" in on.err, on.text
+    assert losses(workspace / "runs/srun") == pytest.approx(losses(whole[0])[:10], rel=1e-5)
+
+
+def test_bench(workspace, config):
+    before = set(workspace.rglob("*"))
+    done = pretrain("bench", "train", config, "--steps", "3")
+    assert done.code == 0 and done.err == "", done.text
+    lines = done.out.splitlines()
+    assert re.fullmatch(r"[\d,]+ parameters, alibi, L = 32, fp32, 1 x cpu; medians of 3 steps", lines[0])
+    rows = {m[1]: float(m[2].replace(",", "")) for line in lines[1:] if (m := re.match(r"(.+?) {2,}([\d,.]+)", line))}
+    parts = ["data", "forward and backward", "gradient reduction", "optimizer step"]
+    assert rows.keys() >= {"tokens/s", "step", "peak memory", *parts}
+    assert rows["tokens/s"] == pytest.approx(8 * 32 / (rows["step"] / 1e3), rel=0.01)  # as printed, with two decimals
+    assert 0 < sum(rows[part] for part in parts) < 1.5 * rows["step"]  # medians of parts need not add up
+    assert set(workspace.rglob("*")) == before
+
+
+def test_config_prints_what_loads_again(tmp_path, config):
+    done = fresh([*PRETRAIN, "config", str(config), "--set", "model.num_layers=3"])
+    assert done.code == 0 and done.err == "", done.text
+    (tmp_path / "resolved.toml").write_text(done.out)
+    assert load_config(tmp_path / "resolved.toml") == load_config(config, ["model.num_layers=3"])
+    # 512 x 32 embeddings, 3 layers of 12 h^2 + 13 h, the final LayerNorm
+    assert f"{512 * 32 + 3 * (12 * 32**2 + 13 * 32) + 2 * 32:,}" in done.out
+
+
+COMMANDS = [
+    [],
+    ["config"],
+    ["data", "build"],
+    ["data", "verify"],
+    ["train"],
+    ["evaluate"],
+    ["export"],
+    ["bench", "train"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_teaches_with_an_example(command):
+    done = pretrain(*command, "--help")
+    assert done.code == 0 and f"Example: pretrain {' '.join(command)}" in done.out, done.text
+
+
+def test_the_version_of_help_without_arguments(config):
+    """A command that lacks its words answers with the help, not with a traceback."""
+    for command in ([], ["data"], ["bench"]):
+        done = pretrain(*command)
+        assert done.code == 2 and "Usage:" in done.text and "Commands:" in done.text
