@@ -213,10 +213,10 @@ def _refuse_other_kernels() -> None:
 
 
 def _rank_prefix() -> str:
-    topology = sys.modules.get("pretrain.topology")
-    if not hasattr(topology, "Process"):  # not imported, or interrupted at it: too early for ranks
+    process = getattr(sys.modules.get("pretrain.topology"), "Process", None)
+    if process is None:  # not imported, or interrupted at it: too early for ranks
         return ""
     with contextlib.suppress(ConfigError):  # which may be what is being said
-        if rank := topology.Process.from_environment().rank:
+        if rank := process.from_environment().rank:
             return f"rank {rank}: "
     return ""

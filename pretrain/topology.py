@@ -97,8 +97,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
                 platform.backend(), init_method=f"tcp://{process.address}:{process.port}", rank=process.rank,
                 world_size=process.world_size, timeout=COLLECTIVE_TIMEOUT,
             )  # fmt: skip
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _leave_groups()
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, config.parallel.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60), create_gloo_process_groups=False,
@@ -113,7 +112,15 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
 def finish() -> None:
     """Leaves the process group; a second call does nothing."""
     if dist.is_initialized():
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        _leave_groups()
         dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Megatron's `destroy_model_parallel` forgets its groups without closing them: threads and sockets, some thirty each."""
+    from megatron.core import parallel_state
+
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # the default group
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()

@@ -48,7 +48,8 @@ def save_checkpoint(config: RunConfig, topology: Topology, optimizer: ZeroOptimi
     partial = final.with_name(f".{final.name}.partial")
     with writing(final):
         if topology.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left_behind in final.parent.glob(".step-*"):  # by a save that was killed
+                shutil.rmtree(left_behind)
             partial.mkdir(parents=True)
         dist.barrier()
         try:
@@ -122,7 +123,8 @@ def _publish(config, optimizer, progress: Progress, partial: Path, final: Path, 
     _flush(final.parent)
     if config.checkpoint.keep is not None:
         for old in complete_checkpoints(config.directory)[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
+            removed = old.rename(old.with_name(f".{old.name}.removed"))  # or, killed half-way, it would look complete
+            shutil.rmtree(removed)
 
 
 def loss_scaler_state(optimizer: ZeroOptimizer) -> dict[str, float] | None:

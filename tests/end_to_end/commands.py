@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""The environment of every command: two processes need no second GPU, and give the same bits everywhere."""
 PRETRAIN = (sys.executable, "-m", "pretrain")
 LAUNCHER = (sys.executable, "-c", "from launcher.cli import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -43,11 +46,25 @@ class Done(NamedTuple):
 
 def fresh(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Done:
     """Runs a command line in a process of its own, from the project's root."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
-    done = subprocess.run(
-        list(command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return ended(started(command, environment))
+
+
+def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """The process of a command line, as a terminal starts it: a shell's background, where the tests may run, ignores Ctrl-C."""
+    return subprocess.Popen(
+        list(command), cwd=ROOT, env=os.environ | ON_CPU | dict(environment or {}), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> Done:
+    """Waits for the process. One that takes too long is asked to end, and its ranks with it, and the test fails."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"still running after {TIMEOUT_SECONDS} s: {' '.join(map(str, process.args))}") from None  # type: ignore[arg-type]
+    return Done(process.returncode, out, err)
 
 
 def pretrain(*arguments: object, largest_file: int | None = None) -> Done:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from pretrain.config import dump_config, load_config
-from tests.end_to_end.commands import LAUNCHER, PRETRAIN, ROOT, TORCHRUN, fresh, metrics, pretrain, ranks, wait_for
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    PRETRAIN,
+    TORCHRUN,
+    ended,
+    fresh,
+    metrics,
+    pretrain,
+    ranks,
+    started,
+    wait_for,
+)
 
 STEPS = 300
 STEP_RECORD = {"step", "loss_nats", "gradient_norm", "learning_rate", "tokens_per_second"}
@@ -133,24 +142,20 @@ def test_what_a_run_says_in_a_log(whole):
 def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
     """Interrupted in the middle, resumed by the same command: exit code 130, then the numbers of the run that was not."""
     directory = workspace / "runs/interrupted"
-    # Ctrl-C is ignored where the tests themselves run in a shell's background; not so for a user at a terminal.
-    process = subprocess.Popen(
-        launch(config, directory), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    # Well after the first checkpoint, and well before the end.
-    wait_for(
-        lambda: ((directory / "metrics.jsonl").exists() and len(metrics(directory)) > 25) or process.poll() is not None
-    )
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, said
-    assert "SIGINT: asked the processes to stop" in said and said.endswith("interrupted\n")
-    assert "Traceback" not in said + (directory / "logs/rank-1.log").read_text()
+    written = directory / "metrics.jsonl"
+    process = started(launch(config, directory))
+    try:  # well after the first checkpoint, and well before the end
+        wait_for(lambda: (written.exists() and written.read_text().count("\n") > 25) or process.poll() is not None)
+    finally:
+        process.send_signal(signal.SIGINT)
+    done = ended(process)
+    assert done.code == 130, done.text
+    asked = "SIGINT: asked the processes to stop; a second signal ends them"
+    assert done.err.splitlines()[-2:] == [asked, "interrupted"] and done.out == ""
+    assert "Traceback" not in done.err + (directory / "logs/rank-1.log").read_text()
     assert running(directory) == []
     saved = int(sorted((directory / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
-    assert 20 <= saved < STEPS and not list((directory / "checkpoints").glob(".*"))
+    assert 20 <= saved < STEPS
 
     again = fresh(launch(config, directory))
     assert again.code == 0, again.text
@@ -164,6 +169,7 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
         for d in (whole[0], directory)
     ]
     assert same[0] == same[1]  # each step once, and bit for bit
+    assert not list((directory / "checkpoints").glob(".*"))
 
 
 def test_a_finished_run_does_nothing(config, whole):
@@ -329,8 +335,7 @@ def test_help_teaches_with_an_example(command):
     assert done.code == 0 and f"Example: pretrain {' '.join(command)}" in done.out, done.text
 
 
-def test_the_version_of_help_without_arguments(config):
-    """A command that lacks its words answers with the help, not with a traceback."""
+def test_a_command_group_alone_shows_its_help():
     for command in ([], ["data"], ["bench"]):
         done = pretrain(*command)
         assert done.code == 2 and "Usage:" in done.text and "Commands:" in done.text
