@@ -87,7 +87,7 @@ def train(
         str, typer.Option(metavar="auto|none|PATH", help="Newest checkpoint, start afresh, or this one.")
     ] = "auto",
 ) -> None:
-    """Train. One process by itself; many under `launcher local`, torchrun or srun, which start this same command.
+    """Train a run, or go on with it. One process by itself; many under `launcher local`, torchrun or srun, which start this.
 
     Example: pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
     """

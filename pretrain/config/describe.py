@@ -11,10 +11,10 @@ def describe(config: RunConfig) -> str:
     c, p, total = config, config.parallel, num_parameters(config)
     tokens = c.tokens_per_step * c.train.num_steps
     lines = [
-        f"parameters       {total:,} ({total / 1e9:.2f}B), vocabulary padded from {c.data.vocab_size:,} to {c.padded_vocab_size:,}",
+        f"parameters       {total:,} ({_short(total)}), vocabulary padded from {c.data.vocab_size:,} to {c.padded_vocab_size:,}",
         f"positions        {c.position.method}, trained at {c.data.sequence_length} tokens, evaluated at "
         + ", ".join(str(n) for n in c.evaluation_lengths),
-        f"training         {c.train.num_steps:,} steps of {c.tokens_per_step:,} tokens = {tokens:,} tokens ({tokens / 1e9:.2f}B)",
+        f"training         {c.train.num_steps:,} steps of {c.tokens_per_step:,} tokens = {tokens:,} tokens ({_short(tokens)})",
     ]
     if p.world_size is not None:
         layout = c.layout(p.world_size)
@@ -34,3 +34,8 @@ def describe(config: RunConfig) -> str:
             f"{name:<17}{'+'.join(map(str, layers))} layers, {num_parameters_of_rank(c, stage):,} parameters a rank"
         )
     return "\n".join(f"# {line}" for line in lines)
+
+
+def _short(count: int) -> str:
+    """1317632 -> 1.32M, 1359000000 -> 1.36B."""
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"

@@ -128,3 +128,12 @@ def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def explained(done: Done, code: int, *words: object) -> None:
+    """`done` ended with `code` and lines that begin with "error: ", hold all of `words`, and are no traceback."""
+    assert done.code == code, done.text
+    assert "Traceback" not in done.text, done.text
+    lines = done.err.splitlines()
+    assert any(line.startswith("error: ") for line in lines), done.err
+    assert all(str(word) in done.err for word in words), (words, done.err)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.end_to_end.commands import explained, pretrain
+from tests.end_to_end.damage import contents
 
 CONFIG = """
 [run]
@@ -59,3 +63,27 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path
     folder = tmp_path_factory.mktemp("workspace")
     (folder / "run.toml").write_text(CONFIG.format(folder=folder, data=tiny_data))
     return folder
+
+
+@pytest.fixture(scope="module")
+def config(workspace: Path) -> Path:
+    return workspace / "run.toml"
+
+
+@pytest.fixture(scope="module")
+def run(workspace: Path, config: Path) -> Path:
+    """A run of 8 steps with checkpoints after 4 and 8."""
+    assert pretrain("train", config).code == 0
+    return workspace / "runs/alibi"
+
+
+@pytest.fixture
+def refused(workspace: Path) -> Callable[..., None]:
+    """refused(arguments, words): exit code 2, a message that holds the words, and a workspace as it was before."""
+
+    def check(arguments: list[object], *words: object) -> None:
+        before = contents(workspace)
+        explained(pretrain(*arguments), 2, *words)
+        assert contents(workspace) == before
+
+    return check

@@ -25,7 +25,7 @@ from tests.end_to_end.commands import (
     wait_for,
 )
 
-STEPS = 300
+STEPS = 200
 STEP_RECORD = {"step", "loss_nats", "gradient_norm", "learning_rate", "tokens_per_second"}
 EVALUATION_RECORD = {"step", "evaluation", "length", "protocol", "loss_nats", "perplexity"}
 CURVE_RECORD = {"method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens", "checkpoint"}
@@ -44,13 +44,8 @@ def launch(config: Path, directory: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def config(workspace: Path) -> Path:
-    return workspace / "run.toml"
-
-
-@pytest.fixture(scope="module")
 def whole(workspace: Path, config: Path) -> tuple[Path, str]:
-    """(a run of 300 steps on two processes that nothing interrupted, what it said)."""
+    """(a run of 200 steps on two processes that nothing interrupted, what it said)."""
     directory = workspace / "runs/whole"
     done = fresh(launch(config, directory))
     assert done.code == 0, done.text
@@ -101,7 +96,7 @@ def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
     assert names == {"config.toml", "metrics.jsonl", "checkpoints", "logs"}
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000280", "step-00000300"]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000180", "step-00000200"]
     assert (directory / "logs/rank-1.log").read_text() == ""
     resolved = load_config(config, [*SETTINGS, f"run.directory={directory}"])
     assert load_config(directory / "config.toml") == resolved
@@ -117,7 +112,7 @@ def test_the_numbers_of_a_run(whole):
     assert steps[0]["loss_nats"] == pytest.approx(math.log(512), rel=0.02)  # it has learned nothing yet
     assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
     evaluations = [r for r in records if "evaluation" in r]
-    assert [(r["step"], r["length"]) for r in evaluations] == [(s, n) for s in (100, 200, 300) for n in (32, 64)]
+    assert [(r["step"], r["length"]) for r in evaluations] == [(s, n) for s in (100, 200) for n in (32, 64)]
     for r in evaluations:
         assert r.keys() >= EVALUATION_RECORD and r["evaluation"] is True and r["protocol"] == "nonoverlapping"
         assert r["perplexity"] == pytest.approx(math.exp(r["loss_nats"]))
@@ -127,15 +122,15 @@ def test_what_a_run_says_in_a_log(whole):
     """Plain lines: no bar, no escape codes, nothing of the libraries."""
     directory, said = whole
     lines = said.splitlines()
-    assert lines[0] == f"{directory}: from scratch, to step 300; tensor 1 x pipeline 1 x data 2"
+    assert lines[0] == f"{directory}: from scratch, to step 200; tensor 1 x pipeline 1 x data 2"
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 6 and len(lines) == 1 + 6 + 3
+    assert len(steps) == 4 and len(lines) == 1 + 4 + 2
     number = r"[\d.]+"
-    for line, step in zip(steps, range(50, 301, 50)):
-        expected = rf"step {step}/300  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  eta \d+:\d\d"
+    for line, step in zip(steps, range(50, 201, 50)):
+        expected = rf"step {step}/200  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  eta \d+:\d\d"
         assert re.fullmatch(expected, line), line
     assert re.fullmatch(
-        rf"evaluation after step 300, nonoverlapping, perplexity at  32: {number}  64: {number}", lines[-1]
+        rf"evaluation after step 200, nonoverlapping, perplexity at  32: {number}  64: {number}", lines[-1]
     )
 
 
@@ -161,7 +156,7 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
     assert again.code == 0, again.text
     assert (
         again.err.splitlines()[0]
-        == f"{directory}: going on from step {saved}, to step 300; tensor 1 x pipeline 1 x data 2"
+        == f"{directory}: going on from step {saved}, to step 200; tensor 1 x pipeline 1 x data 2"
     )
     timed = {"step_seconds", "data_wait_seconds", "tokens_per_second", "peak_memory_bytes"}
     same = [
@@ -176,7 +171,7 @@ def test_a_finished_run_does_nothing(config, whole):
     directory, _ = whole
     before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
     done = pretrain("train", config, *options(*SETTINGS, f"run.directory={directory}"))
-    assert (done.code, done.out, done.err) == (0, "", f"{directory}: already at step 300 of 300; nothing to train\n")
+    assert (done.code, done.out, done.err) == (0, "", f"{directory}: already at step 200 of 200; nothing to train\n")
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
 
 
@@ -187,7 +182,7 @@ EVALUATE = ["--lengths", "32,64,128", "--protocols", "nonoverlapping,sliding", "
 def test_evaluate(tmp_path, whole):
     """A curve of exactly the promised shape, by one process and, from the run's other checkpoint too, by two."""
     directory, _ = whole
-    newest, earlier = directory / "checkpoints/step-00000300", directory / "checkpoints/step-00000280"
+    newest, earlier = directory / "checkpoints/step-00000200", directory / "checkpoints/step-00000180"
     done = pretrain("evaluate", directory, *EVALUATE, "--out", tmp_path / "one/curve.json")
     assert done.code == 0 and done.err == "", done.text
     assert {p.name for p in (tmp_path / "one").iterdir()} >= {"curve.json", "curve.csv", "curve.png", "report.md"}
@@ -230,7 +225,7 @@ def test_evaluation_in_the_loop_is_the_commands(tmp_path, whole):
 def test_export(whole, exported):
     folder, said = exported
     lines = said.splitlines()
-    assert lines[0] == f"{whole[0]}/checkpoints/step-00000300 -> {folder} (BloomForCausalLM)"
+    assert lines[0] == f"{whole[0]}/checkpoints/step-00000200 -> {folder} (BloomForCausalLM)"
     assert lines[-1] == "BloomForCausalLM in stock transformers computes the same function"
     assert [line.split()[0] for line in lines[2:-1]] == ["32", "128"]
     names = {p.name for p in folder.iterdir()}

@@ -1,0 +1,207 @@
+"""Damaged checkpoints, full disks, and what cannot be resumed, evaluated or exported: said plainly, nothing changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
+from tests.end_to_end.damage import contents, flip, truncate
+
+STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
+WEIGHTS = "__0_0.distcp"
+
+
+def trained(workspace: Path, name: str, *settings: str) -> Path:
+    """A run of two steps under its own name."""
+    overrides = [f"run.directory={workspace}/runs/{name}", "train.num_steps=2", "evaluation.lengths=[16]", *settings]
+    done = pretrain("train", workspace / "run.toml", *(word for o in overrides for word in ("--set", o)))
+    assert done.code == 0, done.err
+    return workspace / "runs" / name
+
+
+def damaged_run(run: Path, name: str) -> Path:
+    """A copy of `run` to spoil."""
+    copy = run.with_name(name)
+    shutil.rmtree(copy, ignore_errors=True)
+    return Path(shutil.copytree(run, copy))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+SPOILED = {
+    "flipped bit": (WEIGHTS, flip, ["its SHA-256 is not the manifest's"]),
+    "truncated": (WEIGHTS, truncate, ["bytes, the manifest says"]),
+    "missing weights": (WEIGHTS, Path.unlink, ["missing"]),
+    "other config": ("config.toml", flip, ["its SHA-256 is not the manifest's"]),
+    "missing config": ("config.toml", Path.unlink, ["missing"]),
+    "torn state": ("state.json", lambda path: path.write_text("{"), ["1 bytes, the manifest says"]),
+    "torn manifest": ("manifest.json", lambda path: path.write_text("{"), ["not a manifest"]),
+    "other manifest": ("manifest.json", lambda path: path.write_text("[]"), ["not a manifest"]),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
+    file, spoil, words = SPOILED[name]
+    copy = damaged_run(run, "damaged")
+    spoil(copy / STEP_8 / file)
+    remedy = f"The checkpoint is damaged. The one before it is {copy / STEP_4}"
+    train = ["train", config, "--set", f"run.directory={copy}", "--set", "train.num_steps=12"]
+    for command in (["evaluate", copy], ["export", copy, tmp_path / "hf"], train):
+        refused(command, copy / STEP_8 / file, *words, remedy)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_remedy_for_a_damaged_checkpoint(config, run):
+    """What the message says works: the run goes on from the earlier checkpoint, and a sound one takes the other's place."""
+    copy = damaged_run(run, "repaired")
+    flip(copy / STEP_8 / WEIGHTS)
+    done = pretrain("train", config, "--resume", copy / STEP_4, "--set", f"run.directory={copy}")
+    assert done.code == 0 and f"{copy}: going on from step 4, to step 8" in done.err, done.err
+    assert pretrain("evaluate", copy, "--lengths", "32").code == 0
+    assert (copy / STEP_8 / WEIGHTS).read_bytes() == (run / STEP_8 / WEIGHTS).read_bytes()
+    assert not list((copy / "checkpoints").glob(".*"))
+
+
+def test_a_damaged_checkpoint_without_an_earlier_one(refused, run):
+    copy = damaged_run(run, "single")
+    shutil.rmtree(copy / STEP_4)
+    flip(copy / STEP_8 / WEIGHTS)
+    refused(["evaluate", copy], "there is no earlier one", "train anew in another run.directory")
+
+
+def test_an_incomplete_checkpoint_is_passed_over(refused, run):
+    copy = damaged_run(run, "incomplete")
+    (copy / STEP_8 / "manifest.json").unlink()
+    refused(["evaluate", copy / STEP_8], f"{copy / STEP_8}: not a complete checkpoint, it has no manifest.json")
+    done = pretrain("evaluate", copy, "--lengths", "32", "--out", copy / "report/curve.json")
+    assert done.code == 0 and str(copy / STEP_4) in (copy / "report/curve.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.hidden_size=64", ["model.hidden_size = 64", "was trained with 32"]),
+        ("position.method=rotary", ["position.method = rotary", "was trained with alibi"]),
+    ],
+)
+def test_another_model_than_the_checkpoints(refused, config, run, setting, words):
+    refused(["train", config, "--set", setting], *words, run / STEP_8, "Keep it", "another run.directory")
+    refused(["evaluate", run, "--set", setting], *words, run / STEP_8)
+
+
+def test_resume(refused, config, run, tmp_path):
+    refused(["train", config, "--resume", "none"], f"{run}: has checkpoints", "--resume auto", "another run.directory")
+    refused(["train", config, "--resume", tmp_path / "gone"], f"{tmp_path}/gone: no such directory", "Give a run's")
+    refused(["train", config, "--resume", tmp_path], f"{tmp_path}: neither a run nor a checkpoint", "Give a run's")
+
+
+# ---- what is written to ----------------------------------------------------------------------------------------------
+def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
+    for directory in (config, config / "below"):
+        refused(
+            ["train", config, "--set", f"run.directory={directory}"], f"run.directory = {directory}", "Choose another"
+        )
+    before = contents(workspace)
+    done = fresh([*LAUNCHER, "local", str(config), "--nproc", "2", "--set", f"run.directory={config}"])
+    explained(done, 2, "run.directory: cannot make", config, "Choose another")
+    assert contents(workspace) == before
+
+
+def test_a_full_disk_while_training(workspace, config):
+    """Exit code 1; no checkpoint is half there, and once there is room the same command goes on."""
+    directory = workspace / "runs/full"
+    command = ["train", config, "--set", f"run.directory={directory}"]
+    explained(pretrain(*command, largest_file=800), 1, f"{directory}: cannot be written (File too large", "Make room")
+    done = pretrain(*command, largest_file=20_000)
+    explained(done, 1, f"{directory / STEP_4}: cannot be written", "Make room")
+    assert not list((directory / "checkpoints").iterdir())
+    done = pretrain(*command)
+    assert done.code == 0, done.err
+    assert [r["step"] for r in metrics(directory) if "evaluation" not in r] == list(range(1, 9))
+
+
+def test_a_full_disk_while_building_data(config, tmp_path):
+    command = ["data", "build", config, "--set", f"data.directory={tmp_path}/data"]
+    done = pretrain(*command, largest_file=50_000)
+    explained(done, 1, f"{tmp_path}/data: cannot be written (File too large)", "Make room")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_while_exporting(run, tmp_path):
+    out = tmp_path / "hf"
+    assert pretrain("export", run, out).code == 0
+    before = contents(tmp_path)
+    explained(pretrain("export", run, out, largest_file=20_000), 1, f"{out}: cannot be written", "File too large")
+    assert contents(tmp_path) == before  # the earlier export, whole
+    explained(pretrain("export", run, out / "config.json/hf"), 1, f"{out}/config.json/hf: cannot be written")
+    assert contents(tmp_path) == before
+
+
+def test_a_full_disk_while_reporting(run, tmp_path):
+    out = tmp_path / "curve.json"
+    done = pretrain("evaluate", run, "--lengths", "32", "--out", out, largest_file=2_000)
+    explained(done, 1, f"{out}: cannot be written (File too large)", "Make room")
+    assert "perplexity" in done.out  # the numbers are not lost
+    assert not out.exists()
+
+
+# ---- evaluation and export -------------------------------------------------------------------------------------------
+def test_what_is_no_run(refused, workspace, config, tmp_path):
+    for path, what in ((tmp_path / "gone", "no such directory"), (workspace, "neither a run nor a checkpoint"),
+                       (config, "neither a run nor a checkpoint")):  # fmt: skip
+        refused(["evaluate", path], f"{path}: {what}", "Give a run's directory")
+        refused(["export", path, tmp_path / "hf"], f"{path}: {what}", "Give a run's directory")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lengths", "abc"], ["--lengths abc: want tokens, comma-separated, as in 128,256,512"]),
+        (["--lengths", ""], ["--lengths : want tokens"]),
+        (["--lengths", "32,0"], ["evaluation.lengths = 0", "Choose 1 or more"]),
+        (["--protocols", "foo"], ["--protocols foo: there are nonoverlapping and sliding"]),
+        (["--lengths", "32,64", "--stride", "48"], ["evaluation.stride = 48", "shortest window of 32", "no longer"]),
+        (["--stride", "0"], ["--stride 0: want 1 or more"]),
+        (["--max-tokens", "-5"], ["--max-tokens -5: want 1 or more"]),
+        (["--out", "{folder}/report"], ["--out {folder}/report: want a file that ends in .json"]),
+        (["--out", "{folder}/run.toml/curve.json"], ["--out {folder}/run.toml/curve.json", "Choose another"]),
+        (["--set", "data.sequence_length=64"], ["data.sequence_length = 64", "trained at 32", "--lengths"]),
+    ],
+)
+def test_what_cannot_be_evaluated(refused, workspace, run, options, words):
+    options, words = ([text.format(folder=workspace) for text in texts] for texts in (options, words))
+    refused(["evaluate", run, *options], *words)
+
+
+def test_training_lengths_are_not_mixed(refused, workspace, run):
+    other = trained(workspace, "short", "data.sequence_length=16")
+    refused(["evaluate", run, other], other, "trained at 16 tokens, the first at 32", "one by one")
+
+
+def test_a_learned_table_has_an_end(refused, workspace):
+    learned = trained(workspace, "learned", "position.method=learned")
+    words = "evaluation.lengths = 64", "the learned position table holds 32 positions", "Evaluate within it"
+    refused(["evaluate", learned, "--lengths", "32,64"], *words)
+    assert pretrain("evaluate", learned, "--lengths", "16,32").code == 0
+
+
+@pytest.mark.parametrize("method", ["t5", "learned"])
+def test_what_has_no_stock_class_is_not_exported(refused, workspace, tmp_path, method):
+    source = trained(workspace, f"export-{method}", f"position.method={method}")
+    refused(["export", source, tmp_path / "hf"], f"position.method = {method}: ", "to export, train with alibi")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_no_export(refused, workspace, run, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(["export", run, tmp_path], f"{tmp_path}: exists and is no earlier export", "Choose another folder")
+    refused(["export", run, tmp_path / "notes.txt"], "exists and is no earlier export", "Choose another folder")
+    curve = ["--curve", tmp_path / "notes.txt"]
+    refused(
+        ["export", run, tmp_path / "hf", *curve], f"--curve {tmp_path}/notes.txt: not a curve.json", "evaluate --out"
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"] and (tmp_path / "notes.txt").read_text() == "mine"
