@@ -63,8 +63,10 @@ for number in range(steps + 3):
         if number >= 3:
             times[name].append(time.perf_counter() - begin)
 rates = {name: config.tokens_per_step / statistics.median(t) for name, t in times.items()}
-print(f"{num_parameters(config):,} parameters, {config.position.method}, L = {config.data.sequence_length}, {steps} steps, "
-      f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.device_name()}")
+print(
+    f"{num_parameters(config):,} parameters, {config.position.method}, L = {config.data.sequence_length}, {steps} steps, "
+    f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.device_name()}"
+)
 for name, rate in rates.items():
     print(f"{name:<14}{rate:>12,.0f} tokens/s")
 print(f"the framework takes {rates['plain torch'] / rates['framework'] - 1:+.1%} of plain torch's time on top")

@@ -95,7 +95,9 @@ def test_fp16_scales_its_loss(pools, layout):
     state, batches, losses, *_ = _expected("alibi")
 
     def run(power: int):
-        config = tiny_config(parallel=parallel, train={"precision": "fp16"}, optimizer={"initial_loss_scale_power": power})
+        config = tiny_config(
+            parallel=parallel, train={"precision": "fp16"}, optimizer={"initial_loss_scale_power": power}
+        )
         return pools(processes).run(tasks.train_steps_in_fp16_on_cpu, config, state, batches)[0]
 
     assert run(12)["losses"] == pytest.approx(losses, rel=1e-2)
