@@ -71,17 +71,19 @@ def load_saved_config(
 
 
 def check_same_model(config: RunConfig, checkpoint: Path) -> None:
-    """Raises ConfigError when `config` computes another function with the weights than the one they were trained in.
+    """Raises ConfigError when `config` computes another function with the weights, or reads the data in another order.
 
     Layout, schedule, batch, precision and dropout may differ.
     """
     saved = load_saved_config(checkpoint)
-    for section in ("model", "position"):
-        now, before = getattr(config, section).model_dump(), getattr(saved, section).model_dump()
-        for key in now.keys() - {"attention_backend", "hidden_dropout", "attention_dropout"}:
-            if now[key] != before[key]:
-                raise ConfigError(f"{section}.{key} = {now[key]}: {checkpoint} was trained with {before[key]}. Keep it, "
-                                  "or train anew in another run.directory")  # fmt: skip
+    may_differ = {"attention_backend", "hidden_dropout", "attention_dropout"}
+    keys = [(section, key) for section in ("model", "position") for key in getattr(config, section).model_dump()]
+    # The count of consumed samples means what it did only under the same seed and length.
+    for section, key in [*keys, ("run", "seed"), ("data", "sequence_length")]:
+        now, before = (getattr(getattr(c, section), key) for c in (config, saved))
+        if now != before and key not in may_differ:
+            raise ConfigError(f"{section}.{key} = {now}: {checkpoint} was trained with {before}. Keep it, "
+                              "or train anew in another run.directory")  # fmt: skip
 
 
 def verify_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:

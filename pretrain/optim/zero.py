@@ -69,7 +69,7 @@ class ZeroOptimizer:
         """Reduces gradients, clips, updates. Returns the global gradient norm before clipping.
 
         fp16: an overflow skips the update, lowers the loss scale and returns inf. Otherwise a norm that is not finite
-        raises RunFailed, and the weights are as they were.
+        raises RunFailed; what is in memory is then worth nothing.
         """
         if self.stage == 1:
             finalize_gradients(self.chunks)

@@ -15,7 +15,7 @@ from pretrain import platform, topology
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import CONFIG, check_same_model, complete_checkpoints, find_checkpoint
 from pretrain.checkpoint.save import Progress
-from pretrain.config import ConfigError, RunConfig, dump_config, writing
+from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
 from pretrain.data.loader import batches
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.model.checks import check_positions
@@ -74,7 +74,10 @@ def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
     step, rate = run.progress.step, learning_rate(run.config, run.progress.step)
     seed_step(run.config, run.topology, step)
     losses = forward_backward(run.chunks, run.optimizer, micro_batches)
-    norm = run.optimizer.step(rate)
+    try:
+        norm = run.optimizer.step(rate)
+    except RunFailed as failure:
+        raise RunFailed(f"step {step + 1}: {failure}") from None
     loss = average_loss(losses, run.topology)
     run.progress = Progress(step + 1, run.progress.consumed_samples + run.config.batch.global_batch_size)
     platform.synchronize()
