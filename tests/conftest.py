@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from pretrain.config import RunConfig, load_config, parse_config
 from tests.distributed.pool import Pool
 
 warnings.simplefilter("ignore")
+# A shell's background job has SIGINT ignored, and so would every process that the tests start to interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

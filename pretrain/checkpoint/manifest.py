@@ -71,17 +71,26 @@ def load_saved_config(
 
 
 def check_same_model(config: RunConfig, checkpoint: Path) -> None:
-    """Raises ConfigError when `config` computes another function with the weights, or reads the data in another order.
+    """Raises ConfigError when `config` computes another function with the weights than the one they were trained in.
 
     Layout, schedule, batch, precision and dropout may differ.
     """
-    saved = load_saved_config(checkpoint)
     may_differ = {"attention_backend", "hidden_dropout", "attention_dropout"}
-    keys = [(section, key) for section in ("model", "position") for key in getattr(config, section).model_dump()]
-    # The count of consumed samples means what it did only under the same seed and length.
-    for section, key in [*keys, ("run", "seed"), ("data", "sequence_length")]:
+    for section in ("model", "position"):
+        _check_same(config, checkpoint, section, set(type(getattr(config, section)).model_fields) - may_differ)
+
+
+def check_same_order(config: RunConfig, checkpoint: Path) -> None:
+    """Raises ConfigError when the count of consumed samples would mean other tokens than it did."""
+    _check_same(config, checkpoint, "run", {"seed"})
+    _check_same(config, checkpoint, "data", {"sequence_length"})
+
+
+def _check_same(config: RunConfig, checkpoint: Path, section: str, keys: set[str]) -> None:
+    saved = load_saved_config(checkpoint)
+    for key in sorted(keys):
         now, before = (getattr(getattr(c, section), key) for c in (config, saved))
-        if now != before and key not in may_differ:
+        if now != before:
             raise ConfigError(f"{section}.{key} = {now}: {checkpoint} was trained with {before}. Keep it, "
                               "or train anew in another run.directory")  # fmt: skip
 

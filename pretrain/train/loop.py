@@ -13,7 +13,13 @@ from torch import Tensor
 
 from pretrain import platform, topology
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import CONFIG, check_same_model, complete_checkpoints, find_checkpoint
+from pretrain.checkpoint.manifest import (
+    CONFIG,
+    check_same_model,
+    check_same_order,
+    complete_checkpoints,
+    find_checkpoint,
+)
 from pretrain.checkpoint.save import Progress
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
 from pretrain.data.loader import batches
@@ -141,4 +147,5 @@ def checkpoint_to_resume(config: RunConfig, resume: str) -> Path | None:
         checkpoint = find_checkpoint(Path(resume))
     if checkpoint is not None:
         check_same_model(config, checkpoint)
+        check_same_order(config, checkpoint)
     return checkpoint

@@ -92,6 +92,12 @@ def test_another_model_than_the_checkpoints(refused, config, run, setting, words
     refused(["evaluate", run, "--set", setting], *words, run / STEP_8)
 
 
+@pytest.mark.parametrize("setting", ["run.seed=8", "data.sequence_length=16"])
+def test_another_order_of_the_data_than_the_checkpoints(refused, config, run, setting):
+    key, value = setting.split("=")
+    refused(["train", config, "--set", setting], f"{key} = {value}", "was trained with", run / STEP_8, "Keep it")
+
+
 def test_resume(refused, config, run, tmp_path):
     refused(["train", config, "--resume", "none"], f"{run}: has checkpoints", "--resume auto", "another run.directory")
     refused(["train", config, "--resume", tmp_path / "gone"], f"{tmp_path}/gone: no such directory", "Give a run's")
