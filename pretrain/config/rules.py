@@ -142,8 +142,7 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
 
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:
-    check_evaluation = evaluation_refusals(c, c.evaluation_lengths, c.evaluation_stride)
-    yield from check_evaluation
+    yield from evaluation_refusals(c, c.evaluation_lengths, c.evaluation_stride)
 
 
 def evaluation_refusals(c: RunConfig, lengths: tuple[int, ...], stride: int) -> Iterator[Refusal]:
