@@ -14,9 +14,8 @@ from typing import Annotated
 
 import typer
 
-from pretrain.config import ConfigError, RunFailed, dump_config, load_config
-
-INTERRUPTED = 130
+from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, load_config, writing
+from pretrain.train.stopping import INTERRUPTED, Requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 data = typer.Typer(no_args_is_help=True, help="Text to shards of tokens.")
@@ -89,13 +88,20 @@ def train(
 ) -> None:
     """Train a run, or go on with it. One process by itself; many under `launcher local`, torchrun or srun, which start this.
 
+    SIGTERM to any process saves and ends the run with exit code 80, SIGUSR1 with 75 (to be started again); SIGUSR2 shows
+    the process's stacks. The same command goes on from there.
+
     Example: pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
     """
-    run = load_config(config, overrides)  # before the slow imports, so that a typing mistake shows at once
+    requests = Requests()
+    requests.listen()  # before the slow imports, in which a signal may come
+    run = load_config(config, overrides)  # so that a typing mistake shows at once
     from pretrain import topology
     from pretrain.train.loop import train as run_training
 
-    run_training(run, resume)
+    code = run_training(run, resume, requests)
+    if code:  # at once: all ranks are here, and what started them ends those that are late
+        _leave(code)
     topology.finish()
 
 
@@ -121,10 +127,24 @@ def evaluate(
 
     Example: pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 --out runs/demo/report/curve.json
     """
-    from pretrain.evaluate.command import Request, evaluate_sources
+    from pretrain.evaluate.command import evaluate_sources
 
-    request = Request.parse(lengths, protocols, stride, max_tokens)
+    request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
     evaluate_sources(sources, request, overrides, out)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run whose checkpoints were evaluated.")]) -> None:
+    """Put a run's evaluated checkpoints together: perplexity at each length over training steps, in RUN/evaluations.
+
+    The launcher's evaluation jobs do this after each checkpoint; by hand it does no harm.
+
+    Example: pretrain report runs/demo/alibi
+    """
+    from pretrain.evaluate.checkpoints import report_run
+
+    with writing(run / "evaluations"):
+        print(report_run(run))
 
 
 @app.command()
@@ -201,7 +221,7 @@ def _leave(code: int, *lines: str) -> None:
     """Says why and ends the process. Not sys.exit: leaving a process group in order waits for ranks that have not failed."""
     where = _rank_prefix()
     sys.stdout.flush()
-    print("\n".join(where + line for line in lines), file=sys.stderr, flush=True)
+    print("".join(f"{where}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
     os._exit(code)
 
 

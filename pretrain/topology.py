@@ -5,12 +5,18 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.config import ConfigError, Layout, RunConfig
+from pretrain.attempts import Owner
+from pretrain.config import ConfigError, Layout, RunConfig, RunFailed
+
+T = TypeVar("T")
 
 # Long enough for a slow file system at a barrier; a watchdog outside the process handles true hangs.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
@@ -41,6 +47,23 @@ class Process:
                            int(env.get("SLURM_LOCALID", 0)), env.get("MASTER_ADDR") or first_host(nodes),
                            int(env.get("MASTER_PORT", port)))  # fmt: skip
         return Process(0, 1, 0, "127.0.0.1", 0)
+
+
+def supervised_attempt() -> Path | None:
+    """The attempt that a supervisor has begun for these processes (PRETRAIN_ATTEMPT); None: they were started by hand."""
+    directory = os.environ.get("PRETRAIN_ATTEMPT")
+    return Path(directory) if directory else None
+
+
+def owner() -> Owner:
+    """This process as the holder of an attempt, with what Slurm says of it."""
+    env, processes = os.environ, Process.from_environment().world_size
+    if "SLURM_JOB_ID" not in env:
+        return Owner.here(num_processes=processes)
+    return Owner.here(
+        slurm_job_id=env["SLURM_JOB_ID"], slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
+        slurm_cluster=env.get("SLURM_CLUSTER_NAME"), num_processes=processes, nodes=env.get("SLURM_JOB_NODELIST", ""),
+    )  # fmt: skip
 
 
 def first_host(nodes: str) -> str:
@@ -107,6 +130,20 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         process.rank, layout, parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank(),
     )  # fmt: skip
+
+
+def on_main(place: Topology, function: Callable[[], T]) -> T:
+    """What `function` gave on rank 0, which alone calls it, or the ConfigError or RunFailed it raised, on every rank."""
+    answer: list[Any] = [None, None]
+    if place.is_main:
+        try:
+            answer[0] = function()
+        except (ConfigError, RunFailed) as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, device=platform.device())
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def finish() -> None:

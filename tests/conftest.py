@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pretrain.config import RunConfig, load_config, parse_config
 from tests.distributed.pool import Pool
 
 warnings.simplefilter("ignore")
+if not torch.cuda.is_available():
+    # Without a GPU the kernels run in Triton's interpreter, which is chosen when triton is first imported, by whomever.
+    os.environ["TRITON_INTERPRET"] = "1"
 # A shell's background job has SIGINT ignored, and so would every process that the tests start to interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -42,12 +42,14 @@ class Progress:
 def save_checkpoint(config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, progress: Progress) -> Path:
     """Writes <run>/checkpoints/step-########, all ranks together; it appears under that name only when complete.
 
-    Checkpoints beyond checkpoint.keep are removed afterwards. Raises RunFailed when the disk refuses.
+    Checkpoints beyond checkpoint.keep are removed afterwards, unless they still await an evaluation. Raises RunFailed
+    when the disk refuses.
     """
     final = step_directory(config.directory, progress.step)
     partial = final.with_name(f".{final.name}.partial")
     with writing(final):
         if topology.is_main:
+            recover(config.directory)
             for left_behind in final.parent.glob(".step-*"):  # by a save that was killed
                 shutil.rmtree(left_behind)
             partial.mkdir(parents=True)
@@ -122,9 +124,29 @@ def _publish(config, optimizer, progress: Progress, partial: Path, final: Path, 
         partial.rename(final)
     _flush(final.parent)
     if config.checkpoint.keep is not None:
-        for old in complete_checkpoints(config.directory)[: -config.checkpoint.keep]:
+        for old in _evaluated(config.directory, complete_checkpoints(config.directory)[: -config.checkpoint.keep]):
             removed = old.rename(old.with_name(f".{old.name}.removed"))  # or, killed half-way, it would look complete
             shutil.rmtree(removed)
+
+
+def recover(run: Path) -> None:
+    """Shows a checkpoint again that a save of the same step, killed between its two renames, left hidden. One rank."""
+    for old in (run / "checkpoints").glob(".step-*.replaced"):
+        final = old.with_name(old.name[1:].removesuffix(".replaced"))
+        if not final.exists():
+            new = old.with_name(f".{final.name}.partial")
+            (new if (new / MANIFEST).is_file() else old).rename(final)
+
+
+def _evaluated(run: Path, checkpoints: list[Path]) -> list[Path]:
+    """Without those that wait for the evaluation that the run's plan promises each (a later save removes them).
+
+    A folder in evaluations/ appears whole: a result, or a note that the launcher gave the checkpoint up.
+    """
+    evaluations = run / "evaluations"
+    if not (evaluations / "plan.json").exists():
+        return checkpoints
+    return [c for c in checkpoints if (evaluations / c.name).is_dir()]
 
 
 def loss_scaler_state(optimizer: ZeroOptimizer) -> dict[str, float] | None:

@@ -163,6 +163,17 @@ class EvaluationSection(Section):
     """Tokens in one forward pass a rank, whatever the length: bounds the memory."""
 
 
+class RecoverySection(Section):
+    """What the launcher does when training hangs or fails."""
+
+    hang_seconds: float = Field(default=900, gt=0, allow_inf_nan=False)
+    """Training and evaluation: without a step, or a pass of an evaluation, for so long, the processes are ended."""
+    startup_seconds: float = Field(default=1800, gt=0, allow_inf_nan=False)
+    """The same for starting, loading and saving, each as a whole."""
+    max_restarts: int = Field(default=3, ge=0)
+    """A run that fails is started again; after so many failures in a row without a new checkpoint no more."""
+
+
 class LoggingSection(Section):
     interval_steps: int = Field(default=10, gt=0)
     """Print every so many steps (metrics.jsonl has every step)."""
@@ -199,6 +210,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     logging: LoggingSection = LoggingSection()
+    recovery: RecoverySection = RecoverySection()
 
     # ---- derived values; nobody else computes these -------------------------------------------------------------
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from pretrain import topology
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import check_same_model, find_checkpoint, load_saved_config
-from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import Tokenizer
@@ -19,60 +18,27 @@ from pretrain.evaluate.report import format_table, write_report
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 
-PROTOCOLS = ("nonoverlapping", "sliding")
 
-
-@dataclass(frozen=True)
-class Request:
-    """What to measure; None takes the run's own config."""
-
-    lengths: tuple[int, ...] | None
-    protocols: tuple[str, ...]
-    stride: int | None
-    max_tokens: int | None
-
-    @staticmethod
-    def parse(lengths: str | None, protocols: str, stride: int | None, max_tokens: int | None) -> Request:
-        """From the command line's strings. Raises ConfigError naming the option."""
-        try:
-            parsed = tuple(int(n) for n in lengths.split(",")) if lengths is not None else None
-        except ValueError:
-            raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 128,256,512") from None
-        names = tuple(protocols.split(","))
-        for name in names:
-            if name not in PROTOCOLS:
-                raise ConfigError(f"--protocols {name}: there are {' and '.join(PROTOCOLS)}")
-        for option, value in (("--stride", stride), ("--max-tokens", max_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{option} {value}: want 1 or more")
-        return Request(parsed, names, stride, max_tokens)
-
-    def protocols_of(self, config: RunConfig) -> list[Protocol]:
-        """Every protocol at every length."""
-        lengths, stride = config.evaluation_lengths, config.evaluation_stride
-        return [Protocol(name, length, stride) for name in self.protocols for length in lengths]
-
-
-def evaluation_config(checkpoint: Path, request: Request, overrides: list[str]) -> RunConfig:
+def evaluation_config(checkpoint: Path, request: EvaluationRequest, overrides: list[str]) -> RunConfig:
     """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else.
 
     Raises ConfigError when the overrides would make another model of the weights.
     """
     world_size = topology.Process.from_environment().world_size
-    asked = {"lengths": request.lengths, "stride": request.stride, "max_tokens": request.max_tokens}
-    settings = [
-        f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}" for key, v in asked.items() if v is not None
-    ]
-    if request.lengths is not None and request.stride is None:
-        settings.append("evaluation.stride=none")
     sections = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": world_size}}
-    config = load_saved_config(checkpoint, [*settings, *overrides], sections)
+    config = load_saved_config(checkpoint, [*request.overrides(), *overrides], sections)
     check_same_model(config, checkpoint)
     trained = load_saved_config(checkpoint).data.sequence_length
     if config.data.sequence_length != trained:
         raise ConfigError(f"data.sequence_length = {config.data.sequence_length}: {checkpoint} was trained at {trained}. "
                           "Say with --lengths at which lengths to evaluate")  # fmt: skip
     return config
+
+
+def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
+    """Every protocol at every length."""
+    lengths, stride = config.evaluation_lengths, config.evaluation_stride
+    return [Protocol(name, length, stride) for name in request.protocols for length in lengths]
 
 
 def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Protocol]) -> list[Evaluation]:
@@ -95,7 +61,9 @@ def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Pro
     return results
 
 
-def evaluate_sources(sources: list[Path], request: Request, overrides: list[str], out: Path | None) -> list[dict]:
+def evaluate_sources(
+    sources: list[Path], request: EvaluationRequest, overrides: list[str], out: Path | None
+) -> list[dict]:
     """Evaluates each run or checkpoint, prints one table, writes the report to `out` and beside it. Returns records."""
     checkpoints = [find_checkpoint(source) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
@@ -109,7 +77,7 @@ def evaluate_sources(sources: list[Path], request: Request, overrides: list[str]
     records: list[dict] = []
     positions: dict[tuple[str, int], np.ndarray] = {}
     for checkpoint, config in zip(checkpoints, configs):
-        for result in evaluate_checkpoint(checkpoint, config, request.protocols_of(config)):
+        for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
             records.append({"method": config.position.method, **result.record(), "checkpoint": str(checkpoint)})
             if result.protocol.name == "nonoverlapping":
                 positions[config.position.method, result.protocol.length] = result.loss_by_position

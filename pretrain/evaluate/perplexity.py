@@ -6,9 +6,10 @@ batch are constant, so memory is bounded however long the windows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,11 @@ class Protocol:
     length: int
     stride: int
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """(name, stride, length), as its records tell them: a nonoverlapping window's stride is its length."""
+        return self.name, self.length if self.name == "nonoverlapping" else self.stride, self.length
+
     def windows(self, tokens: int) -> Iterator[Window]:
         """The windows over a stream of `tokens` tokens."""
         if self.name == "nonoverlapping":
@@ -56,10 +62,10 @@ class Evaluation:
         return math.exp(self.loss_nats) if self.loss_nats < 700 else math.inf
 
     def record(self) -> dict:
-        """As it stands in metrics.jsonl and curve.json. A nonoverlapping window's stride is its length."""
-        p = self.protocol
+        """As it stands in metrics.jsonl and curve.json."""
+        name, stride, length = self.protocol.key
         return {
-            "protocol": p.name, "stride": p.length if p.name == "nonoverlapping" else p.stride, "length": p.length,
+            "protocol": name, "stride": stride, "length": length,
             "perplexity": self.perplexity, "loss_nats": self.loss_nats, "tokens": self.tokens,
         }  # fmt: skip
 
@@ -76,28 +82,42 @@ class Evaluator:
         self.tokens = min(len(stream), max_tokens or len(stream))
         self.stream = np.concatenate([[eos_id], stream.read(0, self.tokens)])
 
-    def evaluate(self, protocol: Protocol, progress: bool = False) -> Evaluation:
-        """Every token of the stream scored once under `protocol`; every rank gets the result."""
-        training = self.chunks[0].training
-        for chunk in self.chunks:
-            chunk.eval()
+    def evaluate(
+        self, protocol: Protocol, progress: bool = False, before_pass: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Every token of the stream scored once under `protocol`; every rank gets the result.
+
+        All ranks call `before_pass` before each of their passes, which are equally many; what it raises ends the
+        evaluation and leaves the model as it was.
+        """
         # [position] sums and counts, over this rank's share
         total = torch.zeros(2, protocol.length, dtype=torch.float64)
-        with torch.no_grad():
+        with torch.no_grad(), self._evaluating():
             for batches, windows in self._passes(protocol, progress and self.topology.is_main):
+                before_pass()
                 scored = [protocol.length - _first_scored(w) for w in windows]
                 losses = run_schedule(self.chunks, batches, _keep, forward_only=True, engine=self.engine, scored=scored)
                 if is_reporting_rank():
                     for loss, those in zip(losses, windows):
                         _add(total, loss.double().cpu(), those)
-        for chunk in self.chunks:
-            chunk.train(training)
         total = total.to(platform.device())
         dist.all_reduce(total)
         sums, counts = total.cpu().numpy()
         assert counts.sum() == self.tokens, f"{counts.sum()} tokens scored of {self.tokens}"
         with np.errstate(invalid="ignore"):
             return Evaluation(protocol, float(sums.sum() / counts.sum()), self.tokens, sums / counts)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model without dropout, and afterwards as it was."""
+        training = self.chunks[0].training
+        try:
+            for chunk in self.chunks:
+                chunk.eval()
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.train(training)
 
     def _passes(self, protocol: Protocol, progress: bool) -> Iterator[tuple[list[Tensor], list[list[Window]]]]:
         """(micro batches [B, length + 1], the window in each row) for each pass through the pipeline.

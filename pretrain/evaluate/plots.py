@@ -1,4 +1,4 @@
-"""The two pictures of a report, as PNG bytes: perplexity by length, loss by position."""
+"""The pictures of a report, as PNG bytes: perplexity by length, perplexity by training step, loss by position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
 # Okabe and Ito's colours, told apart by colour-blind readers; without their yellow, too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -21,7 +21,7 @@ LOG_SPREAD = 3.0
 
 
 class Series(NamedTuple):
-    """One curve: perplexities by window length in tokens, ascending."""
+    """One curve: perplexities by window length in tokens, or by training step, ascending."""
 
     name: str
     protocol: str
@@ -31,29 +31,22 @@ class Series(NamedTuple):
 def curve(train_length: int, series: Sequence[Series]) -> bytes:
     """Perplexity against length: a colour a method, nonoverlapping solid, sliding dashed, the training length marked."""
     figure, axes = _axes("Evaluation length (tokens, and in training lengths L)", "Perplexity")
-    colours = _colours(s.name for s in series)
-    ends: dict[str, float] = {}
-    for s in series:
-        lengths, values = list(s.perplexities), [_drawable(p) for p in s.perplexities.values()]
-        solid = s.protocol == "nonoverlapping"
-        axes.plot(lengths, values, color=colours[s.name], linestyle="-" if solid else (0, (4, 2)), linewidth=2,
-                  marker="o", markersize=5, markerfacecolor=colours[s.name] if solid else "white")  # fmt: skip
-        last = [v for v in values if not math.isnan(v)]
-        if last and (solid or s.name not in ends):
-            ends[s.name] = last[-1]
+    colours, ends = _draw_perplexities(axes, series)
     lengths = sorted({n for s in series for n in s.perplexities})
     axes.set_xticks(lengths, [in_tokens_and_lengths(n, train_length, "\n") for n in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
-    values = [p for s in series for p in s.perplexities.values() if math.isfinite(p)]
-    _scale_values(axes, values)
     _mark_training_length(axes, train_length)
     _label_ends(figure, axes, max(lengths), ends, colours)
-    protocols = list(dict.fromkeys(s.protocol for s in series))
-    if len(protocols) > 1:
-        styles = [Line2D([], [], color="#444444", linewidth=2, linestyle="-" if p == "nonoverlapping" else (0, (4, 2)),
-                         marker="o", markersize=5, markerfacecolor="#444444" if p == "nonoverlapping" else "white")
-                  for p in protocols]  # fmt: skip
-        axes.legend(styles, protocols, frameon=False, loc="best", handlelength=3.5)
+    return _png(figure)
+
+
+def by_step(series: Sequence[Series]) -> bytes:
+    """Perplexity against training step: a colour an evaluation length, nonoverlapping solid, sliding dashed."""
+    figure, axes = _axes("Training step", "Perplexity", log_x=False)
+    colours, ends = _draw_perplexities(axes, series)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    _label_ends(figure, axes, max(step for s in series for step in s.perplexities), ends, colours)
     return _png(figure)
 
 
@@ -87,12 +80,36 @@ def in_tokens_and_lengths(length: int, train_length: int, between: str = " = ") 
     return f"{length}{between}{in_lengths(length, train_length)}"
 
 
-def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def _draw_perplexities(axes: Axes, series: Sequence[Series]) -> tuple[dict[str, str], dict[str, float]]:
+    """(colours, values at the right end) by name; a legend says which protocol is which."""
+    colours = _colours(s.name for s in series)
+    ends: dict[str, float] = {}
+    for s in series:
+        values = [_drawable(p) for p in s.perplexities.values()]
+        solid = s.protocol == "nonoverlapping"
+        axes.plot(list(s.perplexities), values, color=colours[s.name], linestyle="-" if solid else (0, (4, 2)),
+                  linewidth=2, marker="o", markersize=5,
+                  markerfacecolor=colours[s.name] if solid else "white")  # fmt: skip
+        last = [v for v in values if not math.isnan(v)]
+        if last and (solid or s.name not in ends):
+            ends[s.name] = last[-1]
+    _scale_values(axes, [p for s in series for p in s.perplexities.values() if math.isfinite(p)])
+    protocols = list(dict.fromkeys(s.protocol for s in series))
+    if len(protocols) > 1:
+        styles = [Line2D([], [], color="#444444", linewidth=2, linestyle="-" if p == "nonoverlapping" else (0, (4, 2)),
+                         marker="o", markersize=5, markerfacecolor="#444444" if p == "nonoverlapping" else "white")
+                  for p in protocols]  # fmt: skip
+        axes.legend(styles, protocols, frameon=False, loc="best", handlelength=3.5)
+    return colours, ends
+
+
+def _axes(x_label: str, y_label: str, log_x: bool = True) -> tuple[Figure, Axes]:
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
     figure = Figure(figsize=(8, 4.6), dpi=144, layout=layout)
     FigureCanvasAgg(figure)  # no display, whatever matplotlib is configured to use
     axes = figure.add_subplot()
-    axes.set_xscale("log", base=2)
+    if log_x:
+        axes.set_xscale("log", base=2)
     axes.margins(y=0.08)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

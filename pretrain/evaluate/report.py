@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,24 +45,28 @@ def write_report(
     out.parent.mkdir(parents=True, exist_ok=True)
     series = _series(records)
     picture, position_picture = out.with_suffix(".png"), out.with_name("positions.png")
-    _publish(picture, plots.curve(train_length, series))
+    publish(picture, plots.curve(train_length, series))
     if positions:
         binned = [_Binned.of(method, length, losses) for (method, length), losses in positions.items()]
-        _publish(out.with_name("positions.csv"), _csv(POSITION_FIELDS, (row for b in binned for row in b.rows())))
+        publish(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, (row for b in binned for row in b.rows())))
         longest = {b.method: b for b in sorted(binned, key=lambda b: b.length)}
         lines = [(b.method, b.centres(), b.losses) for b in longest.values()]
-        _publish(position_picture, plots.by_position(train_length, lines))
+        publish(position_picture, plots.by_position(train_length, lines))
     rows = ([record[field] for field in FIELDS] for record in records)
-    _publish(out.with_suffix(".csv"), _csv(FIELDS, rows))
+    publish(out.with_suffix(".csv"), to_csv(FIELDS, rows))
     report = _markdown(train_length, series, picture.name, position_picture.name if positions else None)
-    _publish(out.with_name("report.md"), report.encode())
-    curve = {"train_length": train_length, "records": [_finite(record) for record in records]}
-    _publish(out, (json.dumps(curve, indent=1, allow_nan=False) + "\n").encode())
+    publish(out.with_name("report.md"), report.encode())
+    publish(out, to_json(train_length, records, FIELDS))
 
 
 def format_table(train_length: int, records: Sequence[Record]) -> str:
     """Perplexities as plain text: a row for each method and protocol, a column for each length in tokens and in L."""
-    header, rows = _table(train_length, _series(records))
+    lines = plain_table(*table(train_length, _series(records)))
+    return "\n".join([f"Perplexity by length in tokens (training length L = {train_length})", *lines])
+
+
+def plain_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines for a terminal: two columns of words, then numbers."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = []
     for row in [header, *rows]:
@@ -69,7 +74,7 @@ def format_table(train_length: int, records: Sequence[Record]) -> str:
         numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
         lines.append("  ".join([*names, *numbers]).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([f"Perplexity by length in tokens (training length L = {train_length})", *lines])
+    return lines
 
 
 def _series(records: Sequence[Record]) -> list[Series]:
@@ -82,10 +87,13 @@ def _series(records: Sequence[Record]) -> list[Series]:
         name = record["method"]
         if len(checkpoints[name]) > 1:
             name += f" ({_short(record['checkpoint'])})"
-        sliding = record["protocol"] == "sliding"
-        protocol = f"sliding by {record['stride']}" if sliding else record["protocol"]
-        curves.setdefault((name, protocol), {})[record["length"]] = record["perplexity"]
+        curves.setdefault((name, protocol_name(record)), {})[record["length"]] = record["perplexity"]
     return [Series(*key, dict(sorted(points.items()))) for key, points in curves.items()]
+
+
+def protocol_name(record: Record) -> str:
+    """Sliding windows of another stride are another protocol."""
+    return f"sliding by {record['stride']}" if record["protocol"] == "sliding" else record["protocol"]
 
 
 def _short(checkpoint: str) -> str:
@@ -93,30 +101,27 @@ def _short(checkpoint: str) -> str:
     return "/".join([part for part in Path(checkpoint).parts if part != "checkpoints"][-2:])
 
 
-def _table(train_length: int, series: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of strings; a length that a curve lacks is a dash."""
+def table(train_length: int, series: Sequence[Series], first: str = "method") -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of strings; a length that a curve lacks is a dash. `first` says what a series' name is."""
     lengths = sorted({length for s in series for length in s.perplexities})
-    header = ["method", "protocol", *(plots.in_tokens_and_lengths(n, train_length) for n in lengths)]
-    cells = [[_number(s.perplexities[n]) if n in s.perplexities else "-" for n in lengths] for s in series]
+    header = [first, "protocol", *(plots.in_tokens_and_lengths(n, train_length) for n in lengths)]
+    cells = [[number(s.perplexities[n]) if n in s.perplexities else "-" for n in lengths] for s in series]
     return header, [[s.name, s.protocol, *row] for s, row in zip(series, cells)]
 
 
-def _number(perplexity: float) -> str:
+def number(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity < 1e5 or not math.isfinite(perplexity) else f"{perplexity:.3e}"
 
 
 def _markdown(train_length: int, series: Sequence[Series], picture: str, position_picture: str | None) -> str:
-    header, rows = _table(train_length, series)
-    right = ["---", "---", *["---:"] * (len(header) - 2)]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in [header, right, *rows])
     parts = [
         "# Perplexity by length",
         f"Trained at L = {train_length} tokens, evaluated at the lengths below. Nonoverlapping: pieces of that length, "
         "each from scratch. Sliding: windows of that length, of which the last predictions (the stride) count. "
         "Every token is scored once.",
         f"![perplexity by length]({picture})",
-        table,
-        "\n".join(f"- {_finding(train_length, s)}" for s in series),
+        markdown_table(*table(train_length, series)),
+        "\n".join(f"- {finding(train_length, s)}" for s in series),
     ]
     if position_picture is not None:
         parts += [
@@ -127,14 +132,20 @@ def _markdown(train_length: int, series: Sequence[Series], picture: str, positio
     return "\n\n".join(parts) + "\n"
 
 
-def _finding(train_length: int, series: Series) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Two columns of words, then numbers."""
+    right = ["---", "---", *["---:"] * (len(header) - 2)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, right, *rows])
+
+
+def finding(train_length: int, series: Series) -> str:
     """Where a curve is best and how its longest length and its training length compare, in a sentence."""
     name = f"{series.name}, {series.protocol}"
     finite = {n: p for n, p in series.perplexities.items() if math.isfinite(p)}
     if not finite:
         return f"{name}: no finite perplexity."
     best = min(finite, key=finite.__getitem__)
-    sentence = f"{name}: best {_number(finite[best])} at {_length(best, train_length)}"
+    sentence = f"{name}: best {number(finite[best])} at {_length(best, train_length)}"
     longest = max(series.perplexities)
     if longest not in finite:
         return f"{sentence}; not finite at {_length(longest, train_length)}."
@@ -177,7 +188,7 @@ class _Binned(NamedTuple):
             yield [self.method, self.length, int(first), int(end) - 1, loss]
 
 
-def _csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
+def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
@@ -185,14 +196,22 @@ def _csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _finite(record: Record) -> dict[str, Any]:
-    """The record's fields; JSON has no nan and no infinity, they become null."""
-    values = {field: record[field] for field in FIELDS}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def to_json(train_length: int, records: Sequence[Record], fields: Sequence[str]) -> bytes:
+    """curve.json. JSON has no nan and no infinity, they become null."""
+    rows = [{field: _finite(record[field]) for field in fields} for record in records]
+    return (json.dumps({"train_length": train_length, "records": rows}, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _publish(path: Path, content: bytes) -> None:
-    """The file appears whole or stays as it was."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def publish(path: Path, content: bytes) -> None:
+    """The file appears whole or stays as it was, also when two processes write it at once."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

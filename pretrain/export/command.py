@@ -78,7 +78,9 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             raise ConfigError(
                 f"--curve {curve}: not a curve.json as `pretrain evaluate --out` writes it ({error})"
             ) from None
-        return [record for record in records if record["method"] == method]
+        # A run's own (RUN/evaluations/curve.json) holds every checkpoint of it, with its step.
+        mine = [r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name]
+        return [r for r in mine if r["method"] == method]
     metrics = checkpoint.parent.parent / "metrics.jsonl"
     if not metrics.is_file():
         return []

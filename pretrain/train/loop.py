@@ -5,71 +5,65 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-from megatron.core.models.gpt import GPTModel
+import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform, topology
-from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import (
-    CONFIG,
-    check_same_model,
-    check_same_order,
-    complete_checkpoints,
-    find_checkpoint,
-)
+from pretrain.checkpoint.manifest import CONFIG
 from pretrain.checkpoint.save import Progress
-from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
+from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.data.loader import batches
-from pretrain.data.stream import TokenStream, open_stream
-from pretrain.model.checks import check_positions
-from pretrain.model.gpt import build_model
 from pretrain.optim.schedule import learning_rate
-from pretrain.optim.zero import ZeroOptimizer
 from pretrain.topology import Topology
+from pretrain.train.account import Account
 from pretrain.train.hooks import make_hooks
-from pretrain.train.step import average_loss, forward_backward, seed_step
+from pretrain.train.start import Run, Standing, load, prepare, take
+from pretrain.train.step import agree, average_loss, forward_backward, seed_step
+from pretrain.train.stopping import EXIT_CODES, Requests
 
 
-@dataclass
-class Run:
-    """A run in this process: what the hooks are shown after every step."""
+def train(config: RunConfig, resume: str = "auto", requests: Requests | None = None) -> int:
+    """Trains to train.num_steps, or until all ranks agree on what `requests` noted; returns the exit code, on every rank.
 
-    config: RunConfig
-    topology: Topology
-    chunks: list[GPTModel]
-    optimizer: ZeroOptimizer
-    training_stream: TokenStream
-    validation_stream: TokenStream
-    progress: Progress
-
-
-def train(config: RunConfig, resume: str = "auto") -> Progress:
-    """Trains to train.num_steps. `resume` is auto (newest complete checkpoint, or from scratch), none, or a path.
-
-    Raises ConfigError for bad input before anything is written, RunFailed when the loss is no longer finite.
+    `resume` is auto (newest complete checkpoint, or from scratch), none, or a path. Raises ConfigError for bad input
+    before anything is written, RunFailed when the loss is no longer finite.
     """
-    run = start(config, resume)
-    if run.topology.is_main:
-        print(_outlook(run), file=sys.stderr, flush=True)
-    if run.progress.step >= config.train.num_steps:
-        return run.progress
-    if run.topology.is_main:
-        with writing(config.directory):
-            (config.directory / CONFIG).write_text(dump_config(config))
+    streams, place = prepare(config, resume)
+    with Account() as account:
+        standing = topology.on_main(place, lambda: take(config, resume, account))
+        if place.is_main:
+            print(_outlook(config, place, standing), file=sys.stderr, flush=True)
+        if standing.is_finished(config):
+            account.phase("ending", standing.step)
+            account.end(0, _finished(standing.step))
+            return 0
+        account.phase("loading", standing.step)
+        run = load(config, streams, place, standing, requests or Requests(), account)
+        if place.is_main:
+            with writing(config.directory):
+                (config.directory / CONFIG).write_text(dump_config(config))
+        account.phase("training", run.progress.step)
+        _train_steps(run)
+        return _ended(run)
+
+
+def _train_steps(run: Run) -> None:
     steps = step_batches(run)
     hooks = make_hooks(run)
     try:
-        while run.progress.step < config.train.num_steps:
+        agree(run.requests)  # a signal may have come before the first step
+        for hook in hooks:
+            hook.at_start(run)
+        while run.progress.step < run.config.train.num_steps and not run.requests.agreed:
             record = train_step(run, steps)
             for hook in hooks:
                 hook.after_step(run, record)
+            run.account.progress(run.progress.step)
+        run.account.phase("ending", run.progress.step)
     finally:
         for hook in hooks:
             hook.close()
-    return run.progress
 
 
 def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
@@ -84,7 +78,7 @@ def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
         norm = run.optimizer.step(rate)
     except RunFailed as failure:
         raise RunFailed(f"step {step + 1}: {failure}") from None
-    loss = average_loss(losses, run.topology)
+    loss = average_loss(losses, run.topology, run.requests)
     run.progress = Progress(step + 1, run.progress.consumed_samples + run.config.batch.global_batch_size)
     platform.synchronize()
     return {
@@ -104,48 +98,32 @@ def step_batches(run: Run) -> Iterator[list[Tensor]]:
     )  # fmt: skip
 
 
-def start(config: RunConfig, resume: str = "auto") -> Run:
-    """Joins the other processes, opens the data, builds the model and its optimizer, loads what `resume` says."""
-    streams = open_stream(config, "train"), open_stream(config, "validation")
-    checkpoint = checkpoint_to_resume(config, resume)
-    place = topology.initialize(config)
-    try:
-        config.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"run.directory = {config.directory}: cannot be made ({error.strerror}). Choose another"
-        ) from None
-    chunks = build_model(config)
-    check_positions(config, chunks)
-    optimizer = ZeroOptimizer(config, place, chunks)
-    progress = load_checkpoint(checkpoint, optimizer) if checkpoint else Progress(0, 0)
-    return Run(config, place, chunks, optimizer, *streams, progress)
-
-
-def _outlook(run: Run) -> str:
+def _outlook(config: RunConfig, place: Topology, standing: Standing) -> str:
     """Where the run stands and what is left, in a line."""
-    directory, step, last = run.config.directory, run.progress.step, run.config.train.num_steps
-    if step >= last:
+    directory, step, last = config.directory, standing.step, config.train.num_steps
+    if standing.is_finished(config):
         return f"{directory}: already at step {step} of {last}; nothing to train"
-    layout = run.topology.layout
-    shares = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    shares = f"tensor {place.layout.tensor} x pipeline {place.layout.pipeline} x data {place.layout.data}"
+    if step >= last:
+        return f"{directory}: at step {step} of {last}, whose evaluation is left; {shares}"
     begin = f"going on from step {step}" if step else "from scratch"
     return f"{directory}: {begin}, to step {last}; {shares}"
 
 
-def checkpoint_to_resume(config: RunConfig, resume: str) -> Path | None:
-    """The checkpoint that `resume` names. Raises ConfigError when it is another model's, or would be written over."""
-    if resume == "none":
-        if complete_checkpoints(config.directory):
-            raise ConfigError(f"{config.directory}: has checkpoints, and --resume none would write over them. Resume "
-                              "(--resume auto), remove them, or set another run.directory")  # fmt: skip
-        return None
-    if resume == "auto":
-        found = complete_checkpoints(config.directory)
-        checkpoint = found[-1] if found else None
-    else:
-        checkpoint = find_checkpoint(Path(resume))
-    if checkpoint is not None:
-        check_same_model(config, checkpoint)
-        check_same_order(config, checkpoint)
-    return checkpoint
+def _finished(step: int) -> str:
+    return f"all {step} steps are done"
+
+
+def _ended(run: Run) -> int:
+    """Says how the run ended; returns the exit code, on all ranks at the same moment."""
+    asked, step = run.requests.agreed, run.progress.step
+    if asked is None:
+        run.account.end(0, _finished(step))
+        return 0
+    code = EXIT_CODES[asked]
+    reason = f"{asked.name}: step {step} is saved" if step else f"{asked.name} before the first step"
+    if run.topology.is_main:
+        print(f"{run.config.directory}: {reason}; the same command goes on from there", file=sys.stderr, flush=True)
+    run.account.end(code, reason)
+    dist.barrier()
+    return code

@@ -7,6 +7,7 @@ A record is a flat dictionary. A step's: `step` (steps done, 1-based), `loss_nat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ Record = dict[str, Any]
 
 WANDB_INIT_SECONDS = 15  # with a key and no network, wandb would block far longer before it raises
 WANDB_FINISH_SECONDS = 60  # what is not uploaded by then stays on disk for `wandb sync`
+METRICS = "metrics.jsonl"
 RATE_WINDOW_STEPS = 50  # the estimated time left comes from this many latest steps
 
 
@@ -43,9 +45,9 @@ class MetricsWriter:
     def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
         """`resume_step` steps are done (0: a fresh start); what earlier attempts wrote after them is dropped."""
         run_directory.mkdir(parents=True, exist_ok=True)
-        self._destinations: list[Destination] = [JsonLines(run_directory / "metrics.jsonl", resume_step)]
+        self._destinations: list[Destination] = [JsonLines(run_directory / METRICS, resume_step)]
         if config.logging.wandb != "disabled":
-            self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory, resume_step)))
+            self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory)))
         if config.logging.tensorboard:
             self._destinations.append(Guarded("TensorBoard", lambda: TensorBoard(run_directory, resume_step)))
         # The console comes last: its progress bar starts after whatever the others had to say.
@@ -140,6 +142,17 @@ def _drop_after(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
+def evaluated(path: Path, step: int) -> set[tuple[str, int, int]]:
+    """(protocol, stride, length) of every evaluation after `step` that a metrics.jsonl holds."""
+    found = set()
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # a killed run leaves its last line half-written
+            record = json.loads(line)
+            if record["step"] == step and "evaluation" in record:
+                found.add((record["protocol"], record["stride"], record["length"]))
+    return found
+
+
 def _finite(record: Record) -> Record:
     """JSON has no nan and no infinity: they become null, and `non_finite` says which they were."""
     odd = {k: str(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
@@ -149,7 +162,7 @@ def _finite(record: Record) -> Record:
 class Wandb:
     """Weights & Biases. The run's id stands in the run directory, so a resumed run continues the same curve."""
 
-    def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
+    def __init__(self, config: RunConfig, run_directory: Path) -> None:
         import wandb  # costs about a second: not for runs that do not want it
 
         mode = config.logging.wandb
@@ -157,7 +170,7 @@ class Wandb:
             project=config.logging.wandb_project,
             name=run_directory.name,
             dir=str(run_directory),
-            id=_wandb_id(run_directory / "wandb_run_id", resume_step),
+            id=_wandb_id(run_directory / "wandb_run_id"),
             mode=mode,
             resume="allow" if mode == "online" else None,
             config=config.model_dump(mode="json"),
@@ -184,10 +197,13 @@ class Wandb:
         self._run.finish()
 
 
-def _wandb_id(path: Path, resume_step: int) -> str:
-    """The id of the run to continue, or a new one, kept in `path`."""
-    if resume_step > 0 and path.exists():
-        return path.read_text().strip()
+def _wandb_id(path: Path) -> str:
+    """The id of the run, kept in `path` from its first start on: one directory is one run.
+
+    So also where it starts from scratch again, because it ended before its first checkpoint.
+    """
+    if path.exists() and (identifier := path.read_text().strip()):
+        return identifier
     identifier = uuid.uuid4().hex[:12]
     path.write_text(identifier + "\n")
     return identifier

@@ -14,6 +14,7 @@ from pretrain.config import RunConfig
 from pretrain.model.forward import is_reporting_rank, run_schedule
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.topology import Topology
+from pretrain.train.stopping import Requests
 
 
 def forward_backward(chunks: list[GPTModel], optimizer: ZeroOptimizer, batches: list[Tensor]) -> list[Tensor]:
@@ -22,13 +23,26 @@ def forward_backward(chunks: list[GPTModel], optimizer: ZeroOptimizer, batches: 
     return run_schedule(chunks, batches, _mean_loss, engine=engine)
 
 
-def average_loss(losses: list[Tensor], topology: Topology) -> float:
-    """Mean loss in nats over all micro batches of all ranks; every rank gets it."""
-    total = torch.zeros((), dtype=torch.float64, device=platform.device())
+def average_loss(losses: list[Tensor], topology: Topology, requests: Requests | None = None) -> float:
+    """Mean loss in nats over all micro batches of all ranks; every rank gets it.
+
+    The same reduction carries `requests`, so that agreeing on them costs a step nothing.
+    """
+    total = torch.tensor([0.0, *(requests.votes() if requests else ())], dtype=torch.float64, device=platform.device())
     if is_reporting_rank():
-        total += torch.stack(losses).double().mean() / topology.layout.data
+        total[0] = torch.stack(losses).double().mean() / topology.layout.data
     dist.all_reduce(total)
-    return float(total)
+    loss, *votes = total.tolist()
+    if requests:
+        requests.settle(votes)
+    return loss
+
+
+def agree(requests: Requests) -> None:
+    """Has all ranks agree on `requests` where no step's loss carries them. All ranks together."""
+    votes = torch.tensor(requests.votes(), device=platform.device())
+    dist.all_reduce(votes)
+    requests.settle(votes.tolist())
 
 
 def seed_step(config: RunConfig, topology: Topology, step: int) -> None:

@@ -154,9 +154,13 @@ def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
 def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
     """Trains a run on real data to step `until` and saves there; losses, norms, fp32 state and progress, on rank 0."""
     from pretrain.checkpoint.save import save_checkpoint
-    from pretrain.train.loop import start, step_batches, train_step
+    from pretrain.train.account import Account
+    from pretrain.train.loop import step_batches, train_step
+    from pretrain.train.start import find_standing, load, prepare
+    from pretrain.train.stopping import Requests
 
-    run = start(config, resume)
+    streams, place = prepare(config, resume)
+    run = load(config, streams, place, find_standing(config, resume), Requests(), Account())
     began = run.progress.step
     steps = step_batches(run)
     records = [train_step(run, steps) for _ in range(until - began)]

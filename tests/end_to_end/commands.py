@@ -11,10 +11,12 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,6 +83,45 @@ def ranks(
             _start(arguments, env, Path(folder) / str(rank), largest_file) for rank, env in enumerate(environments)
         ]
         return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
+
+
+class Started(NamedTuple):
+    """Ranks that run: `process_ids` by rank, for signals."""
+
+    processes: list[BaseProcess]
+    folder: Path
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    def said(self, rank: int) -> str:
+        """What a rank has written to stderr so far."""
+        return (self.folder / f"{rank}.err").read_text()
+
+    def done(self) -> list[Done]:
+        """Waits for all ranks to end."""
+        return [_end(process, self.folder / str(rank)) for rank, process in enumerate(self.processes)]
+
+
+@contextmanager
+def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Started]:
+    """`pretrain` with these arguments on `world_size` ranks, forked; what still runs afterwards is killed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    with TemporaryDirectory() as folder:
+        processes = [
+            _start(arguments, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, Path(folder) / str(rank), None)
+            for rank in range(world_size)
+        ]
+        try:
+            yield Started(processes, Path(folder))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
 
 
 def _start(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.attempts import read_attempts
 from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
 from tests.end_to_end.damage import contents, flip, truncate
 
@@ -48,10 +49,15 @@ def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
     copy = damaged_run(run, "damaged")
     spoil(copy / STEP_8 / file)
     remedy = f"The checkpoint is damaged. The one before it is {copy / STEP_4}"
-    train = ["train", config, "--set", f"run.directory={copy}", "--set", "train.num_steps=12"]
-    for command in (["evaluate", copy], ["export", copy, tmp_path / "hf"], train):
+    for command in (["evaluate", copy], ["export", copy, tmp_path / "hf"]):
         refused(command, copy / STEP_8 / file, *words, remedy)
     assert not list(tmp_path.iterdir())
+    before, attempts = contents(copy / "checkpoints"), read_attempts(copy)
+    train = ["train", config, "--set", f"run.directory={copy}", "--set", "train.num_steps=12"]
+    explained(pretrain(*train), 2, copy / STEP_8 / file, *words, remedy)
+    assert contents(copy / "checkpoints") == before
+    for attempt in read_attempts(copy)[len(attempts) :]:  # one, where the damage shows in loading alone
+        assert (attempt.ended.code, attempt.ended.outcome) == (2, "refused") and file in attempt.ended.reason
 
 
 def test_the_remedy_for_a_damaged_checkpoint(config, run):

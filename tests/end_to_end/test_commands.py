@@ -95,7 +95,7 @@ def test_data_is_built_once(config, tmp_path):
 def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "checkpoints", "logs"}
+    assert names == {"attempts", "config.toml", "metrics.jsonl", "checkpoints", "logs"}
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000180", "step-00000200"]
     assert (directory / "logs/rank-1.log").read_text() == ""
     resolved = load_config(config, [*SETTINGS, f"run.directory={directory}"])

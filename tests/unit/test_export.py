@@ -14,6 +14,7 @@ import torch
 
 from pretrain.config import ConfigError, load_config
 from pretrain.export import check_exportable, check_parity, to_huggingface
+from pretrain.export.command import _curve
 from pretrain.export.tokenizer import PROBES, fast_tokenizer
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
 from tests.unit.test_dense_gpt import make_config
@@ -295,3 +296,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
 def test_check_exportable_names_the_class():
     assert check_exportable(make_config("alibi")).class_name == "BloomForCausalLM"
     assert check_exportable(make_config("alibi", use_bias=False, hidden_act="gelu")).class_name == "MptForCausalLM"
+
+
+def test_a_run_s_curve_gives_the_card_this_checkpoint_s_part(tmp_path):
+    """RUN/evaluations/curve.json holds every checkpoint; a report of several runs names none's step."""
+    config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
+    record = {"method": "alibi", "length": 128, "checkpoint": "elsewhere"}
+    of_run = [{**record, "step": n, "checkpoint": f"/old/run/checkpoints/step-{n:08d}"} for n in (100, 200, 300)]
+    of_several = [record, {**record, "method": "sinusoidal"}]
+    for records, expected in ((of_run, [of_run[1]]), (of_several, [record])):
+        (tmp_path / "curve.json").write_text(json.dumps({"train_length": 128, "records": records}))
+        assert _curve(config, checkpoint, tmp_path / "curve.json") == expected

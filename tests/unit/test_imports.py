@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # A room may import rooms of a lower floor, itself, and what is listed beside it.
 FLOORS = [
     {"kernels", "pretrain.config"},
+    {"pretrain.attempts"},
     {"pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},
@@ -57,7 +58,7 @@ def may_import(room: str, target: str) -> bool:
     if room == target or target in BESIDE.get(room, ()):
         return True
     if room == "launcher":
-        return target == "pretrain.config"
+        return target in ("pretrain.config", "pretrain.attempts")
     return target in FLOOR and FLOOR[target] < FLOOR[room]
 
 
@@ -118,6 +119,7 @@ def test_the_environment_is_read_in_three_places_alone():
             "pretrain.optim imports pretrain.checkpoint",
         ),
         ("kernels/dispatch.py", "from pretrain.config import RunConfig", "kernels imports pretrain.config"),
+        ("pretrain/attempts/lock.py", "from pretrain import topology", "pretrain.attempts imports pretrain.topology"),
         ("pretrain/topology.py", "import launcher.local", "pretrain.topology imports launcher"),
         ("launcher/cli.py", "from pretrain.platform import device", "launcher imports pretrain.platform"),
         ("launcher/cli.py", "from pretrain import model", "launcher imports pretrain.model"),
@@ -139,7 +141,10 @@ def test_a_way_up_is_found(tmp_path, file, code, says):
         ("pretrain/train/hooks.py", "from pretrain.evaluate import perplexity\nfrom ..config import RunConfig"),
         ("pretrain/export/parity.py", "from pretrain.evaluate.perplexity import evaluate\nimport kernels.dispatch"),
         ("pretrain/cli.py", "import os\nimport torch\nfrom pretrain.study import run"),
-        ("launcher/cli.py", "from launcher import local\nfrom pretrain.config import load_config"),
+        (
+            "launcher/cli.py",
+            "from launcher import local\nfrom pretrain import attempts\nfrom pretrain.config import load_config",
+        ),
         ("pretrain/model/gpt.py", "from . import positions\nfrom .positions import make"),
     ],
 )
@@ -168,7 +173,9 @@ def test_a_read_of_the_environment_is_found(tmp_path, code):
     assert len(environment_reads(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("module", ["pretrain.config", "launcher.cli", "pretrain.model.flops"])
+@pytest.mark.parametrize(
+    "module", ["pretrain.config", "pretrain.attempts", "launcher.cli", "launcher.srun", "pretrain.model.flops"]
+)
 def test_light_modules_leave_torch_alone(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

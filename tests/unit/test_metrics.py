@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,14 +248,18 @@ def wandb_history(directory: Path) -> list[dict]:
 
 def test_wandb_offline_writes_every_step_and_a_resume_continues_the_same_run(tmp_path):
     config = make_config("logging.wandb=offline")
+    MetricsWriter(
+        config, tmp_path, 0
+    ).close()  # ended before its first step was saved, so the next starts from scratch too
     for resume_step in (0, 2):
+        time.sleep(1)  # wandb names an offline run's folder by the second
         writer = MetricsWriter(config, tmp_path, resume_step)
         writer.step(step_record(resume_step + 1))
         writer.step(step_record(resume_step + 2))
         writer.evaluation(evaluation_records(resume_step + 2))
         writer.close()
     identifier = (tmp_path / "wandb_run_id").read_text().strip()
-    assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 2
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 3
     rows = wandb_history(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
     assert rows[0]["loss_nats"] == 4.8123 and rows[2]["evaluation/nonoverlapping/128/perplexity"] == 183.1

@@ -1,0 +1,286 @@
+"""Signals to a run's processes, at any moment: it saves, ends with a code of its own, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.attempts import RESTART, STOPPED, Attempt, AttemptRecord, read_attempts
+from pretrain.checkpoint.manifest import complete_checkpoints
+from tests.end_to_end.commands import (
+    PRETRAIN,
+    Started,
+    fresh,
+    metrics,
+    pretrain,
+    ranks,
+    running_ranks,
+    wait_for,
+)
+from tests.end_to_end.damage import contents
+
+STEPS = 24
+# Sixty passes an evaluation, so that a signal can come between two; dropout, whose masks must be the same again.
+LONG = [f"train.num_steps={STEPS}", "checkpoint.interval_steps=100", "evaluation.interval_steps=12", "evaluation.lengths=[32]",
+        "evaluation.tokens_per_batch=32", "evaluation.max_tokens=4000", "model.hidden_dropout=0.1",
+        "model.attention_dropout=0.1", "parallel.tensor_model_parallel_size=2",
+        "parallel.pipeline_model_parallel_size=2"]  # fmt: skip
+
+
+@pytest.fixture
+def train(workspace: Path, config: Path) -> Callable[..., list[object]]:
+    """train(name, *settings): the arguments that train workspace/runs/<name>."""
+
+    def arguments(name: str, *settings: str) -> list[object]:
+        settings = (f"run.directory={workspace}/runs/{name}", *settings)
+        return ["train", config, *(word for setting in settings for word in ("--set", setting))]
+
+    return arguments
+
+
+def last_attempt(run: Path) -> AttemptRecord | None:
+    return next(reversed(read_attempts(run)), None)
+
+
+def phase(run: Path) -> tuple[str, int]:
+    """The phase that the newest attempt is in, and the steps done."""
+    attempt = last_attempt(run)
+    return (attempt.phases[-1].phase, attempt.phases[-1].step) if attempt and attempt.phases else ("", 0)
+
+
+def wait_for_running(group: Started, condition: Callable[[], Any]) -> None:
+    """Returns when condition() is true; fails when the ranks end before it."""
+    wait_for(lambda: condition() or not all(p.is_alive() for p in group.processes))
+    assert all(p.is_alive() for p in group.processes), [group.said(rank) for rank in range(len(group.processes))]
+
+
+def hold(process_ids: list[int]) -> None:
+    """Stops processes; returns when every thread of theirs stands."""
+    for process in process_ids:
+        os.kill(process, signal.SIGSTOP)
+    stats = [stat for process in process_ids for stat in Path(f"/proc/{process}/task").glob("*/stat")]
+    wait_for(lambda: all(stat.read_text().rpartition(") ")[2].startswith("T") for stat in stats))
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock has measured."""
+    timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
+    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in metrics(run)]
+
+
+def weights(checkpoint: Path) -> dict[str, bytes]:
+    """What the ranks have written of a checkpoint; equal bytes are equal masters and Adam moments."""
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
+
+
+def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace, train):
+    """Tensor 2 x pipeline 2; one rank alone gets the signal: between steps, in an evaluation, in the last evaluation."""
+    whole, parts = workspace / "runs/undisturbed", workspace / "runs/disturbed"
+    with running_ranks(train("undisturbed", *LONG), 4) as group:
+        assert [done.code for done in group.done()] == [0] * 4
+    stops = [
+        (signal.SIGUSR1, 3, RESTART, lambda: (parts / "metrics.jsonl").exists() and len(untimed(parts)) >= 3),
+        (signal.SIGUSR1, 1, RESTART, lambda: phase(parts) == ("evaluating", 12)),
+        (signal.SIGTERM, 0, STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
+    ]
+    for number, (name, rank, code, moment) in enumerate(stops, start=1):
+        with running_ranks(train("disturbed", *LONG), 4) as group:
+            wait_for_running(group, lambda: len(read_attempts(parts)) == number and moment())  # noqa: B023  called here
+            os.kill(group.process_ids[rank], name)
+            done = group.done()
+        assert [each.code for each in done] == [code] * 4, done
+        newest = complete_checkpoints(parts)[-1]
+        step = int(newest.name.removeprefix("step-"))
+        line = f"{parts}: {name.name}: step {step} is saved; the same command goes on from there"
+        assert done[0].err.splitlines()[-1] == line and done[1].err == ""
+        assert [r["step"] for r in untimed(parts) if "evaluation" not in r] == list(range(1, step + 1))
+        ended = last_attempt(parts).ended
+        assert (ended.code, ended.outcome, ended.step) == (code, "restart" if code == RESTART else "stopped", step)
+    assert step == STEPS and untimed(parts)[-1]["step"] == STEPS and "evaluation" not in untimed(parts)[-1]
+
+    with running_ranks(train("disturbed", *LONG), 4) as group:
+        done = group.done()
+    assert [each.code for each in done] == [0] * 4, done
+    assert f"{parts}: at step {STEPS} of {STEPS}, whose evaluation is left" in done[0].err
+    assert untimed(parts) == untimed(whole)
+    assert weights(complete_checkpoints(parts)[-1]) == weights(complete_checkpoints(whole)[-1])
+    phases = [p.phase for p in last_attempt(parts).phases]
+    assert phases == ["starting", "loading", "training", "evaluating", "training", "ending"]
+    assert last_attempt(parts).ended.outcome == "finished"
+
+    before = contents(parts)
+    assert "nothing to train" in pretrain(*train("disturbed", *LONG[:-2])).err  # any layout may look
+    assert contents(parts) == before
+
+
+def test_a_signal_in_the_middle_of_a_save(workspace, train):
+    """Nothing more is trained or saved. The process is held in its save while the signal is sent."""
+    run = workspace / "runs/saving"
+    endless = "train.num_steps=100000", "checkpoint.interval_steps=1", "checkpoint.keep=2"
+    with running_ranks(train("saving", *endless), 2) as r:
+        caught = None
+        while caught is None:
+            wait_for_running(r, lambda: phase(run)[0] == "saving")
+            hold(r.process_ids)
+            name, step = phase(run)
+            if name == "saving" and not (run / f"checkpoints/step-{step:08d}").exists():
+                os.kill(r.process_ids[1], signal.SIGUSR1)
+                caught = step
+            for process in r.process_ids:
+                os.kill(process, signal.SIGCONT)
+        done = r.done()
+    assert [each.code for each in done] == [RESTART] * 2, done
+    assert complete_checkpoints(run)[-1].name == f"step-{caught:08d}"
+    assert untimed(run)[-1]["step"] == caught
+
+
+def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
+    """A run that neither saves nor evaluates: the ranks agree over the steps alone. Rank 1 gets the signals."""
+    run = workspace / "runs/steps"
+    endless = "train.num_steps=100000", "checkpoint.interval_steps=100000", "evaluation.interval_steps=100000"
+    with running_ranks(train("steps", *endless), 2) as group:
+        wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and len(untimed(run)) > 1)
+        os.kill(group.process_ids[1], signal.SIGUSR2)
+        wait_for_running(group, lambda: "in _train_steps" in group.said(1))
+        seen = len(untimed(run))
+        wait_for_running(group, lambda: len(untimed(run)) > seen + 2)
+        os.kill(group.process_ids[1], signal.SIGTERM)
+        done = group.done()
+    assert [each.code for each in done] == [STOPPED, STOPPED], done
+    assert "most recent call first" in done[1].err and "most recent call" not in done[0].err
+    assert complete_checkpoints(run)[-1].name == f"step-{untimed(run)[-1]['step']:08d}"
+
+
+SIGNAL_IN_IMPORT = """
+import os, sys
+os.kill(os.getpid(), {number})
+sys.path.remove({folder!r})
+del sys.modules["torch"]
+import torch
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, RESTART)])
+def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
+    """A fresh process that meets another `torch` first, which sends the signal. Nothing is trained, nothing saved again."""
+    directory, resumed = run.with_name(f"early-{code}"), code == STOPPED
+    if resumed:
+        shutil.copytree(run, directory)
+    before = contents(directory / "checkpoints")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(SIGNAL_IN_IMPORT.format(number=int(name), folder=str(tmp_path)))
+    command = [*PRETRAIN, *map(str, train(directory.name, "train.num_steps=12"))]
+    done = fresh(command, {"PYTHONPATH": str(tmp_path)})
+    assert done.code == code, done.text
+    reason = f"{name.name}: step 8 is saved" if resumed else f"{name.name} before the first step"
+    assert done.err.splitlines()[-1] == f"{directory}: {reason}; the same command goes on from there"
+    assert contents(directory / "checkpoints") == before
+    assert len(untimed(directory)) == (len(untimed(run)) if resumed else 0)
+    assert last_attempt(directory).ended.code == code
+
+
+# ---- one run, one process group --------------------------------------------------------------------------------------
+def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
+    """It changes nothing; the holder is stopped meanwhile, so that whatever changes is the second's doing."""
+    run = workspace / "runs/taken"
+    arguments = train("taken", "train.num_steps=100000")
+    with running_ranks(arguments, 1) as group:
+        wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and untimed(run))
+        [holder] = group.process_ids
+        hold([holder])
+        before = contents(run)
+        before.pop(str(run / "attempts"))
+        with running_ranks(arguments, 2) as others:
+            for other in others.done():
+                assert other.code == 2 and "Traceback" not in other.err, other.err
+                assert f"error: {run}: attempt 1 is being made by process {holder} of " in other.err
+        after = contents(run)
+        after.pop(str(run / "attempts"))  # its time of change: it was asked for a number
+        assert after == before
+        os.kill(holder, signal.SIGCONT)
+        os.kill(holder, signal.SIGTERM)
+        assert group.done()[0].code == STOPPED
+    assert pretrain(*train("taken", f"train.num_steps={untimed(run)[-1]['step']}")).code == 0
+
+
+def test_a_killed_holder_is_no_obstacle(workspace, train):
+    run = workspace / "runs/killed"
+    with running_ranks(train("killed", "train.num_steps=100000"), 1) as group:
+        wait_for_running(group, lambda: complete_checkpoints(run))
+        os.kill(group.process_ids[0], signal.SIGKILL)
+        group.processes[0].join()
+    assert last_attempt(run).ended is None
+    step = int(complete_checkpoints(run)[-1].name.removeprefix("step-"))
+    done = pretrain(*train("killed", f"train.num_steps={step + 1}"))
+    assert done.code == 0 and f"going on from step {step}, to step {step + 1}" in done.err, done.text
+    ended = last_attempt(run).ended
+    assert (ended.code, ended.outcome, ended.step) == (0, "finished", step + 1)
+
+
+def test_under_a_supervisor_its_attempt_is_joined(workspace, train):
+    """The supervisor holds the lock and says how it ended; training says what it does, also when nothing is left to do."""
+    run = workspace / "runs/supervised"
+    for steps in ("train.num_steps=4", "train.num_steps=4"):
+        held = Attempt.begin(run)
+        [done] = ranks(train("supervised", steps), [{"PRETRAIN_ATTEMPT": str(held.directory)}])
+        assert done.code == 0, done.err
+        record = read_attempts(run)[-1]
+        assert record.number == held.number and record.ended is None and record.phases[-1].phase == "ending"
+        assert record.phases[-1].step == record.progress.step == 4
+        held.end("finished", 0, "", 4)
+    first, second = read_attempts(run)
+    said = [(p.phase, p.step, p.saved) for p in first.phases]
+    assert said == [("starting", 0, None), ("loading", 0, None), ("training", 0, None), ("evaluating", 4, None),
+                    ("training", 4, None), ("saving", 4, None), ("training", 4, 4), ("ending", 4, None)]  # fmt: skip
+    assert [p.phase for p in second.phases] == ["starting", "ending"]
+
+
+@pytest.mark.parametrize("left", [1, 0])
+def test_an_evaluation_that_a_kill_cut_off_is_completed(run, train, left):
+    """metrics.jsonl ends after `left` of the last evaluation's two records, and a torn line."""
+    copy = run.with_name(f"cut-{left}")
+    shutil.copytree(run, copy)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[: len(lines) - 2 + left]) + lines[-1][:20])
+    done = pretrain(*train(copy.name))
+    assert done.code == 0 and "at step 8 of 8, whose evaluation is left" in done.err, done.text
+    assert (copy / "metrics.jsonl").read_text() == "".join(lines)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("written", [True, False])
+def test_a_save_that_was_killed_between_its_two_renames(run, train, written):
+    """The same step saved again: the old one is out of the way, the new one, when it is all `written`, not in place yet."""
+    copy = run.with_name(f"renames-{written}")
+    shutil.copytree(run, copy)
+    final = copy / "checkpoints/step-00000008"
+    shutil.copytree(final, final.with_name(f".{final.name}.partial"))
+    if not written:
+        (final.with_name(f".{final.name}.partial") / "manifest.json").unlink()
+    final.rename(final.with_name(f".{final.name}.replaced"))
+    done = pretrain(*train(copy.name))
+    assert done.code == 0 and "already at step 8 of 8; nothing to train" in done.err, done.text
+    assert contents(final).keys() == {str(final / p.name) for p in (run / "checkpoints/step-00000008").iterdir()}
+    assert last_attempt(copy).ended.outcome == "finished"
+    done = pretrain(*train(copy.name, "train.num_steps=9"))
+    assert done.code == 0 and "going on from step 8, to step 9" in done.err, done.text
+    assert not list(final.parent.glob(".*")) and weights(final) == weights(run / "checkpoints/step-00000008")
+
+
+def test_a_checkpoint_is_kept_until_it_is_evaluated(workspace, train):
+    run = workspace / "runs/awaited"
+    settings = "checkpoint.interval_steps=1", "checkpoint.keep=1", "evaluation.lengths=[16]"
+    (run / "evaluations/step-00000002").mkdir(parents=True)
+    (run / "evaluations/plan.json").write_text("{}")
+    assert pretrain(*train("awaited", *settings, "train.num_steps=4")).code == 0
+    assert [path.name[-1] for path in complete_checkpoints(run)] == ["1", "3", "4"]
+    for step in (1, 3):
+        (run / f"evaluations/step-0000000{step}").mkdir()
+    assert pretrain(*train("awaited", *settings, "train.num_steps=6")).code == 0
+    assert [path.name[-1] for path in complete_checkpoints(run)] == ["4", "5", "6"]

@@ -1,0 +1,82 @@
+"""A run that holds its own attempt: it keeps it alive, says how it ended, and lets go when another has taken it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.attempts import Attempt, Owner, read_attempts
+from pretrain.config import ConfigError
+from pretrain.train.account import Account
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import pathlib, sys, time
+from pretrain.attempts import Owner
+from pretrain.train import account
+account.HEARTBEAT_SECONDS = 0.02
+run = pathlib.Path(sys.argv[1])
+with account.Account() as mine:
+    mine.begin(run, Owner.here())
+    mine.phase("training", 7)
+    heartbeat = run / "attempts/0001/heartbeat"
+    begin = heartbeat.stat().st_mtime_ns
+    while heartbeat.stat().st_mtime_ns == begin:
+        time.sleep(0.01)
+    (run / "attempts/0002").mkdir()  # what another starter does that saw no heartbeat for long
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_lost_the_run_ends(tmp_path):
+    """Not with an exception in a thread, which nobody would see, and without waiting for the step under way."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"error: {tmp_path}/attempts/0001: another process has taken this run" in done.stderr
+    ended = read_attempts(tmp_path)[0].ended
+    assert (ended.outcome, ended.code, ended.step) == ("superseded", 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "outcome", "reason"),
+    [
+        (ConfigError("a.toml: wrong\nmore"), 2, "refused", "a.toml: wrong"),
+        (RuntimeError("it broke"), 1, "failed", "it broke"),
+        (RuntimeError(), 1, "failed", "RuntimeError"),
+        (KeyboardInterrupt(), 130, "stopped", "interrupted"),
+    ],
+)
+def test_how_it_ended_is_written_after_a_failure(tmp_path, error, code, outcome, reason):
+    with pytest.raises(type(error)), Account() as account:
+        account.begin(tmp_path, Owner.here())
+        account.phase("training", 3)
+        raise error
+    [attempt] = read_attempts(tmp_path)
+    assert (attempt.ended.code, attempt.ended.outcome, attempt.ended.reason) == (code, outcome, reason)
+    assert attempt.ended.step == 3
+    Account().begin(tmp_path, Owner.here())  # free again
+
+
+def test_a_joined_attempt_is_the_supervisors_to_end(tmp_path):
+    held = Attempt.begin(tmp_path)
+    with pytest.raises(RuntimeError), Account() as account:
+        account.join(held.directory)
+        with account.during("saving", 4, saved=4):
+            account.progress(4)
+        raise RuntimeError("it broke")
+    [attempt] = read_attempts(tmp_path)
+    assert attempt.ended is None
+    assert [(p.phase, p.saved) for p in attempt.phases] == [("starting", None), ("saving", None), ("training", 4)]
+
+
+def test_without_an_attempt_nothing_is_written(tmp_path):
+    with Account() as account:
+        account.phase("training", 1)
+        account.progress(2)
+        account.end(0, "")
+    assert not list(tmp_path.iterdir())

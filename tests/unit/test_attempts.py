@@ -1,0 +1,343 @@
+"""The lock and the account of a run's attempts, with real processes: who gets it, who does not, who is taken for gone."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.attempts import Attempt, Owner, RunBusy, is_finished, newest_checkpoint, read_attempts
+from pretrain.attempts.records import read_progress
+from pretrain.config import RunFailed
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 60
+LINUX = sys.platform.startswith("linux")
+IN_PROC = pytest.mark.skipif(not LINUX, reason="whether a process lives is read from /proc")
+
+RACES = 200
+RACER = """
+import sys, time
+from pathlib import Path
+from pretrain.attempts import Attempt, RunBusy
+print("ready", flush=True)
+for line in sys.stdin:
+    run, start = line.rstrip().rsplit(" ", 1)
+    while time.monotonic() < float(start):
+        pass
+    try:
+        print("won", Attempt.begin(Path(run)).number, flush=True)
+    except RunBusy as error:
+        print("lost", error, flush=True)
+"""
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pretrain.attempts import Attempt
+for run in sys.stdin.read().splitlines():
+    Attempt.begin(Path(run))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def python(code: str, **options) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, **options)  # fmt: skip
+
+
+def held_by_another(*runs: Path) -> subprocess.Popen:
+    """A process that has begun an attempt at each of `runs`, and lives."""
+    holder = python(HOLDER)
+    holder.stdin.write("".join(f"{run}\n" for run in runs))
+    holder.stdin.close()
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def kill(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def plant(run: Path, **changes) -> Path:
+    """An attempt at `run` by this process, with other things said of its owner; returns its directory."""
+    attempt = Attempt.begin(run)
+    owner = json.loads((attempt.directory / "owner.json").read_text())
+    (attempt.directory / "owner.json").write_text(json.dumps(owner | changes))
+    return attempt.directory
+
+
+# ---- who gets it -----------------------------------------------------------------------------------------------------
+def test_of_two_starters_one_wins_200_times(tmp_path):
+    """On new runs, and on runs whose holder ended, was killed, or left a process id that is another's now."""
+    runs = [tmp_path / f"run {number}" for number in range(RACES)]
+    for run in runs[1::4]:
+        Attempt.begin(run).end("failed", 1, "", 0)
+    kill(held_by_another(*runs[2::4]))
+    if LINUX:
+        for run in runs[3::4]:
+            plant(run, pid_start=1)
+    racers = [python(RACER) for _ in range(2)]
+    assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 2
+    for number, run in enumerate(runs):
+        start = time.monotonic() + 0.003
+        for racer in racers:
+            racer.stdin.write(f"{run} {start}\n")
+            racer.stdin.flush()
+        answers = sorted(racer.stdout.readline() for racer in racers)
+        which = 2 if number % 4 else 1
+        assert [answer.split()[0] for answer in answers] == ["lost", "won"], answers
+        assert answers[1] == f"won {which}\n"
+        assert f"{run}: attempt {which} is being made by process" in answers[0] and "end it (kill" in answers[0]
+        assert sorted(os.listdir(run / "attempts")) == [f"{n:04d}" for n in range(1, which + 1)]  # nothing left over
+        winner = read_attempts(run)[-1].owner.pid
+        assert winner in [racer.pid for racer in racers]
+    for racer in racers:
+        racer.stdin.close()
+        assert racer.wait(PATIENCE_SECONDS) == 0
+        racer.stdout.close()
+
+
+@IN_PROC
+@pytest.mark.parametrize("end", ["killed", "unreaped", "paused"])
+def test_a_holder_on_this_host_is_gone_when_its_process_is(tmp_path, end):
+    holder = held_by_another(tmp_path)
+    with pytest.raises(RunBusy, match=rf"attempt 1 is being made by process {holder.pid} of .* on .*, since 20"):
+        Attempt.begin(tmp_path)
+    holder.send_signal(signal.SIGSTOP if end == "paused" else signal.SIGKILL)
+    if end == "paused":  # it may go on at any moment
+        with pytest.raises(RunBusy):
+            Attempt.begin(tmp_path)
+        return kill(holder)
+    if end == "killed":
+        holder.wait()
+    else:
+        state = Path(f"/proc/{holder.pid}/stat")
+        while state.read_text().rpartition(") ")[2][0] != "Z":
+            time.sleep(0.01)
+    assert Attempt.begin(tmp_path).number == 2
+    kill(holder)
+
+
+def test_an_ended_attempt_gives_the_run_back_and_a_refused_one_leaves_nothing(tmp_path):
+    first = Attempt.begin(tmp_path)
+    with pytest.raises(RunBusy):
+        Attempt.begin(tmp_path)
+    assert os.listdir(tmp_path / "attempts") == ["0001"]
+    first.end("stopped", 80, "saved at step 3", 3)
+    assert Attempt.begin(tmp_path).number == 2
+
+
+def test_files_are_not_for_everybody(tmp_path):
+    attempt = Attempt.begin(tmp_path)
+    attempt.phase("training", 0)
+    attempt.end("finished", 0, "", 1)
+    assert {path.name for path in attempt.directory.iterdir()} == {
+        "owner.json", "heartbeat", "phases.jsonl", "progress", "ended.json"
+    }  # fmt: skip
+    for path in [attempt.directory, *attempt.directory.iterdir()]:
+        assert path.stat().st_mode & 0o007 == 0, path
+
+
+def test_a_rename_that_a_file_server_answers_twice_is_a_win(tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def again(path, target):
+        rename(path, target)
+        raise FileExistsError(17, "File exists", str(target))
+
+    monkeypatch.setattr(Path, "rename", again)
+    assert Attempt.begin(tmp_path).number == 1
+    with pytest.raises(RunBusy):
+        Attempt.begin(tmp_path)
+
+
+def test_a_disk_that_refuses_is_explained(tmp_path, monkeypatch):
+    (tmp_path / "attempts").write_text("")
+    with pytest.raises(RunFailed, match="cannot be written"):
+        Attempt.begin(tmp_path)
+    (tmp_path / "attempts").unlink()
+
+    def full(path, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(RunFailed, match="No space left"):
+        Attempt.begin(tmp_path)
+    assert os.listdir(tmp_path / "attempts") == []
+
+
+# ---- holders that cannot be seen -------------------------------------------------------------------------------------
+@pytest.fixture
+def lease(monkeypatch):
+    monkeypatch.setattr("pretrain.attempts.lock.LEASE_SECONDS", 1.5)
+    monkeypatch.setattr("pretrain.attempts.lock.LOOK_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "pid:[1]"},
+                                       {"pid_start": None}])  # fmt: skip
+def test_a_holder_elsewhere_is_gone_after_a_lease_without_a_heartbeat(tmp_path, capfd, lease, elsewhere):
+    directory = plant(tmp_path, **elsewhere)
+    assert Attempt.begin(tmp_path).number == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"{directory}: begun by process {os.getpid()} ") and "Waiting at most" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_silent_holder_is_not_waited_for_again(tmp_path, capfd, lease):
+    directory = plant(tmp_path, host="other")
+    os.utime(directory / "heartbeat", (1, 1))
+    assert Attempt.begin(tmp_path).number == 2 and capfd.readouterr().err == ""
+
+
+def test_a_holder_elsewhere_that_gives_a_sign_of_life_keeps_the_run(tmp_path, capfd, lease):
+    directory = plant(tmp_path, host="other", slurm_job_id="77")
+    timer = threading.Timer(0.4, os.utime, [directory / "heartbeat"])
+    timer.start()
+    with pytest.raises(RunBusy, match=r"being made by job 77, process .* on other, .*scancel 77"):
+        Attempt.begin(tmp_path)
+    timer.join()
+
+
+def test_a_holder_elsewhere_that_ends_while_it_is_waited_for(tmp_path, lease, monkeypatch):
+    monkeypatch.setattr("pretrain.attempts.lock.LEASE_SECONDS", PATIENCE_SECONDS)
+    attempt = Attempt(1, plant(tmp_path, host="other"))
+    timer = threading.Timer(0.4, attempt.end, ["stopped", 80, "", 0])
+    timer.start()
+    assert Attempt.begin(tmp_path).number == 2
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("mine", "over", "taken"),
+    [
+        (Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="c"), False, True),  # requeued
+        (Owner.here(slurm_job_id="5", slurm_restart_count=0, slurm_cluster="c"), False, False),  # twice in one job
+        (Owner.here(slurm_job_id="6", slurm_restart_count=1, slurm_cluster="c"), False, False),
+        (Owner.here(slurm_job_id="6", slurm_cluster="c"), True, True),
+        (Owner.here(), True, True),  # from the login node
+        (Owner.here(slurm_job_id="6", slurm_cluster="c"), None, False),  # slurmctld is away: the heartbeat decides
+        (Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="other"), True, False),  # another job 5
+    ],
+)
+def test_what_slurm_knows_of_a_holder(tmp_path, lease, mine, over, taken):
+    place = {"slurm_job_id": "5", "slurm_restart_count": 0, "slurm_cluster": "c"}
+    directory = plant(tmp_path, host="other", **place)
+    beats = threading.Event()
+    thread = threading.Thread(
+        target=lambda: [os.utime(directory / "heartbeat") for _ in iter(lambda: beats.wait(0.1), 1)]
+    )
+    thread.start()
+    try:
+        asked = []
+        if taken:
+            assert Attempt.begin(tmp_path, mine, lambda owner: asked.append(owner) or over).number == 2
+        else:
+            with pytest.raises(RunBusy):
+                Attempt.begin(tmp_path, mine, lambda owner: asked.append(owner) or over)
+        assert all(owner.slurm_job_id == "5" for owner in asked)
+    finally:
+        beats.set()
+        thread.join()
+
+
+@IN_PROC
+def test_a_dead_holder_whose_job_still_ends_keeps_the_run(tmp_path):
+    kill(held_by_another(tmp_path))
+    path = tmp_path / "attempts/0001/owner.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"slurm_job_id": "5"}))
+    with pytest.raises(RunBusy):
+        Attempt.begin(tmp_path, job_is_over=lambda owner: False)
+    assert Attempt.begin(tmp_path, job_is_over=lambda owner: None).number == 2
+
+
+@pytest.mark.skipif(not LINUX or os.geteuid() != 0 or not shutil.which("unshare"), reason="a PID namespace needs root")
+def test_a_holder_in_a_pid_namespace_of_its_own_is_not_looked_up_here(tmp_path, lease):
+    """Its process ids are others' here, with the outer /proc and with one of its own."""
+    code = f"from pathlib import Path; from pretrain.attempts import Attempt; Attempt.begin(Path({str(tmp_path)!r}) / '%s')"
+    for name, options in (("outer", []), ("own", ["--mount-proc"])):
+        command = ["unshare", "--pid", "--fork", *options, sys.executable, "-c", code % name]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)
+        [record] = read_attempts(tmp_path / name)
+        assert (record.owner.pid_namespace is None) == (name == "outer")
+        assert record.owner.pid_namespace != os.readlink("/proc/self/ns/pid")
+        assert Attempt.begin(tmp_path / name).number == 2  # after the lease
+
+
+# ---- the handle ------------------------------------------------------------------------------------------------------
+def test_the_heartbeat_tells_who_was_taken_for_dead(tmp_path):
+    first = Attempt.begin(tmp_path)
+    os.utime(first.directory / "heartbeat", (1, 1))
+    assert first.heartbeat() and not first.superseded()
+    assert read_attempts(tmp_path)[0].last_heartbeat > 1
+    first.end("failed", 1, "", 0)
+    second = Attempt.begin(tmp_path)
+    assert second.heartbeat() and not first.heartbeat() and Attempt.join(first.directory).superseded()
+    shutil.rmtree(tmp_path / "attempts")
+    assert not second.heartbeat()
+
+
+def test_phases_and_progress_are_read_back(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    assert read_attempts(run) == [] and newest_checkpoint(run) is None
+    for name, whole in (("step-00000003", True), ("step-00000009", False), (".step-00000011", True), ("step-12", True)):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        if whole:
+            (run / "checkpoints" / name / "manifest.json").write_text("{}")
+    began = time.time()
+    holder = Attempt.begin(run, Owner.here(num_processes=4, submitted_at=12.5))
+    rank_0 = Attempt.join(holder.directory)
+    rank_0.phase("loading", 0)
+    rank_0.phase("training", 3)
+    for step in range(4, 50):
+        rank_0.progress(step, "training")
+    assert read_progress(holder.directory).step == 3  # at most twice a second
+    monkeypatch.setattr("pretrain.attempts.lock.PROGRESS_SECONDS", 0.0)
+    rank_0.progress(50, "training")
+    rank_0.phase("saving", 50)
+    rank_0.phase("training", 50, saved=50)
+    with open(holder.directory / "phases.jsonl", "a") as file:
+        file.write('{"at": 1')  # as a power cut leaves it
+    [record] = read_attempts(run)
+    assert [(p.phase, p.step, p.saved) for p in record.phases] == [
+        ("starting", 3, None), ("loading", 0, None), ("training", 3, None), ("saving", 50, None), ("training", 50, 50)
+    ]  # fmt: skip
+    assert [p.at for p in record.phases] == sorted(p.at for p in record.phases) and record.phases[0].at >= began
+    assert record.progress.count == 51 and record.step == 50 and record.ended is None
+    owner = record.owner
+    assert (owner.checkpoint_step, owner.num_processes, owner.submitted_at, owner.pid) == (3, 4, 12.5, os.getpid())
+    holder.end("hung", 137, "no progress", 50)
+    ended = read_attempts(run)[0].ended
+    assert (ended.outcome, ended.code, ended.reason, ended.step) == ("hung", 137, "no progress", 50)
+
+
+def test_an_owner_file_that_is_damaged_is_one_of_nobody(tmp_path, lease):
+    (Attempt.begin(tmp_path).directory / "owner.json").write_text("{")
+    assert read_attempts(tmp_path)[0].owner == Owner()
+    assert Attempt.begin(tmp_path).number == 2
+
+
+def test_what_a_later_version_adds_is_passed_over(tmp_path):
+    plant(tmp_path, mood="good")
+    assert read_attempts(tmp_path)[0].owner.pid == os.getpid()
+    assert "mood" not in {field.name for field in dataclasses.fields(Owner)}
+
+
+def test_a_run_is_finished_when_an_attempt_did_all_its_steps(tmp_path):
+    assert not is_finished(tmp_path)
+    Attempt.begin(tmp_path).end("stopped", 80, "", 400)
+    assert not is_finished(tmp_path, 400)
+    Attempt.begin(tmp_path).end("finished", 0, "", 320)
+    assert is_finished(tmp_path, 320) and not is_finished(tmp_path, 321)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/config.toml").write_text((ROOT / "configs/demo.toml").read_text())  # 320 steps
+    assert is_finished(tmp_path)

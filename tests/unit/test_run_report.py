@@ -1,0 +1,157 @@
+"""A run's evaluated checkpoints put together: every number from its own folder, in the order of training."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError
+from pretrain.evaluate import checkpoints
+from pretrain.evaluate.checkpoints import report_run
+from pretrain.evaluate.report import write_report
+from tests.unit.test_report import make_record, read_png
+
+ROOT = Path(__file__).parents[2]
+# (step, protocol, length) -> perplexity; as the jobs may end, not in the order of training
+PERPLEXITIES = {
+    (400, "nonoverlapping", 128): 20.0, (400, "nonoverlapping", 512): 22.0, (400, "sliding", 512): 19.5,
+    (100, "nonoverlapping", 128): 90.0, (100, "nonoverlapping", 512): 99.0, (100, "sliding", 512): 88.25,
+    (300, "nonoverlapping", 128): 24.0, (300, "nonoverlapping", 512): 21.0, (300, "sliding", 512): 25.0,
+}  # fmt: skip
+
+
+def evaluate(run, step, perplexities):
+    """What an evaluation job leaves of one checkpoint; `perplexities` by (protocol, length)."""
+    checkpoint = f"{run}/checkpoints/step-{step:08d}"
+    records = [make_record("alibi", *key, value, checkpoint) for key, value in perplexities.items()]
+    write_report(run / f"evaluations/step-{step:08d}/curve.json", 128, records)
+
+
+def evaluate_all(run):
+    for step in dict.fromkeys(step for step, _, _ in PERPLEXITIES):
+        evaluate(run, step, {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step})
+
+
+def curve(run):
+    return json.loads((run / "evaluations/curve.json").read_text())
+
+
+def test_every_number_stands_in_the_order_of_training(tmp_path):
+    evaluate_all(tmp_path)
+    report_run(tmp_path)
+    assert curve(tmp_path)["train_length"] == 128
+    found = [((r["step"], r["protocol"], r["length"]), r["perplexity"]) for r in curve(tmp_path)["records"]]
+    keys = [(step, *rest) for step in (100, 300, 400) for rest in
+            (("nonoverlapping", 128), ("nonoverlapping", 512), ("sliding", 512))]  # fmt: skip
+    assert found == [(key, PERPLEXITIES[key]) for key in keys]
+    for record in curve(tmp_path)["records"]:
+        assert record["checkpoint"] == f"{tmp_path}/checkpoints/step-{record['step']:08d}"
+        assert record["loss_nats"] == math.log(record["perplexity"])
+    with (tmp_path / "evaluations/curve.csv").open() as file:
+        rows = [(int(r["step"]), r["protocol"], int(r["length"]), float(r["perplexity"])) for r in csv.DictReader(file)]
+    assert rows == [(*key, PERPLEXITIES[key]) for key in keys]
+
+
+def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
+    evaluate_all(tmp_path)
+    table = [line.split() for line in report_run(tmp_path).splitlines()]
+    assert table[3:] == [
+        ["100", "nonoverlapping", "90.00", "99.00"], ["100", "sliding", "by", "64", "-", "88.25"],
+        ["300", "nonoverlapping", "24.00", "21.00"], ["300", "sliding", "by", "64", "-", "25.00"],
+        ["400", "nonoverlapping", "20.00", "22.00"], ["400", "sliding", "by", "64", "-", "19.50"],
+    ]  # fmt: skip
+    text = (tmp_path / "evaluations/report.md").read_text()
+    assert "| 300 | nonoverlapping | 24.00 | 21.00 |\n| 300 | sliding by 64 | - | 25.00 |" in text
+    assert "- 128 = L, nonoverlapping: best 20.00 at step 400, the newest." in text
+    # 22 / 21 = 1.0476
+    assert "- 512 = 4 L, nonoverlapping: best 21.00 at step 300; 1.048 times that at step 400, the newest." in text
+    # 22 / 20 = 1.1
+    assert "- step 400, nonoverlapping: best 20.00 at 128 tokens (L); 1.100 times that at 512 tokens (4 L)" in text
+    assert "Not evaluated" not in text
+
+
+def test_pictures_are_drawn_and_grow_with_the_run(tmp_path):
+    pictures = []
+    for step in (100, 300):
+        evaluate(tmp_path, step, {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step})
+        report_run(tmp_path)
+        pictures.append(
+            [read_png((tmp_path / "evaluations" / name).read_bytes()) for name in ("steps.png", "curve.png")]
+        )
+    for one, two in zip(*pictures):
+        assert 800 <= one[0] <= 1600 and 400 <= one[1] <= 1000 and len(set(one[2])) > 16
+        assert one != two
+
+
+def test_it_can_be_made_again_and_nothing_else_stands_there(tmp_path):
+    evaluate_all(tmp_path)
+    report_run(tmp_path)
+    first = {p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()}
+    assert sorted(first) == ["curve.csv", "curve.json", "curve.png", "report.md", "steps.png"]
+    report_run(tmp_path)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()} == first
+
+
+def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
+    for name, file, content in (("step-00000200", "failed.json", '{"reason": "3 jobs ended without a result"}'),
+                                ("step-00000300", "curve.json", '{"train_length": 128, "rec')):  # fmt: skip
+        (tmp_path / "evaluations" / name).mkdir()
+        (tmp_path / "evaluations" / name / file).write_text(content)
+    (tmp_path / "evaluations/.step-00000400.partial").mkdir()
+    report_run(tmp_path)
+    assert [r["step"] for r in curve(tmp_path)["records"]] == [100]
+    text = (tmp_path / "evaluations/report.md").read_text()
+    assert "## Not evaluated\n\n- step-00000200: 3 jobs ended without a result\n- step-00000300: " in text
+    assert "00000300 cannot be read" in text and "00000400" not in text
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0, ("nonoverlapping", 512): math.inf})
+    evaluate(tmp_path, 200, {("nonoverlapping", 128): math.inf, ("nonoverlapping", 512): math.inf})
+    report_run(tmp_path)
+    assert [r["perplexity"] for r in curve(tmp_path)["records"]] == [30.0, None, None, None]
+    text = (tmp_path / "evaluations/report.md").read_text()
+    assert "- 128 = L, nonoverlapping: best 30.00 at step 100; not finite at step 200, the newest." in text
+    assert "- 512 = 4 L, nonoverlapping: no finite perplexity." in text
+
+
+def test_nothing_evaluated_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no checkpoint has been evaluated yet"):
+        report_run(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
+    write, landed = checkpoints._write, []
+
+    def write_late(*arguments):
+        if not landed:  # another job ends between our reading and our writing
+            landed.append(evaluate(tmp_path, 200, {("nonoverlapping", 128): 20.0}))
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_write", write_late)
+    assert report_run(tmp_path).count("nonoverlapping") == 2
+    assert [r["step"] for r in curve(tmp_path)["records"]] == [100, 200]
+
+
+def test_two_at_once_disturb_each_other_in_nothing(tmp_path):
+    """Each of two processes adds its own checkpoints and reports; what stands at the end has them all."""
+    code = """
+import sys
+from pathlib import Path
+from tests.unit.test_run_report import evaluate
+from pretrain.evaluate.checkpoints import report_run
+for step in range(int(sys.argv[2]), 7, 2):
+    evaluate(Path(sys.argv[1]), step, {("nonoverlapping", 128): 100.0 + step})
+    report_run(Path(sys.argv[1]))
+"""
+    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), first], cwd=ROOT) for first in ("1", "2")]
+    assert [process.wait(120) for process in both] == [0, 0]
+    assert [(r["step"], r["perplexity"]) for r in curve(tmp_path)["records"]] == [(n, 100.0 + n) for n in range(1, 7)]
+    assert not list((tmp_path / "evaluations").glob(".*"))
