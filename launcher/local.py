@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: start them together, end them together.
+"""A run on this machine: its processes started together and ended together, and started again when they failed.
 
 Why not torchrun: it turns every exit code into 1, adds a traceback of its own to a plain message about bad input, and
 costs an import of torch.
@@ -14,79 +14,188 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-from pretrain.config import ConfigError
+from launcher.step import say, signals_held
+from launcher.supervise import Signals, Supervisor
+from pretrain.attempts import RESTART, STOPPED, Attempt, Owner
+from pretrain.config import ConfigError, RunConfig, dump_config
 
 POLL_SECONDS = 0.02
 KILL_AFTER_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LOG_LINES_SHOWN = 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ASK_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def run_processes(command: list[str], nproc: int, log_directory: Path) -> int:
-    """Runs `nproc` copies of `command`, told their places through torch's usual environment variables.
+def run_locally(
+    config: RunConfig, nproc: int, command: Sequence[str], arguments: Sequence[str], resume: str | None = None
+) -> int:
+    """Runs `nproc` copies of `command` (`pretrain train`) with `arguments`, which name this config, until the run is over.
 
-    Rank 0 writes to this process's own stdout and stderr, rank r to `log_directory`/rank-<r>.log. When one fails the
-    others get SIGTERM and, 10 s later, SIGKILL. SIGINT, SIGTERM and SIGHUP are passed on once, so that a run can save
-    and stop; a second one ends it. Returns 0, or the exit code of the first process that failed (128 + n for one that
-    signal n ended). Leaves no process behind, not even when it is killed itself (Linux).
+    Failed or hung ranks are started again from the newest checkpoint, within recovery.max_restarts; so are those that
+    saved on SIGUSR1, which is passed on. SIGINT, SIGTERM and SIGHUP are passed on too, so that the run can save and stop; a
+    second one ends it. Returns the exit code of the last attempt. Raises ConfigError, RunBusy among them.
     """
+    run, logs = config.directory, config.directory / "logs"
     try:
-        log_directory.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.directory: cannot make {log_directory} ({error.strerror}). Choose another") from None
-    processes: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
-    # What is ignored already (SIGHUP under nohup) stays so.
-    previous = {n: handler for n in FORWARDED if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
-    try:
-        for number in previous:
-            signal.signal(number, lambda number, frame: received.append(number))
+        raise ConfigError(f"run.directory: cannot make {logs} ({error.strerror}). Choose another") from None
+    resume_from = _Resume(run, resume)
+    attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
+    first = attempt.number
+
+    def start(attempt: Attempt) -> LocalStep:
+        again = attempt.number > first
+        frozen = attempt.directory / "config.toml"
+        if again:  # the user may have edited the file since
+            frozen.write_text(dump_config(config))
+        argv = [*command, *([str(frozen)] if again else arguments), *resume_from.arguments(again)]
+        return LocalStep(argv, nproc, logs, {"PRETRAIN_ATTEMPT": str(attempt.directory)}, append=again)
+
+    with Signals(*ASK_TO_END) as signals:
+        supervisor = Supervisor(config, signals, lambda record: record.number >= first, local=True)
+        while (end := supervisor.make_attempt(attempt, start)).again:
+            attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
+        return end.code
+
+
+class _Resume:
+    """The --resume of each attempt: the user's for the first, later what this series of attempts has saved."""
+
+    def __init__(self, run: Path, first: str | None) -> None:
+        self._run, self._first = run, first
+        self._before = self._saved()
+
+    def arguments(self, again: bool) -> list[str]:
+        first = ["--resume", self._first] if self._first is not None else []
+        if not again or self._first in (None, "auto"):
+            return first
+        saved = sorted(self._saved() - self._before)
+        if saved:  # by name: an older branch of the run may have gone further
+            return ["--resume", str(saved[-1][0].parent)]
+        return ["--resume", "auto"] if self._first == "none" else first
+
+    def _saved(self) -> set[tuple[Path, int]]:
+        found = (self._run / "checkpoints").glob("step-*/manifest.json")
+        return {(path, path.stat().st_mtime_ns) for path in found}
+
+
+class LocalStep:
+    """`nproc` copies of `command`, told their places through torch's usual environment variables.
+
+    Rank 0 writes to this process's own stdout and stderr, rank r to `log_directory`/rank-<r>.log (after what is there,
+    with `append`). When one fails the others get SIGTERM and, 10 s later, SIGKILL; when they were asked to end, each has
+    those 10 s for itself. Leaves no process behind, not even when this one is killed (Linux).
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        nproc: int,
+        log_directory: Path,
+        environment: Mapping[str, str] | None = None,
+        append: bool = False,
+    ) -> None:
+        self.failure = ""
+        self._logs = log_directory
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._asked, self._deadline = False, 0.0
+        self._failed: int | None = None
         port, die_with_parent = _free_port(), _die_with_parent()
-        for rank in range(nproc):
-            processes.append(_start(command, rank, nproc, port, log_directory, die_with_parent))
-        failed = _wait(processes, received)
-    finally:
-        _end(processes)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if failed is None:
-        return max(_exit_code(p) for p in processes)  # 0, or what a second signal left
-    code = processes[failed].returncode
-    if code < 0 or code != processes[0].returncode:  # else rank 0 has said the same on the terminal
-        _report(failed, code, _log_path(log_directory, failed))
-    return _exit_code(processes[failed])
+        try:
+            with signals_held():
+                for rank in range(nproc):
+                    place = _place(rank, nproc, port) | dict(environment or {})
+                    log = open(self._log(rank) if rank else os.devnull, "ab" if append else "wb")  # noqa: SIM115
+                    with log:
+                        self._processes.append(_start(command, place, log if rank else None, die_with_parent))
+        except BaseException:
+            self.kill()
+            raise
+
+    def poll(self) -> int | None:
+        """None while it runs; then 0, or the exit code of the first process that failed (128 + n for signal n)."""
+        codes = [process.poll() for process in self._processes]
+        if self._failed is None and any(codes):
+            self._failed = next(rank for rank, code in enumerate(codes) if code)
+            asked = self._asked or codes[self._failed] in (RESTART, STOPPED)
+            self._deadline = time.monotonic() + (KILL_AFTER_SECONDS if asked else 0)
+        if None in codes and (self._failed is None or time.monotonic() < self._deadline):
+            return None
+        self.end()
+        if self._failed is None:
+            return 0
+        code = self._processes[self._failed].returncode
+        self._report(self._failed, code)
+        return _exit_code(code)
+
+    def signal(self, number: int) -> None:
+        """To every rank that runs."""
+        self._asked |= number in ASK_TO_END
+        for process in self._processes:
+            process.send_signal(number)
+
+    def end(self) -> int:
+        """SIGTERM to those that run, 10 s later SIGKILL; the highest exit code of all."""
+        for process in self._processes:
+            process.terminate()
+        deadline = time.monotonic() + KILL_AFTER_SECONDS
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            time.sleep(POLL_SECONDS)
+        self.kill()
+        return max(_exit_code(process.returncode) for process in self._processes)
+
+    def kill(self) -> None:
+        """SIGKILL to what is left of every rank's process group, its workers included."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank-{rank}.log"
+
+    def _report(self, rank: int, code: int) -> None:
+        """Says which rank failed first, with the end of its log; rank 0 has none, it wrote to the terminal."""
+        self.failure = f"rank {rank} " + (
+            f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        )
+        if code in (RESTART, STOPPED) or code == self._processes[0].returncode > 0:
+            return  # not a failure, or rank 0 has said the same on the terminal
+        say(self.failure + (f"; the end of {self._log(rank)}:" if rank else ""))
+        if rank:
+            lines = self._log(rank).read_text(errors="replace").splitlines()
+            say("\n".join(lines[-LOG_LINES_SHOWN:]))
 
 
-def _start(
-    command: list[str],
-    rank: int,
-    nproc: int,
-    port: int,
-    log_directory: Path,
-    die_with_parent: Callable[[], None] | None,
-) -> subprocess.Popen[bytes]:
+def _place(rank: int, nproc: int, port: int) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // nproc) if hasattr(os, "sched_getaffinity") else 1
     place = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in place.items()}}
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in place.items()}}
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, arrange: Callable[[], None] | None
+) -> subprocess.Popen[bytes]:
     # A process group of its own: Ctrl-C on the terminal then reaches the launcher alone, which passes it on once, and
     # a rank can be killed together with its data loader's workers.
-    with open(_log_path(log_directory, rank) if rank else os.devnull, "wb") as log:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log if rank else None,
-            stderr=log if rank else None,
-            process_group=0,
-            preexec_fn=die_with_parent,
-        )
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        process_group=0,
+        preexec_fn=arrange,
+    )
 
 
 def _die_with_parent() -> Callable[[], None] | None:
@@ -103,58 +212,8 @@ def _die_with_parent() -> Callable[[], None] | None:
     return arrange
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], received: list[int]) -> int | None:
-    """The rank that failed first; None when all ended well, or when a second signal was `received`.
-
-    Asked to stop, ranks end at different moments and with exit codes of their own: the first to end cuts no other short.
-    """
-    forwarded, failed, deadline = False, None, 0.0
-    while len(received) < 2:
-        if received and not forwarded:
-            forwarded = True
-            name = signal.Signals(received[0]).name
-            print(f"{name}: asked the processes to stop; a second signal ends them", file=sys.stderr, flush=True)
-            for process in processes:
-                process.send_signal(received[0])
-        codes = [p.poll() for p in processes]
-        if failed is None and any(codes):
-            failed = next(rank for rank, code in enumerate(codes) if code)
-            deadline = time.monotonic() + (KILL_AFTER_SECONDS if forwarded else 0)
-        if None not in codes or (failed is not None and time.monotonic() >= deadline):
-            return failed
-        time.sleep(POLL_SECONDS)
-    return None
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to those that still run, SIGKILL to what is left of every process group, workers included."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + KILL_AFTER_SECONDS
-    while time.monotonic() < deadline and any(p.poll() is None for p in processes):
-        time.sleep(POLL_SECONDS)
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    code = process.returncode
+def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
-
-
-def _log_path(log_directory: Path, rank: int) -> Path:
-    return log_directory / f"rank-{rank}.log"
-
-
-def _report(rank: int, code: int, path: Path) -> None:
-    """Says which rank failed first, with the end of its log; rank 0 has none, it wrote to the terminal."""
-    how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-    lines = (
-        [f"; the end of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]] if rank else [""]
-    )
-    print(f"rank {rank} {how}" + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:

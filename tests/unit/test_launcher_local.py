@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.local import run_processes
-from pretrain.config import ConfigError
+from launcher.local import run_locally
+from pretrain.config import ConfigError, load_config
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -19,6 +19,12 @@ PATIENCE_SECONDS = 20.0  # for things that take milliseconds on an idle machine
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}"]
+
+
+def run_processes(command: list[str], nproc: int, run: Path) -> int:
+    """The processes of one attempt at a run in `run`."""
+    settings = [f"run.directory={run}", "recovery.max_restarts=0"]
+    return run_locally(load_config(ROOT / "configs/demo.toml", settings), nproc, command, [])
 
 
 def wait_until(condition) -> None:
@@ -46,8 +52,8 @@ class Launched:
         note += f"os.rename({str(folder)!r} + f'/new-{{rank}}', {str(folder)!r} + f'/pid-{{rank}}')\n"
         setup, _, work = code.partition("---\n")
         command = python(setup + note + work)
-        run = f"from pathlib import Path; from launcher.local import run_processes; import sys\n" \
-              f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r}) / 'logs'))"  # fmt: skip
+        run = f"from pathlib import Path; from tests.unit.test_launcher_local import run_processes; import sys\n" \
+              f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r})))"  # fmt: skip
         self.process = subprocess.Popen([sys.executable, "-c", run], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(nproc)))
         self.ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(nproc)]
@@ -62,7 +68,7 @@ def test_every_rank_is_told_its_place(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     folder = str(tmp_path)
     code = f"open({folder!r} + f'/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {PLACES!r}))"
-    assert run_processes(python(code), 3, tmp_path / "logs") == 0
+    assert run_processes(python(code), 3, tmp_path) == 0
     places = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
     port = places[0][5]
@@ -77,7 +83,7 @@ def test_a_number_of_threads_that_is_set_stays(tmp_path, monkeypatch):
 
 def test_rank_0_writes_to_the_terminal_and_the_others_to_logs(tmp_path, capfd):
     code = "print('out', rank, flush=True); print('err', rank, file=sys.stderr)"
-    assert run_processes(python(code), 3, tmp_path / "deep/logs") == 0
+    assert run_processes(python(code), 3, tmp_path / "deep") == 0
     assert capfd.readouterr() == ("out 0\n", "err 0\n")
     assert not (tmp_path / "deep/logs/rank-0.log").exists()
     for rank in (1, 2):
@@ -96,7 +102,7 @@ def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
     code = "if rank == 1:\n    print(*range(100), sep='\\n')\n    sys.exit(5)\ntime.sleep(60)"
     assert run_processes(python(code), 2, tmp_path) == 5
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == f"rank 1 ended with exit code 5; the end of {tmp_path}/rank-1.log:"
+    assert lines[0] == f"rank 1 ended with exit code 5; the end of {tmp_path}/logs/rank-1.log:"
     assert lines[1:] == [str(n) for n in range(80, 100)]
 
 
@@ -133,7 +139,7 @@ while not os.path.exists({folder!r} + '/pid') or not open({folder!r} + '/pid').r
     time.sleep(0.01)
 sys.exit(3)
 """
-    assert run_processes(python(code), 2, tmp_path / "logs") == 3
+    assert run_processes(python(code), 2, tmp_path) == 3
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
@@ -145,7 +151,7 @@ child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
 open({folder!r} + f'/child-{{rank}}', 'w').write(str(child.pid))
 sys.exit(4 * rank)
 """
-    assert run_processes(python(code), 2, tmp_path / "logs") == 4
+    assert run_processes(python(code), 2, tmp_path) == 4
     children = [int(path.read_text()) for path in tmp_path.glob("child-*") if path.read_text()]
     assert children
     wait_until(lambda: not any(alive(child) for child in children))
@@ -205,7 +211,7 @@ def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
     with pytest.raises(
         ConfigError, match=r"run.directory: cannot make .*file/logs \(Not a directory\). Choose another"
     ):
-        run_processes(python(""), 1, tmp_path / "file/logs")
+        run_processes(python(""), 1, tmp_path / "file")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -254,7 +260,7 @@ cli.main()
     arguments = ["--set", f"run.directory={tmp_path}/run", "--set", "train.num_steps=70"]
     command = [sys.executable, "-c", code, "local", config, "--nproc", "2", "--resume", "none", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    expected = f"{['train', config, '--resume', 'none', *arguments]}\n"
+    expected = f"{['train', config, *arguments, '--resume', 'none']}\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
     assert (tmp_path / "run/logs/rank-1.log").read_text() == expected
 

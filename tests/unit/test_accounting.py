@@ -1,0 +1,192 @@
+"""Where a run's time went, against histories whose every moment is known because they were made up moment by moment."""
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from launcher.accounting import PARTS, account, total
+from launcher.tables import summary
+from pretrain.attempts import Owner, read_attempts
+
+BEGAN = 1_700_000_000.0
+
+
+class History:
+    """Writes a run's attempts as the supervisor and rank 0 do, and keeps for itself what each moment was for."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.now, self.number = run, BEGAN, 0
+        self.truth = dict.fromkeys(PARTS, 0)
+        self.unsaved: list[tuple[int, str, int]] = []  # (number of the moment's checkpoint, part, ms) not yet decided
+        self.saves = [0]  # steps with a checkpoint; 0: from scratch
+        self.submitted: float | None = None
+
+    def begin(self, wait: int, submitted: bool = True) -> None:
+        self.submitted = self.now if submitted else None
+        self._pass("waiting", wait if submitted or self.number else 0)
+        self.number += 1
+        self.directory = self.run / "attempts" / f"{self.number:04d}"
+        self.directory.mkdir(parents=True)
+        owner = Owner(nonce=str(self.number), host="n1", began_at=self.now, submitted_at=self.submitted,
+                      checkpoint_step=max(self.saves) or None)  # fmt: skip
+        (self.directory / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
+        self.step = 0
+
+    def phase(self, name: str, milliseconds: int, saved: int | None = None) -> None:
+        line = {"at": self.now, "phase": name, "step": self.step} | ({} if saved is None else {"saved": saved})
+        with open(self.directory / "phases.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._pass(name, milliseconds)
+
+    def end(self, outcome: str | None) -> None:
+        """None: it is cut off; its last sign of life is a heartbeat."""
+        (self.directory / "heartbeat").touch()
+        os.utime(self.directory / "heartbeat", (self.now, self.now))
+        if outcome:
+            ended = {"at": self.now, "code": 0, "outcome": outcome, "reason": "", "step": self.step}
+            (self.directory / "ended.json").write_text(json.dumps(ended))
+
+    def resume(self, step: int) -> None:
+        """What was done on the way beyond `step` will be done again."""
+        for at, part, milliseconds in self.unsaved:
+            if at > step:
+                self.truth[part] -= milliseconds
+                self.truth["lost"] += milliseconds
+        self.unsaved = [each for each in self.unsaved if each[0] <= step]
+        self.saves = [each for each in self.saves if each <= step]
+        self.step = step
+
+    def work(self, dice: random.Random, step_limit: int) -> int | None:
+        """Steps, evaluations and checkpoints until some moment; returns the step just saved, if the last was a save."""
+        saved = None
+        for _ in range(dice.randrange(8)):
+            self.phase("training", dice.randrange(50_000), saved)
+            self.step, saved = self.step + dice.randrange(1, step_limit), None
+            if dice.random() < 0.4:
+                self.phase("evaluating", dice.randrange(9_000))
+            if dice.random() < 0.5:
+                self.phase("saving", dice.randrange(9_000))
+                saved = self.step
+                self.saves.append(saved)
+        return saved
+
+    def _pass(self, part: str, milliseconds: int) -> None:
+        self.truth[part] += milliseconds
+        if part in ("training", "evaluating", "saving"):
+            # Steps are counted at a phase's beginning: training leads beyond its step, what follows stands at its own.
+            self.unsaved.append((self.step + (part == "training"), part, milliseconds))
+        self.now = round(self.now + milliseconds / 1000, 3)
+
+
+def random_history(run: Path, dice: random.Random) -> History:
+    history = History(run)
+    for _ in range(dice.randrange(1, 7)):
+        history.begin(dice.randrange(100_000), dice.random() < 0.8)
+        history.phase("starting", dice.randrange(20_000))
+        if dice.random() < 0.2:
+            history.end(dice.choice(["refused", "failed", None]))
+            continue
+        history.phase("loading", dice.randrange(20_000))
+        if dice.random() < 0.2:
+            history.end(dice.choice(["failed", None]))
+            continue
+        # Mostly the newest; sometimes an earlier one by hand.
+        history.resume(dice.choice(history.saves) if dice.random() < 0.2 else max(history.saves))
+        history.phase("training", dice.randrange(1, 5_000))
+        history.step += 1
+        saved = history.work(dice, 9)
+        if dice.random() < 0.5:
+            history.phase("ending", dice.randrange(3_000), saved)
+            history.end(dice.choice(["failed", "hung", "stopped", "restart"]))
+        else:
+            if saved is not None:
+                history.phase("training", 0, saved)
+            if dice.random() < 0.4:  # in the midst of a save
+                history.step += 1
+                history.phase("saving", dice.randrange(9_000))
+            history.end(None)
+    # The last has ended as well: it would go on from the newest checkpoint.
+    history.resume(max(history.saves))
+    return history
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_histories(seed, tmp_path):
+    history = random_history(tmp_path, random.Random(seed))
+    accounts = account(read_attempts(tmp_path))
+    assert total(accounts).parts == history.truth
+    assert total(accounts).wall == round((history.now - BEGAN) * 1000) == sum(history.truth.values())
+    assert all(milliseconds >= 0 for each in accounts for milliseconds in each.parts.values())
+
+
+def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
+    history = History(tmp_path)
+    history.begin(5_000)
+    for phase, step, seconds, saved in [("starting", 0, 2, None), ("loading", 0, 1, None), ("training", 0, 10, None),
+                                        ("evaluating", 10, 3, None), ("saving", 10, 2, None), ("training", 10, 7, 10)]:  # fmt: skip
+        history.step = step
+        history.phase(phase, seconds * 1000, saved)
+    history.end(None)
+    running = account(read_attempts(tmp_path), now=history.now + 4)[0].parts
+    assert running["training"] == 21_000 and running["lost"] == 0  # nothing is lost while it lives
+    history.begin(6_000)
+    history.phase("starting", 2_000)
+    history.phase("loading", 1_000)
+    history.step = 10
+    history.phase("training", 7_000)
+    history.step = 17
+    history.end("finished")
+    first, second = account(read_attempts(tmp_path))
+    assert first.parts == dict(waiting=5_000, starting=2_000, loading=1_000, training=10_000, evaluating=3_000,
+                               saving=2_000, ending=0, lost=7_000)  # fmt: skip
+    assert second.parts == dict.fromkeys(PARTS, 0) | dict(waiting=6_000, starting=2_000, loading=1_000, training=7_000)
+    whole = total([first, second])
+    assert whole.goodput == 17 / 35 and whole.goodput_of_wall == 17 / 46
+    text = summary(tmp_path)
+    assert "finished at step 17, 2 attempts, no checkpoint" in text and "lost 7.0s; 46s in all" in text
+    assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
+
+
+def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):
+    history = History(tmp_path)
+    history.begin(1_000)
+    history.phase("starting", 1_000)
+    history.phase("training", 10_000)
+    first = history.directory
+    history.begin(0)
+    history.phase("starting", 20_000)
+    history.end("failed")
+    (first / "ended.json").write_text(
+        json.dumps({"at": history.now, "code": 1, "outcome": "superseded", "reason": "", "step": 0})
+    )
+    accounts = account(read_attempts(tmp_path))
+    assert [each.wall for each in accounts] == [12_000, 20_000]
+    assert accounts[0].parts["lost"] == 10_000 and accounts[1].parts["starting"] == 20_000
+
+
+def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
+    history = History(tmp_path)
+    history.begin(1_000)
+    history.phase("starting", 1_000)
+    history.phase("training", 10_000)
+    history.end(None)
+    history.now -= 30  # the next host's clock is behind
+    history.begin(0)
+    history.phase("starting", 5_000)
+    history.phase("training", 60_000)
+    with open(history.directory / "phases.jsonl", "a") as file:
+        file.write('{"at": 17')
+    (tmp_path / "attempts/0001/owner.json").write_text("{")
+    history.end("stopped")
+    accounts = account(read_attempts(tmp_path))
+    assert all(milliseconds >= 0 for each in accounts for milliseconds in each.parts.values())
+    assert total(accounts).wall == round((history.now - (BEGAN + 1)) * 1000)  # from the first sign of life that is left
+
+
+def test_a_run_without_attempts(tmp_path):
+    assert account(read_attempts(tmp_path)) == [] and total([]).goodput is None and total([]).wall == 0
+    assert "no attempt yet" in summary(tmp_path)

@@ -1,0 +1,336 @@
+"""Evaluation jobs without Slurm: what waits for one, who gets a checkpoint, what a kill leaves. Real processes throughout."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import evaluations
+from launcher.cli import app
+from launcher.cluster import parse_site
+from launcher.evaluations import Asked, evaluate_once, make_plan, plan_path, read_plan, submit_pending, write_plan
+from launcher.job import Job
+from pretrain.attempts import Attempt, Owner, read_attempts
+from pretrain.config import ConfigError, EvaluationRequest
+from tests.conftest import tiny_config
+
+ROOT = Path(__file__).parents[2]
+SITE = parse_site({"name": "tests", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 16}, "tests")
+STEP = "step-00000100"
+
+
+class Shell:
+    """Ranks that are a shell's command: a real process, without what importing torch costs."""
+
+    failure = ""
+
+    def __init__(self, script, *arguments):
+        self.process = subprocess.Popen(["sh", "-c", script, "sh", *map(str, arguments)])
+
+    def poll(self):
+        return self.process.poll()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def evaluating(run, seconds=0.0):
+    """`start` of evaluate_once: notes the begin, takes its time, and leaves a curve.json."""
+    script = 'echo begun >> "$2"; mkdir -p "$(dirname "$1")" && echo half > "$1" && sleep "$3" && echo "{}" > "$1"'
+    return lambda out: Shell(script, out, run / "begun", seconds)
+
+
+def make_training(run, tasks_per_node=8):
+    return Job(name="demo.alibi", site=SITE, directory=run, logs=run / "logs", commands=(("true",),), nodes=2,
+               tasks_per_node=tasks_per_node, time_limit="12:00:00", signal_seconds=120)  # fmt: skip
+
+
+def planned(run, **changes):
+    """A run with a plan."""
+    request = EvaluationRequest((32, 64), ("nonoverlapping",), None, 1000)
+    plan = make_plan(tiny_config(**changes), run, make_training(run), Asked(request))
+    write_plan(run, plan)
+    return plan
+
+
+def save(run, step):
+    """A complete checkpoint, as far as the launcher looks at one."""
+    checkpoint = run / f"checkpoints/step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    return checkpoint.name
+
+
+def outcomes(run, name=STEP):
+    return [a.ended and (a.ended.outcome, a.ended.reason) for a in read_attempts(run / "evaluations/claims" / name)]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
+    plan = planned(tmp_path)
+    assert read_plan(tmp_path) == plan
+    arguments = plan.job.arguments()
+    assert {"--nodes=1", "--ntasks-per-node=8", "--requeue", "--time=12:00:00"} <= set(arguments)
+    assert not any(argument.startswith("--signal") for argument in arguments)
+    values = json.loads(plan_path(tmp_path).read_text())  # what else reads it relies on these
+    asked = {"lengths": [32, 64], "protocols": ["nonoverlapping"], "stride": None, "max_tokens": 1000}
+    assert {key: values[key] for key in asked} == asked
+
+
+def test_runs_of_one_name_do_not_wait_for_each_other(tmp_path):
+    names = {planned(tmp_path / folder).job.name for folder in ("a", "b")}
+    assert len(names) == 2 and all(name.startswith("eval-demo.alibi-") for name in names)
+
+
+@pytest.mark.parametrize(("tensor", "tasks", "kept"), [(1, 8, False), (2, 8, True), (4, 4, True), (4, 1, False)])
+def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept):
+    request = EvaluationRequest(None, ("sliding",), None, None)
+    config = tiny_config(parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2})
+    plan = make_plan(config, tmp_path, make_training(tmp_path), Asked(request, tasks, "30"))
+    assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
+    assert (plan.job.num_tasks, plan.job.time_limit) == (tasks, "30")
+
+
+def test_more_than_a_node_has_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="evaluation tasks = 9: a node of site tests takes 8"):
+        make_plan(tiny_config(), tmp_path, make_training(tmp_path), Asked(EvaluationRequest(None, (), None, None), 9))
+
+
+def test_what_is_no_plan_is_said(tmp_path):
+    with pytest.raises(ConfigError, match=r"plan\.json: missing"):
+        read_plan(tmp_path)
+    planned(tmp_path)
+    plan_path(tmp_path).write_text('{"lengths": [32')
+    with pytest.raises(ConfigError, match=r"plan\.json: not a plan"):
+        read_plan(tmp_path)
+
+
+SUBMIT = [
+    "submit",
+    "configs/demo.toml",
+    "--site",
+    "slurm/site.h100.toml",
+    "--dry-run",
+    "--set",
+    "batch.global_batch_size=256",
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--lengths", "128"], "want --evaluate-checkpoints too"),
+        (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
+        (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: want tokens"),
+        (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
+        (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: there are"),
+        (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
+        (["--evaluate-checkpoints", "--evaluation-tasks", "9"], "evaluation tasks = 9: a node of site h100 takes 8"),
+        (["--evaluate-checkpoints", "--evaluation-time", "soon"], "time limit 'soon': not a time"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_at_submission(tmp_path, monkeypatch, options, says):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=says):
+        app([*SUBMIT, "--set", f"run.directory={tmp_path}/run", *options], standalone_mode=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
+    options = [
+        "--set",
+        f"run.directory={tmp_path}/run",
+        "--evaluate-checkpoints",
+        "--lengths",
+        "128,4096",
+        "--evaluation-tasks",
+        "2",
+    ]
+    app([*SUBMIT, *options], standalone_mode=False)
+    said = capsys.readouterr().out
+    text = said[said.index("{", said.index(f"{tmp_path}/run/evaluations/plan.json")) :]
+    plan, _ = json.JSONDecoder().raw_decode(text)
+    assert (plan["lengths"], plan["protocols"]) == ([128, 4096], ["nonoverlapping", "sliding"])
+    assert plan["job"]["tasks_per_node"] == 2 and plan["job"]["site"]["name"] == "h100"
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what waits ------------------------------------------------------------------------------------------------------
+def test_what_waits_for_an_evaluation(tmp_path):
+    assert evaluations.waiting_checkpoints(tmp_path) == []
+    two, one = save(tmp_path, 20), save(tmp_path, 10)
+    assert evaluations.waiting_checkpoints(tmp_path) == []  # nobody asked for evaluations
+    planned(tmp_path)
+    assert evaluations.waiting_checkpoints(tmp_path) == [one, two]
+    (tmp_path / "checkpoints/.step-00000030.partial").mkdir()
+    (tmp_path / "checkpoints/step-00000030").mkdir()  # no manifest: not complete
+    (tmp_path / "evaluations/claims" / two).mkdir(parents=True)  # begun, not finished
+    (tmp_path / "evaluations" / one).mkdir()
+    assert evaluations.waiting_checkpoints(tmp_path) == [two]
+
+
+def test_a_paused_run_sends_nothing_until_it_goes_on(tmp_path):
+    for nothing in (evaluations.pause, evaluations.resume):
+        nothing(tmp_path)  # a run without a plan
+    plan, name = planned(tmp_path), save(tmp_path, 10)
+    evaluations.pause(tmp_path)
+    assert evaluations.waiting_checkpoints(tmp_path) == []
+    evaluations.resume(tmp_path)
+    assert evaluations.waiting_checkpoints(tmp_path) == [name] and read_plan(tmp_path) == plan
+    evaluations.pause(tmp_path)
+    another = planned(tmp_path)
+    evaluations.resume(tmp_path)
+    assert read_plan(tmp_path) == another != plan
+
+
+def test_what_was_given_up_waits_no_longer(tmp_path):
+    planned(tmp_path)
+    name, other = save(tmp_path, 10), save(tmp_path, 20)
+    evaluations._give_up(tmp_path, name, ["7", "8", "9"])
+    assert evaluations.waiting_checkpoints(tmp_path) == [other]
+    said = json.loads((tmp_path / "evaluations" / name / "failed.json").read_text())
+    assert said["jobs"] == ["7", "8", "9"] and "jobs 7, 8, 9 ended without a result" in said["reason"]
+    assert {p.name for p in (tmp_path / "evaluations").iterdir()} == {"plan.json", name}
+
+
+def test_giving_up_does_not_hide_a_result(tmp_path):
+    planned(tmp_path)
+    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
+    evaluations._give_up(tmp_path, STEP, ["7"])
+    assert os.listdir(tmp_path / "evaluations" / STEP) == ["curve.json"]
+    assert sorted(os.listdir(tmp_path / "evaluations")) == ["claims", "plan.json", STEP]
+
+
+def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
+    """Without Slurm's commands, or with a damaged plan: said, once a minute or when there is a new checkpoint."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    planned(tmp_path)
+    submit_pending(tmp_path)
+    assert capsys.readouterr().err == ""  # nothing waits: nobody is asked
+    save(tmp_path, 10)
+    submit_pending(tmp_path)
+    assert "sbatch: no such command here" in capsys.readouterr().err
+    submit_pending(tmp_path)
+    assert capsys.readouterr().err == ""
+    save(tmp_path, 20)
+    submit_pending(tmp_path)
+    assert "sbatch: no such command here" in capsys.readouterr().err
+    submit_pending(tmp_path, at_once=True)
+    assert "sbatch: no such command here" in capsys.readouterr().err
+    plan_path(tmp_path).write_text("[]")
+    submit_pending(tmp_path, at_once=True)
+    assert "not a plan" in capsys.readouterr().err
+
+
+# ---- who evaluates ---------------------------------------------------------------------------------------------------
+def test_a_result_appears_whole(tmp_path):
+    result = tmp_path / "evaluations" / STEP
+
+    def start(out):
+        assert not result.exists() and result not in out.parents
+        return evaluating(tmp_path)(out)
+
+    assert evaluate_once(tmp_path, STEP, start) == 0
+    assert (result / "curve.json").read_text() == "{}\n"
+    assert outcomes(tmp_path) == [("finished", "evaluated")]
+
+
+def test_once_is_enough(tmp_path, capsys):
+    assert [evaluate_once(tmp_path, STEP, evaluating(tmp_path)) for _ in range(3)] == [0, 0, 0]
+    assert (tmp_path / "begun").read_text() == "begun\n"
+    assert capsys.readouterr().err.count(f"{STEP}: evaluated before") == 2
+
+
+def race(run, rounds, barrier, codes):
+    for number in range(rounds):
+        barrier.wait(60)
+        codes.put(evaluate_once(run, f"step-{number:08d}", evaluating(run / str(number), 0.02)))
+
+
+def test_of_several_starters_one_evaluates(tmp_path):
+    rounds, starters = 20, 4
+    context = multiprocessing.get_context("fork")
+    barrier, codes = context.Barrier(starters), context.SimpleQueue()
+    for number in range(rounds):
+        (tmp_path / str(number)).mkdir()
+    processes = [context.Process(target=race, args=(tmp_path, rounds, barrier, codes)) for _ in range(starters)]
+    for process in processes:
+        process.start()
+    assert [codes.get() for _ in range(rounds * starters)] == [0] * rounds * starters
+    for process in processes:
+        process.join(60)
+    assert [(tmp_path / str(n) / "begun").read_text() for n in range(rounds)] == ["begun\n"] * rounds
+    for number in range(rounds):
+        assert (tmp_path / f"evaluations/step-{number:08d}/curve.json").read_text() == "{}\n"
+        assert outcomes(tmp_path, f"step-{number:08d}").count(("finished", "evaluated")) == 1
+
+
+def test_a_killed_evaluation_leaves_nothing_and_is_made_again(tmp_path, capfd):
+    code = f"""
+from pathlib import Path
+from tests.unit.test_evaluations import *
+evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}), 600))
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, process_group=0)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(f"evaluations/claims/{STEP}/attempts/0001/result/curve.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        # Beside it nobody begins, and nobody waits for it.
+        assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
+        assert f"{STEP}: left to another" in capfd.readouterr().err
+        assert not (tmp_path / "evaluations" / STEP).exists()
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+    assert not (tmp_path / "evaluations" / STEP).exists()
+    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
+    assert (tmp_path / "evaluations" / STEP / "curve.json").read_text() == "{}\n"
+    assert outcomes(tmp_path) == [None, ("finished", "evaluated")]
+    assert (tmp_path / "begun").read_text() == "begun\n" * 2
+
+
+def test_a_failure_leaves_no_result_and_can_be_tried_again(tmp_path, capsys):
+    script = 'mkdir -p "$(dirname "$1")" && echo half > "$1"; exit 3'
+    assert evaluate_once(tmp_path, STEP, lambda out: Shell(script, out)) == 3
+    assert "not evaluated" in capsys.readouterr().err
+    assert not (tmp_path / "evaluations" / STEP).exists()
+    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
+    assert [outcome for outcome, _ in outcomes(tmp_path)] == ["failed", "finished"]
+
+
+def test_who_lost_its_claim_publishes_nothing(tmp_path):
+    """Taken for dead (a frozen host), while another evaluates: the other's result is the one."""
+    claims = tmp_path / "evaluations/claims" / STEP / "attempts"
+
+    def start(out):
+        (claims / "0002").mkdir()
+        (claims / "0002/owner.json").write_text("{}")
+        return evaluating(tmp_path)(out)
+
+    assert evaluate_once(tmp_path, STEP, start) == 1
+    assert not (tmp_path / "evaluations" / STEP).exists()
+
+
+def test_what_was_finished_while_we_asked_is_not_made_again(tmp_path):
+    """Its owner, another job on another host, publishes and ends between our first look and our claim."""
+    held = Attempt.begin(tmp_path / "evaluations/claims" / STEP, Owner(nonce="other", host="n7", slurm_job_id="7"))
+
+    def job_is_over(owner):
+        assert (owner.host, owner.slurm_job_id) == ("n7", "7")
+        (tmp_path / "evaluations" / STEP).mkdir()
+        return True
+
+    assert evaluate_once(tmp_path, STEP, evaluating(tmp_path), None, job_is_over) == 0
+    assert held.superseded() and not (tmp_path / "begun").exists()
+    assert outcomes(tmp_path) == [None, ("finished", "evaluated before")]

@@ -1,0 +1,128 @@
+"""Site files: what a site may say, and what is refused with which words."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from launcher.cluster import Site, load_site, parse_site, seconds_of, share_of_memory
+from pretrain.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CPU = {"name": "here", "nodes": 2, "tasks_per_node": 4, "cpus_per_node": 8}
+GPU = {
+    "name": "there",
+    "nodes": 4,
+    "gpus_per_node": 8,
+    "cpus_per_node": 40,
+    "gpu": "V100",
+    "precisions": ["fp32", "fp16"],
+}
+
+
+def test_the_examples_are_sites():
+    v100, h100 = (load_site(ROOT / f"slurm/site.{name}.toml") for name in ("v100", "h100"))
+    assert (v100.nodes * v100.max_tasks_per_node, v100.precisions) == (128, ("fp32", "fp16"))
+    assert "bf16" in h100.precisions and h100.ranks_python == "python3"
+
+
+def test_a_site_without_gpus_says_its_ranks():
+    site = parse_site(CPU, "site.toml")
+    assert (site.max_tasks_per_node, site.precisions, site.ranks_python) == (4, ("fp32",), None)
+
+
+REFUSED = [
+    (CPU | {"node": 2}, ["site.toml: node: no such key", "did you mean nodes?"]),
+    (CPU | {"colour": 2}, ["colour: no such key; keys are name, nodes"]),
+    (CPU | {"nodes": "2"}, ["nodes = '2'", "integer"]),
+    (CPU | {"nodes": 0}, ["nodes = 0", "greater than 0"]),
+    ({k: v for k, v in CPU.items() if k != "nodes"}, ["nodes: missing"]),
+    ({k: v for k, v in CPU.items() if k != "tasks_per_node"}, ["gpus_per_node: missing"]),
+    (GPU | {"tasks_per_node": 4}, ["tasks_per_node = 4", "gpus_per_node = 8", "Leave it out"]),
+    (GPU | {"cpus_per_node": 7}, ["cpus_per_node = 7", "8 ranks"]),
+    (GPU | {"precisions": ["fp8"]}, ["precisions.0 = 'fp8'"]),
+    (CPU | {"gpu_type": "v100"}, ["gpu_type = v100", "gpus_per_node is 0"]),
+    (GPU | {"gpu_type": "v100:8,a"}, ["gpu_type", "scontrol show node"]),
+    (GPU | {"time_limit": "tomorrow"}, ["time limit 'tomorrow'", "12:00:00"]),
+    (GPU | {"memory_per_node": "lots"}, ["memory_per_node = 'lots'", '"480G"']),
+    (GPU | {"partition": "a\nb"}, ["partition = 'a\\nb'", "control characters"]),
+    (GPU | {"account": ""}, ["account = ''", "Leave it out"]),
+    (GPU | {"modules": ["cuda\0"]}, ["modules = 'cuda\\x00'"]),
+    (GPU | {"sbatch_arguments": ["--partition=other"]}, ["'--partition=other'", "sets this option itself"]),
+    (GPU | {"sbatch_arguments": ["--exp=NONE"]}, ["'--exp=NONE'", "sets this option itself"]),  # sbatch completes it
+    (GPU | {"sbatch_arguments": ["evil.sh"]}, ["'evil.sh'", "not an option"]),
+    (GPU | {"sbatch_arguments": ["-w", "n1"]}, ["'-w'", "not an option"]),
+    (GPU | {"environment": {"A B": "1"}}, ["environment.A B", "not a variable's name"]),
+    (GPU | {"environment": {"A\nB": "1"}}, ["environment.'A\\nB'", "not a variable's name"]),
+    (GPU | {"environment": {"X;reboot": "1"}}, ["not a variable's name"]),
+    (GPU | {"environment": {"X": "\0"}}, ["environment.X", "no variable can hold this"]),
+    (GPU | {"environment": {"WANDB_API_KEY": "0"}}, ["WANDB_API_KEY", "looks like a secret", "export WANDB_API_KEY"]),
+    (GPU | {"environment": {"hf_token": "0"}}, ["hf_token", "looks like a secret"]),
+    (
+        GPU | {"container": ["apptainer", "exec", "--env", "WANDB_API_KEY=0"]},
+        ["container: WANDB_API_KEY looks like a secret"],
+    ),
+    (GPU | {"environment": {"RANK": "0"}}, ["environment.RANK", "set this themselves"]),
+    (GPU | {"environment": {"SLURM_JOB_ID": "0"}}, ["environment.SLURM_JOB_ID", "set this themselves"]),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), REFUSED)
+def test_a_wrong_site_is_refused_by_name(values, says):
+    with pytest.raises(ConfigError) as error:
+        parse_site(values, "site.toml")
+    assert all(words in str(error.value) for words in ["site.toml: ", *says]), str(error.value)
+
+
+def test_a_secret_is_not_repeated_in_the_refusal():
+    with pytest.raises(ConfigError) as error:
+        parse_site(GPU | {"environment": {"MY_PASSWORD": "correct horse"}}, "site.toml")
+    assert "horse" not in str(error.value)
+
+
+def test_a_file_is_read_and_named_in_errors(tmp_path):
+    path = tmp_path / "my site.toml"
+    path.write_text(tomli_w.dumps(GPU | {"environment": {"A": "$(x) '\n"}}))
+    site = load_site(path)
+    assert isinstance(site, Site) and site.environment == {"A": "$(x) '\n"}
+    path.write_text("nodes = ")
+    for wrong, says in (
+        (path, "not valid TOML"),
+        (tmp_path / "none", "slurm/site.v100.toml"),
+        (tmp_path, "not a readable"),
+    ):
+        with pytest.raises(ConfigError, match=says) as error:
+            load_site(wrong)
+        assert str(wrong) in str(error.value)
+
+
+# Each line as in sbatch(1), --time; the seconds worked out by hand.
+TIMES = {
+    "90": 5400,
+    "1:30": 90,
+    "2:00:00": 7200,
+    "1-00": 86400,
+    "1-12:30": 131400,
+    "2-01:02:03": 176523,
+    "UNLIMITED": None,
+}
+
+
+@pytest.mark.parametrize(("text", "seconds"), TIMES.items())
+def test_times_are_slurms(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00", "-5", "1h", "1:2:3:4", "1-", "٣", "90\n", "90 --wrap=x"])
+def test_other_times_are_refused(text):
+    with pytest.raises(ConfigError, match="time limit"):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("memory", "tasks", "share"),
+    [("480G", 8, "480G"), ("480G", 1, "61440M"), ("0", 1, "0"), ("1000", 4, "500M"), ("1T", 2, "262144M"), ("512MB", 8, "512M"),
+     ("100K", 1, "1M")],
+)  # fmt: skip
+def test_a_part_of_a_node_takes_its_part_of_the_memory(memory, tasks, share):
+    assert share_of_memory(memory, tasks, 8) == share

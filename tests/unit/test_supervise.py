@@ -1,0 +1,453 @@
+"""A run that is started again: real ranks that are killed, paused, asked to save, or fail, under `launcher local`'s supervisor.
+
+The ranks are small programs that keep the same account and the same signals as `pretrain train`, in milliseconds a step.
+tests/slurm has the same in Slurm jobs, with the real training.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import supervise
+from launcher.local import run_locally
+from launcher.srun import _failure
+from launcher.supervise import Signals, Supervisor, Watchdog, without_progress
+from pretrain.attempts import Attempt, AttemptRecord, Ended, Owner, newest_checkpoint, read_attempts
+from pretrain.config import load_config
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 60
+LAST = 12
+
+TRAINING = """
+import faulthandler, glob, json, os, signal, sys, time
+asked = []
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: asked.append(number))
+faulthandler.register(signal.SIGUSR2)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+attempt, rank = os.environ['PRETRAIN_ATTEMPT'], int(os.environ['RANK'])
+run, number = os.path.dirname(os.path.dirname(attempt)), int(os.path.basename(attempt))
+print('attempt', number, 'rank', rank, *sys.argv[1:], flush=True)
+def write(path, text):
+    open(path + '.new', 'w').write(text)
+    os.rename(path + '.new', path)
+count = 0
+def progress(phase):
+    global count
+    count += 1
+    write(attempt + '/progress', json.dumps({'count': count, 'step': step, 'phase': phase}))
+def phase(phase):
+    open(attempt + '/phases.jsonl', 'a').write(json.dumps({'at': time.time(), 'phase': phase, 'step': step}) + chr(10))
+    progress(phase)
+def save():
+    folder = run + f'/checkpoints/step-{step:08d}'
+    os.makedirs(folder, exist_ok=True)
+    write(folder + '/manifest.json', '{}')
+def die(number):
+    os.kill(os.getpid(), number)
+def together():  # waits for the other rank, and agrees with it on what was asked of either
+    mine, other = (run + f'/{number}-{step}-{r}' for r in (rank, 1 - rank))
+    write(mine, str(max(asked, default=0)))
+    while not os.path.exists(other):
+        time.sleep(0.005)
+    return max(int(open(path).read()) for path in (mine, other))
+step = max([int(path[-22:-14]) for path in glob.glob(run + '/checkpoints/step-*/manifest.json')], default=0)
+BEGIN
+if rank == 0:
+    phase('training')
+while step < LAST:
+    time.sleep(0.01)
+    step += 1
+    if rank == 0:
+        progress('training')
+    STEP
+    if agreed := together():
+        if rank == 0:
+            save()
+        os._exit(75 if agreed == signal.SIGUSR1 else 80)
+if rank == 0:
+    save()
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(supervise, "DUMP_SECONDS", 0.5)
+    monkeypatch.setattr("launcher.local.KILL_AFTER_SECONDS", 0.5)
+
+
+def training(step: str = "", begin: str = "") -> list[str]:
+    """A rank's command; `begin` runs before its first step, `step` after each (step, number, rank, save, die are there)."""
+    code = TRAINING.replace("LAST", str(LAST)).replace("BEGIN", begin)
+    return [sys.executable, "-c", code.replace("    STEP\n", "".join(f"    {line}\n" for line in step.splitlines()))]
+
+
+def config_of(run: Path, *settings: str):
+    steps = [f"train.num_steps={LAST}", "schedule.lr_warmup_steps=1"]
+    return load_config(ROOT / "configs/demo.toml", [f"run.directory={run}", *steps, *settings])
+
+
+def train(run: Path, command: list[str], *settings: str, resume: str | None = None) -> int:
+    return run_locally(config_of(run, *settings), 2, command, ["CONFIG"], resume)
+
+
+def outcomes(run: Path) -> list[tuple[str, int, int]]:
+    return [(a.ended.outcome, a.ended.code, a.ended.step) for a in read_attempts(run)]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path, capfd, rank):
+    code = train(
+        tmp_path, training(f"if rank == 0 and step == 4: save()\nif (rank, step, number) == ({rank}, 6, 1): die(9)")
+    )
+    assert code == 0
+    first, second = read_attempts(tmp_path)
+    assert (first.ended.outcome, first.ended.code) == ("failed", 137)
+    assert first.ended.reason.startswith(f"rank {rank} was ended by SIGKILL, at step ")
+    assert (second.ended.outcome, second.ended.code, second.ended.step) == ("finished", 0, LAST)
+    assert second.owner.checkpoint_step == 4 and second.phases[1].step == 4
+    assert f"attempt 1: {first.ended.reason}; starting again from step 4\n" in capfd.readouterr().err
+    # Both attempts are in the log.
+    assert (tmp_path / "logs/rank-1.log").read_text().count("attempt") >= 2
+
+
+def test_restarts_without_progress_are_limited(tmp_path, capfd):
+    code = train(tmp_path, training("if rank == 0 and step == number: die(9)"), "recovery.max_restarts=2")
+    assert code == 137
+    assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed", "failed", "gave_up"]
+    said = capfd.readouterr().err
+    assert "at step 1; starting again from scratch (1 of 2 without progress)\n" in said
+    assert "at step 2; starting again from scratch (2 of 2 without progress)\n" in said
+    reason = "given up: 3 attempts in a row without a new checkpoint (recovery.max_restarts = 2)"
+    assert said.endswith(f"{reason}\n") and read_attempts(tmp_path)[-1].ended.reason.endswith(reason)
+
+
+def test_restarts_with_progress_are_not(tmp_path):
+    step = "if rank == 0 and step == 2 * number: save()\nif rank == 0 and step == 2 * number + 1: die(9)"
+    assert train(tmp_path, training(step), "recovery.max_restarts=1") == 0
+    assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed"] * 5 + ["finished"]
+
+
+def test_a_failure_that_repeats_itself_is_not_tried_a_third_time(tmp_path, capfd):
+    assert train(tmp_path, training("if rank == 0 and step == 3: sys.exit('error: step 3: loss is nan')")) == 1
+    assert outcomes(tmp_path) == [("failed", 1, 3), ("gave_up", 1, 3)]
+    said = capfd.readouterr().err
+    assert said.count("error: step 3: loss is nan") == 2
+    assert said.endswith("given up: the attempt before failed in the same way at the same step\n")
+
+
+def test_bad_input_is_not_tried_again(tmp_path, capfd):
+    assert train(tmp_path, training(begin="time.sleep(600 * rank)\nsys.exit(2)")) == 2
+    assert outcomes(tmp_path) == [("refused", 2, 0)] and capfd.readouterr().err == ""
+
+
+def test_no_restart_where_none_is_wanted(tmp_path, capfd):
+    assert train(tmp_path, training("if rank == 0: die(9)"), "recovery.max_restarts=0") == 137
+    assert outcomes(tmp_path) == [("failed", 137, 1)]
+    assert capfd.readouterr().err == "rank 0 was ended by SIGKILL\n"
+
+
+def test_a_new_start_by_hand_has_its_restarts_again(tmp_path):
+    for first in (1, 3):
+        step = f"if rank == 0 and step == number - {first - 1}: die(9)"
+        assert train(tmp_path, training(step), "recovery.max_restarts=1") == 137
+    assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed", "gave_up"] * 2
+
+
+# ---- hangs -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_paused_rank_is_found_and_every_rank_says_where_it_was(tmp_path, capfd, rank):
+    step = f"if (rank, step, number) == ({rank}, 3, 1):\n    die(19)\n    time.sleep(600)"
+    assert train(tmp_path, training(step), "recovery.hang_seconds=1.5") == 0
+    assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["hung", "finished"]
+    first = read_attempts(tmp_path)[0]
+    assert first.ended.code == 137 and first.ended.reason.startswith("no progress for 1.5 s while training, at step ")
+    said = capfd.readouterr().err
+    assert (
+        "; every rank writes its stacks into its log, then is ended" in said and "starting again from scratch" in said
+    )
+    for text in (said, (tmp_path / "logs/rank-1.log").read_text()):
+        assert "most recent call first" in text and 'File "<string>", line' in text
+
+
+def test_phases_that_take_their_time_have_a_limit_of_their_own(tmp_path):
+    slow = "if number == 1:\n    phase('loading')\n    time.sleep(600)"
+    settings = ["recovery.hang_seconds=0.2", "recovery.startup_seconds=2"]
+    assert train(tmp_path, training(begin=slow), *settings) == 0
+    assert read_attempts(tmp_path)[0].ended.reason == "no progress for 2 s while loading, at step 0"
+
+
+def test_the_watchdog_does_not_count_the_time_in_which_nobody_looked(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watchdog = Watchdog(tmp_path, 10.0, 100.0)
+    (tmp_path / "progress").write_text('{"count": 1, "step": 7, "phase": "training"}')
+    for now[0] in (1.0, 2.0, 4000.0, 4001.0, 4007.0):  # paused between the second and the third
+        assert watchdog.stuck() is None
+    for now[0] in (4008.0, 4009.0, 4010.0, 4011.0, 4012.0):
+        found = watchdog.stuck()
+    assert found == "no progress for 10 s while training, at step 7"
+    (tmp_path / "progress").write_text('{"count": 2, "step": 7, "phase": "training"}')
+    now[0] = 4013.0
+    assert watchdog.stuck() is None
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+class Launched:
+    """The launcher in a process of its own, to be signalled, with ranks that never end by themselves."""
+
+    def __init__(
+        self, run: Path, step: str = "while number == 1 and step == 2 and not asked: time.sleep(0.01)", begin: str = ""
+    ) -> None:
+        command = training(step, begin)
+        code = f"from tests.unit.test_supervise import train; from pathlib import Path; import sys\n" \
+               f"sys.exit(train(Path({str(run)!r}), {command!r}))"  # fmt: skip
+        self.run = run
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+    def wait_until_it_trains(self) -> None:
+        wait_until(lambda: all((self.run / f"1-1-{rank}").exists() for rank in range(2)))
+
+    def end(self) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, said
+
+
+def test_sigusr1_saves_and_starts_again(tmp_path):
+    launched = Launched(tmp_path)
+    launched.wait_until_it_trains()
+    launched.process.send_signal(signal.SIGUSR1)
+    code, said = launched.end()
+    (_, _, step), *_ = outcomes(tmp_path)
+    assert code == 0 and outcomes(tmp_path) == [("restart", 75, step), ("finished", 0, LAST)]
+    assert f"attempt 1: saved at step {step}; starting again from step {step}\n" in said and step > 0
+
+
+def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
+    """SIGUSR1 would end a Python that has not installed its handler yet."""
+    launched = Launched(tmp_path)
+    wait_until(lambda: read_attempts(tmp_path))
+    launched.process.send_signal(signal.SIGUSR1)
+    code, said = launched.end()
+    assert code == 0 and [outcome for outcome, _, _ in outcomes(tmp_path)] == ["restart", "finished"], said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_saves_and_stops(tmp_path, number):
+    launched = Launched(tmp_path)
+    launched.wait_until_it_trains()
+    launched.process.send_signal(number)
+    code, said = launched.end()
+    assert code == 80 and said == f"{number.name}: asked the processes to stop; a second signal ends them\n"
+    [(outcome, code, step)] = outcomes(tmp_path)
+    assert (outcome, code) == ("stopped", 80) and newest_checkpoint(tmp_path) == step
+    assert read_attempts(tmp_path)[0].ended.reason == f"saved at step {step}"
+
+
+def test_ctrl_c_stops_without_a_restart(tmp_path):
+    launched = Launched(tmp_path, begin="signal.signal(signal.SIGINT, lambda *_: os._exit(130))")
+    launched.wait_until_it_trains()
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+    assert [(outcome, code) for outcome, code, _ in outcomes(tmp_path)] == [("stopped", 130)]
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+def test_a_second_launcher_is_told_who_trains(tmp_path):
+    launched = Launched(tmp_path)
+    launched.wait_until_it_trains()
+    other = Launched(tmp_path)
+    code, said = other.end()
+    assert code != 0 and f"attempt 1 is being made by process {launched.process.pid} " in said
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 80 and len(read_attempts(tmp_path)) == 1
+
+
+def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capfd):
+    """As after a pause of its host: another attempt exists, so the ranks end at once, without saving."""
+    monkeypatch.setattr(supervise, "HEARTBEAT_SECONDS", 0.1)
+
+    def take_over():
+        wait_until(lambda: (tmp_path / "1-3-0").exists())
+        (tmp_path / "attempts/0002").mkdir()
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    command = training("write(run + f'/pid-{rank}', str(os.getpid()))\nif step == 5: time.sleep(600)")
+    assert train(tmp_path, command) == 1
+    thread.join()
+    first = read_attempts(tmp_path)[0]
+    assert first.ended.outcome == "superseded" and newest_checkpoint(tmp_path) is None
+    assert capfd.readouterr().err.endswith(f"attempt 1: superseded: {first.ended.reason}\n")
+    assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid-*"))
+
+
+# ---- how it is started again -----------------------------------------------------------------------------------------
+def arguments(run: Path) -> list[list[str]]:
+    lines = (run / "logs/rank-1.log").read_text().splitlines()
+    return [line.split()[4:] for line in lines if line.startswith("attempt ")]
+
+
+@pytest.mark.parametrize(
+    ("resume", "saves", "then"),
+    [
+        (None, False, []),
+        ("auto", True, ["--resume", "auto"]),
+        ("none", False, ["--resume", "auto"]),
+        ("none", True, ["--resume", "{run}/checkpoints/step-00000004"]),
+        ("elsewhere/step-00000090", False, ["--resume", "elsewhere/step-00000090"]),
+        ("elsewhere/step-00000090", True, ["--resume", "{run}/checkpoints/step-00000004"]),
+    ],
+)
+def test_what_a_restart_goes_on_from(tmp_path, resume, saves, then):
+    save = "if rank == 0 and step == 4: save()\n" if saves else ""
+    assert train(tmp_path, training(f"{save}if (rank, step, number) == (0, 6, 1): die(9)"), resume=resume) == 0
+    first = ["--resume", resume] if resume else []
+    frozen = str(tmp_path / "attempts/0002/config.toml")
+    assert arguments(tmp_path) == [["CONFIG", *first], [frozen, *(word.format(run=tmp_path) for word in then)]]
+    assert load_config(Path(frozen)) == config_of(tmp_path)
+
+
+def test_an_older_branch_of_a_run_is_gone_on_from(tmp_path):
+    """--resume step 2 of a run that has step 9: the restart takes what was saved since, not the newest by name."""
+    for name in ("step-00000002", "step-00000009"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
+    begin = "step = 2 if number == 1 else step"
+    step = "if rank == 0 and step == 4: save()\nif (rank, step, number) == (0, 6, 1): die(9)"
+    assert train(tmp_path, training(step, begin), resume=f"{tmp_path}/checkpoints/step-00000002") == 0
+    assert arguments(tmp_path)[1][1:] == ["--resume", f"{tmp_path}/checkpoints/step-00000004"]
+
+
+# ---- counting and evaluating -----------------------------------------------------------------------------------------
+def record(run: Path, number: int, began_with: int | None, outcome: str | None, job: str = "5") -> AttemptRecord:
+    ended = Ended(0.0, 1, outcome, "", 0) if outcome else None
+    directory = run / "attempts" / f"{number:04d}"
+    return AttemptRecord(number, directory, Owner(slurm_job_id=job, checkpoint_step=began_with), ended=ended)
+
+
+@pytest.mark.parametrize(
+    ("records", "newest", "count"),
+    [
+        ([], None, 0),
+        ([(None, "failed")], None, 1),
+        ([(None, "failed")], 5, 0),
+        ([(None, "failed"), (None, None), (None, "restart")], None, 3),  # the second died with its node
+        ([(None, "failed"), (5, "hung"), (5, "failed")], 5, 2),
+        ([(None, "failed"), (5, "hung"), (5, "failed")], 6, 0),
+        ([(5, "failed"), (5, "gave_up"), (5, "failed")], 5, 1),
+        ([(5, "failed", "4"), (5, "failed")], 5, 1),  # another job
+    ],
+)
+def test_attempts_without_progress(tmp_path, records, newest, count):
+    if newest:
+        (tmp_path / f"checkpoints/step-{newest:08d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-{newest:08d}/manifest.json").write_text("{}")
+    read = [record(tmp_path, number + 1, *each) for number, each in enumerate(records)]
+    assert without_progress(read, lambda each: each.owner.slurm_job_id == "5") == count
+
+
+def test_attempts_that_take_their_supervisor_with_them_are_counted_too(tmp_path, capfd):
+    with Signals() as signals:
+        supervisor = Supervisor(config_of(tmp_path, "recovery.max_restarts=1"), signals, lambda each: True)
+        for number in (1, 2):
+            Attempt.begin(tmp_path)
+            owner = tmp_path / f"attempts/{number:04d}/owner.json"
+            owner.write_text(owner.read_text().replace('"pid_start": ', '"pid_start": 1'))  # its process is gone
+        end = supervisor.make_attempt(Attempt.begin(tmp_path), lambda attempt: pytest.fail("started"))
+    assert (end.outcome, end.again, end.code) == ("gave_up", False, 1)
+    assert "3 attempts in a row without a new checkpoint (recovery.max_restarts = 1)" in capfd.readouterr().err
+
+
+def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "EVALUATE_SECONDS", 0.02)
+
+    class Sleep:
+        failure, calls_at_end = "", 0
+
+        def __init__(self) -> None:
+            self.process = subprocess.Popen(["sleep", "1"])
+
+        def poll(self) -> int | None:
+            code = self.process.poll()
+            self.calls_at_end = len(calls)
+            return code
+
+    calls, steps = [], []
+    with Signals() as signals:
+        supervisor = Supervisor(config_of(tmp_path), signals, lambda each: True)
+        start = lambda attempt: steps.append(Sleep()) or steps[0]  # noqa: E731
+        end = supervisor.make_attempt(
+            Attempt.begin(tmp_path), start, lambda last: calls.append((last, threading.current_thread()))
+        )
+    assert end.outcome == "finished" and steps[0].calls_at_end > 2
+    assert calls[-1] == (True, threading.main_thread())
+    assert all(not last and thread is not threading.main_thread() for last, thread in calls[:-1])
+
+
+# ---- what srun says --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        (["srun: error: n1: task 0: Exited with exit code 75", "srun: launch/slurm: _step_signal: Terminating StepId=1.0",
+          "srun: error: n2: tasks 2-3: Killed"], 137, ("rank 0 on n1 ended with exit code 75; see LOG", 75)),
+        (["0: srun: error: n9: task 9: Killed", "srun: error: n2: task 2: Killed",
+          "srun: error: n1: tasks 0-1: Exited with exit code 80"], 137, ("rank 2 on n2 was ended (Killed); see LOG", 137)),
+        (["srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"], 1,
+         ("srun ended with exit code 1 (Unable to create step for job 7: Invalid generic resource (gres) specification); "
+          "see LOG", 1)),
+        ([], 143, ("srun ended with exit code 143; see LOG", 143)),
+    ],
+)  # fmt: skip
+def test_the_first_to_fail_is_read_from_what_srun_wrote(tmp_path, said, code, expected):
+    """Lines as Slurm 22.05 wrote them."""
+    log = tmp_path / "attempt-0001.log"
+    log.write_text("\n".join(["0: training", *said]) + "\n")
+    reason, first = _failure(log, code)
+    assert (reason.replace(str(log), "LOG"), first) == expected
+
+
+def test_a_step_that_cannot_be_started_gives_the_run_back(tmp_path):
+    with Signals() as signals, pytest.raises(OSError, match="no such thing"):
+
+        def start(attempt: Attempt):
+            raise OSError("no such thing")
+
+        Supervisor(config_of(tmp_path), signals, lambda each: True).make_attempt(Attempt.begin(tmp_path), start)
+    [attempt] = read_attempts(tmp_path)
+    assert (attempt.ended.outcome, attempt.ended.reason) == ("failed", "OSError: no such thing")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="signal masks are read from /proc")
+def test_what_this_process_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(signal.SIGHUP, signal.SIGUSR1) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals.received == [signal.SIGUSR1] and signals.stops == 0
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
