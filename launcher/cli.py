@@ -12,6 +12,7 @@ import typer
 from launcher.accounting import GOODPUT
 from launcher.cluster import load_site
 from launcher.local import run_locally
+from pretrain.attempts import STOPPED
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -54,7 +55,9 @@ def local(
     run = load_config(config, overrides)
     run.layout(nproc)  # refuses here, before any process starts, what those processes could not share
     arguments = [str(config), *(argument for override in overrides for argument in ("--set", override))]
-    raise typer.Exit(run_locally(run, nproc, [sys.executable, "-m", "pretrain", "train"], arguments, resume))
+    code = run_locally(run, nproc, [sys.executable, "-m", "pretrain", "train"], arguments, resume)
+    _sum_up(run.directory, code)
+    raise typer.Exit(code)
 
 
 @app.command(hidden=True)
@@ -62,7 +65,9 @@ def attempt(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that 
     """Make one attempt at a run, inside its Slurm job: what the batch script of `launcher submit` calls."""
     from launcher import srun
 
-    raise typer.Exit(srun.attempt(run))
+    code = srun.attempt(run)
+    _sum_up(run, code)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -248,6 +253,14 @@ def requeue(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's dir
     from launcher import control
 
     control.requeue(run)
+
+
+def _sum_up(run: Path, code: int) -> None:
+    """Where a run's time went, at its end; not of one that failed, whose last line is the error."""
+    from launcher.tables import summary
+
+    if code in (0, STOPPED):
+        print(summary(run), file=sys.stderr, flush=True)
 
 
 def main() -> None:

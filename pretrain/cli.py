@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import re
 import signal
 import sys
 import warnings
@@ -201,7 +202,17 @@ def main() -> None:
         if isinstance(error, OSError):
             named = error.filename and error.strerror
             _leave(1, f"error: {error.filename}: {error.strerror}" if named else f"error: {error}")
+        if lost := _lost_rank(error):
+            _leave(1, f"error: another rank is gone ({lost}); what it said last tells why")
         raise
+
+
+def _lost_rank(error: BaseException) -> str | None:
+    """What the network says of a rank that ended, if that is what `error` is; a traceback would hide that rank's own."""
+    said = re.search(
+        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)|remote process exited[^.]*", str(error)
+    )
+    return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None
 
 
 def _noted_interrupts() -> list[int]:

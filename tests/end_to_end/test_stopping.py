@@ -16,6 +16,7 @@ from pretrain.checkpoint.manifest import complete_checkpoints
 from tests.end_to_end.commands import (
     PRETRAIN,
     Started,
+    explained,
     fresh,
     metrics,
     pretrain,
@@ -155,6 +156,17 @@ def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
     assert [each.code for each in done] == [STOPPED, STOPPED], done
     assert "most recent call first" in done[1].err and "most recent call" not in done[0].err
     assert complete_checkpoints(run)[-1].name == f"step-{untimed(run)[-1]['step']:08d}"
+
+
+def test_who_loses_a_rank_says_so_in_a_line(workspace, train):
+    run = workspace / "runs/lost"
+    with running_ranks(train("lost", "train.num_steps=100000", "checkpoint.interval_steps=100000"), 2) as group:
+        wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and len(untimed(run)) > 1)
+        os.kill(group.process_ids[1], signal.SIGKILL)
+        left, killed = group.done()
+    assert killed.code == -signal.SIGKILL
+    explained(left, 1, "another rank is gone", "127.0.0.1")
+    assert last_attempt(run).ended.outcome == "failed"
 
 
 SIGNAL_IN_IMPORT = """
