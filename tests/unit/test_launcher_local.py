@@ -262,7 +262,7 @@ cli.main()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     expected = f"{['train', config, *arguments, '--resume', 'none']}\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
-    assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70 of 70, 1 attempt"), done.stderr
+    assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
     assert (tmp_path / "run/logs/rank-1.log").read_text() == expected
 
 
