@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from functools import cache
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.bias import ScoreBias
+from kernels.flash2 import attention_flash2
+from kernels.flash2 import refusal as flash2_refusal
 from kernels.flex import attention_flex
 from kernels.flex import refusal as flex_refusal
 from kernels.reference import attention_reference
@@ -29,6 +32,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
+    skip: bool | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + bias) v, [S, B, H, D] in q's dtype.
 
@@ -37,6 +41,8 @@ def attention(
     [H, num_buckets] (T5); both belong to this rank's heads, stay fp32, and may need gradients. `scale` is 1 / sqrt(D)
     if left out and does not touch the bias. `dropout_p` > 0 draws from torch's default generator of the device.
     `backend` "auto" chooses, and says in the log "kernels" what and why, once a process; a named one serves or refuses.
+    `skip` is for the Triton kernel: whether it leaves out tiles of keys too far back to matter (`kernels.skipping`);
+    None where that pays.
     Raises ValueError on shapes that do not fit, and when the named backend cannot serve, saying why.
     """
     _check(q_SBHD, k_SBHD, v_SBHD, slopes, relative_attention_bias, causal, dropout_p)
@@ -44,6 +50,16 @@ def attention(
     if backend == "auto":
         backend, reason = _choose(q_SBHD, k_SBHD, bias, dropout_p)
         _say_once(f"attention through {backend}: {reason}")
+    if backend == "triton":
+        if (refusal := _triton_refusal(q_SBHD)) is not None:
+            raise ValueError(f"attention backend triton cannot serve: {refusal}. Choose auto or sdpa")
+        from kernels.alibi_attention import attention_triton  # not before it is wanted: triton may not be installed
+
+        return attention_triton(q_SBHD, k_SBHD, v_SBHD, bias, scale, dropout_p, skip)
+    if backend == "flash2":
+        if (refusal := flash2_refusal(q_SBHD, bias)) is not None:
+            raise ValueError(f"attention backend flash2 cannot serve: {refusal}. Choose auto or sdpa")
+        return attention_flash2(q_SBHD, k_SBHD, v_SBHD, bias, scale, dropout_p)
     if backend == "sdpa":
         return attention_sdpa(q_SBHD, k_SBHD, v_SBHD, bias, scale, dropout_p)
     if backend == "flex":
@@ -56,17 +72,30 @@ def attention(
             relative_attention_max_distance=relative_attention_max_distance, causal=causal, scale=scale,
             dropout_p=dropout_p,
         ).to(q_SBHD.dtype)  # fmt: skip
-    raise ValueError(f"attention backend {backend!r}: there are auto, sdpa, flex and reference")
+    raise ValueError(f"attention backend {backend!r}: there are auto, triton, flash2, flex, sdpa and reference")
 
 
 def _choose(q_SBHD: Tensor, k_SBHD: Tensor, bias: ScoreBias, dropout_p: float) -> tuple[str, str]:
     """(backend, why), first that serves."""
+    if q_SBHD.is_cuda and _triton_refusal(q_SBHD) is None:
+        return "triton", "it makes the bias inside the kernel, and one kernel for every method compares methods"
+    if flash2_refusal(q_SBHD, bias) is None:
+        return "flash2", "it adds ALiBi inside its kernel"
     if not needs_mask(q_SBHD, k_SBHD, bias):
         return "sdpa", "nothing is added to the scores, so torch's fused kernel needs no mask"
     refusal = flex_refusal(q_SBHD, dropout_p)
     if refusal is None:
         return "flex", "it adds the bias inside the kernel and skips masked tiles"
     return "sdpa", f"with a float mask; flex cannot serve, {refusal}"
+
+
+def _triton_refusal(q_SBHD: Tensor) -> str | None:
+    """Why the Triton kernel cannot serve this, or None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    from kernels.alibi_attention import refusal
+
+    return refusal(q_SBHD)
 
 
 @cache
@@ -81,6 +110,9 @@ def _check(
     q, k, v = (tuple(x.shape) for x in (q_SBHD, k_SBHD, v_SBHD))
     if len(q) != 4 or len(k) != 4 or k != v or (q[1], q[3]) != (k[1], k[3]) or q_SBHD.numel() * k_SBHD.numel() == 0:
         raise ValueError(f"q {q}, k {k}, v {v}: want [S, B, H, D], none empty, k and v alike, B and D those of q")
+    kinds = [(x.dtype, x.device) for x in (q_SBHD, k_SBHD, v_SBHD)]
+    if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
+        raise ValueError("q, k and v are " + ", ".join(f"{x} on {y}" for x, y in kinds) + ": want them alike")
     if q[2] % k[2]:
         raise ValueError(f"{q[2]} query heads on {k[2]} key heads: want a multiple")
     if causal and q[0] > k[0]:

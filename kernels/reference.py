@@ -21,10 +21,12 @@ def attention_reference(
     causal: bool = True,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    keep: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """softmax(scale * q k^T + bias) v, [S, B, H, D] in `dtype`; arguments as `kernels.attention` takes them.
 
+    `keep` [B, H, queries, keys] says which weights dropout keeps, in place of torch's generator.
     In a half-precision `dtype` products are rounded to it, bias and softmax stay fp32: what a plain torch model does.
     Memory is several times B * H * queries * keys.
     """
@@ -44,5 +46,32 @@ def attention_reference(
         scores = scores + relative_attention_bias.to(score_dtype)[:, buckets]
     if causal:
         scores = scores.masked_fill(distance < 0, -torch.inf)
-    weights = torch.nn.functional.dropout(scores.softmax(dim=-1), dropout_p)
+    weights = scores.softmax(dim=-1)
+    if keep is None:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    else:
+        weights = torch.where(keep, weights / (1 - dropout_p), 0)
     return (weights.to(dtype) @ v).permute(2, 0, 1, 3)
+
+
+def dropout_keep(seed: int, shape: tuple[int, int, int, int], dropout_p: float) -> Tensor:
+    """Which weights the Triton kernel keeps, bool [B, H, queries, keys]: element (b H + h, query, key) of the stream `seed`.
+
+    Philox4x32 of 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3), the
+    counter being (key, query, head, 0); the upper 24 bits of the first word, as a fraction, are kept from `dropout_p` on.
+    """
+    batch, heads, num_queries, num_keys = shape
+    word = (1 << 32) - 1
+    head, query, key = torch.meshgrid(*(torch.arange(n) for n in (batch * heads, num_queries, num_keys)), indexing="ij")
+    counter = [key, query, head, torch.zeros_like(key)]
+    key_low, key_high = seed & word, seed >> 32
+    for _ in range(7):
+        # int64 products wrap, and a shift keeps the sign: the mask mends both
+        low, high = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            (high >> 32) & word ^ counter[1] ^ key_low, high & word,
+            (low >> 32) & word ^ counter[3] ^ key_high, low & word,
+        ]  # fmt: skip
+        key_low, key_high = (key_low + 0x9E3779B9) & word, (key_high + 0xBB67AE85) & word
+    kept = (counter[0] >> 8).float() / (1 << 24) >= dropout_p
+    return kept.reshape(shape)

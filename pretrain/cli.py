@@ -182,6 +182,30 @@ def bench_train(
     bench_training(run, steps)
 
 
+@bench.command("attention")
+def bench_attention(
+    lengths: Annotated[str | None, typer.Option(help="Tokens, comma-separated; default: 512 to 65536.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="About how long it may take, compilation apart.")] = 480,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")] = None,
+) -> None:
+    """Time every way to attend that this machine has, side by side; on a machine without a GPU, the CPU's.
+
+    Example: pretrain bench attention --lengths 1024,16384 --write attention.md
+    """
+    try:
+        asked = [int(n) for n in lengths.split(",")] if lengths else None
+    except ValueError:
+        asked = [0]
+    if asked is not None and min(asked) < 1:
+        raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 1024,16384")
+    from kernels.bench import bench_attention
+
+    text = bench_attention(asked, seconds)
+    if write is not None:
+        with writing(write):
+            write.write_text(text)
+
+
 def main() -> None:
     """Entry point: bad input is `error: ...` and exit code 2, a failure of the run 1, Ctrl-C 130; none is a traceback."""
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.

@@ -47,7 +47,7 @@ class ModelSection(Section):
     """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x num_layers)."""
     make_vocab_size_divisible_by: int = Field(default=128, gt=0)
     """The vocabulary is padded to a multiple of this, whatever the layout, so that a checkpoint fits every layout."""
-    attention_backend: Literal["auto", "sdpa", "flex", "reference"] = "auto"
+    attention_backend: Literal["auto", "triton", "flash2", "flex", "sdpa", "reference"] = "auto"
     """Which kernel serves attention; anything but auto fails rather than fall back."""
 
 

@@ -180,7 +180,7 @@ def test_forced_backend_serves_or_refuses():
     assert torch.equal(attention(q, k, v, backend="reference", **arguments), exact.float())
     with pytest.raises(ValueError, match="flex cannot serve: it has no backward on CPU"):
         attention(q, k, v, backend="flex", **arguments)
-    with pytest.raises(ValueError, match="'flash': there are auto, sdpa, flex and reference"):
+    with pytest.raises(ValueError, match="'flash': there are auto, triton, flash2, flex, sdpa and reference"):
         attention(q, k, v, backend="flash", **arguments)
 
 

@@ -1,0 +1,283 @@
+"""The Triton kernel against the dense oracle in double precision: compiled where there is a GPU, else interpreted.
+
+Tolerances as in `test_dispatch`. Blocks are small, so that short sequences, all the interpreter has time for, have
+many of them: whole, masked, ragged and skipped ones.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from kernels import alibi_attention, alibi_slopes, attention, attention_reference
+from kernels.alibi_attention import Blocks, Schedule, attention_triton, visited_tiles
+from kernels.bias import ScoreBias
+from kernels.dispatch import _say_once
+from kernels.reference import dropout_keep
+from kernels.skipping import key_runs, share_visited
+from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)
+TABLE_DISTANCE = 40
+
+CASES = {  # queries, keys, batch, heads, key heads, width, causal, bias, further arguments
+    "whole tiles": (96, 96, 1, 2, 2, 16, True, "slopes", {}),
+    "odd length, odd width": (97, 97, 1, 2, 2, 20, True, "slopes", {}),
+    "shorter than a tile": (5, 5, 2, 2, 2, 32, True, "slopes", {}),
+    "grouped queries, two in a batch": (49, 49, 2, 2, 1, 16, True, "slopes", {}),
+    "keys from before": (37, 131, 1, 4, 2, 16, True, "slopes", {}),
+    "one query": (1, 77, 2, 2, 2, 16, True, "slopes", {}),
+    "slice of 12 heads": (65, 65, 1, 2, 2, 16, True, (12, 7), {}),
+    "symmetric": (81, 81, 1, 2, 2, 16, False, "slopes", {}),
+    "symmetric, more queries than keys": (90, 33, 1, 2, 2, 16, False, "slopes", {}),
+    "slopes with gradient": (97, 97, 1, 2, 1, 16, True, "trained", {}),
+    "symmetric slopes with gradient": (65, 80, 1, 2, 2, 16, False, "trained", {}),
+    "nothing added": (97, 97, 1, 2, 2, 16, True, None, {}),
+    "nothing added, symmetric": (33, 60, 1, 2, 2, 16, False, None, {}),
+    "table": (130, 130, 1, 1, 1, 16, True, "table", {}),
+    "table, grouped, keys from before": (33, 110, 2, 2, 1, 16, True, "table", {}),
+    "symmetric table": (60, 75, 1, 2, 2, 16, False, "table", {}),
+    "dropout": (49, 49, 2, 2, 2, 16, True, "slopes", {"dropout_p": 0.3}),
+    "dropout, symmetric, trained": (40, 60, 1, 2, 2, 16, False, "trained", {"dropout_p": 0.3}),
+    "dropout, table": (50, 50, 1, 2, 2, 16, True, "table", {"dropout_p": 0.3}),
+    "scale": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": 0.7}),
+    "negative scale, no skipping": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": -0.7, "skip": False}),
+}
+
+
+def make(queries, keys, batch, heads, groups, width, causal, added, dtype, length=1.0):
+    """(q, k, v, ScoreBias, leaves)"""
+    generator = torch.Generator().manual_seed(queries * keys + width)
+    shapes = [(queries, batch, heads, width), (keys, batch, groups, width), (keys, batch, groups, width)]
+    q, k, v = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    qkv = [x.requires_grad_() for x in (q * length, k, v)]
+    slopes = table = None
+    if added in ("slopes", "trained"):
+        slopes = alibi_slopes(heads).to(DEVICE).requires_grad_(added == "trained")
+    if isinstance(added, tuple):  # all heads of the model, and where this rank's begin
+        slopes = alibi_slopes(added[0])[added[1] : added[1] + heads].to(DEVICE)
+    if added == "table":
+        table = torch.randn(heads, 32, generator=generator).to(DEVICE).requires_grad_()
+    bias_leaves = [x for x in (slopes, table) if x is not None and x.requires_grad]
+    return *qkv, ScoreBias(slopes, table, TABLE_DISTANCE, causal), [*qkv, *bias_leaves]
+
+
+def differentiate(output, leaves):
+    towards = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, leaves[0].dtype)
+    return [x.detach() for x in (output, *torch.autograd.grad((output * towards.to(output.dtype)).sum(), leaves))]
+
+
+def triton(q, k, v, bias, leaves, scale=None, dropout_p=0.0, skip=True, schedule=SMALL):
+    """[output, every gradient]"""
+    torch.manual_seed(5)
+    return differentiate(attention_triton(q, k, v, bias, scale, dropout_p, skip=skip, schedule=schedule), leaves)
+
+
+def oracle(q, k, v, bias, leaves, dtype, scale=None, dropout_p=0.0, **unused):
+    """[output, every gradient] with the weights that the kernel's dropout keeps."""
+    torch.manual_seed(5)
+    shape = (q.shape[1], q.shape[2], len(q), len(k))
+    seed = int(torch.randint(2**62, (1,), device=DEVICE)) if dropout_p > 0 else 0
+    keep = dropout_keep(seed, shape, dropout_p).to(DEVICE) if dropout_p > 0 else None
+    output = attention_reference(
+        q, k, v, slopes=bias.slopes, relative_attention_bias=bias.table, relative_attention_max_distance=TABLE_DISTANCE,
+        causal=bias.causal, scale=scale, dropout_p=dropout_p, keep=keep, dtype=dtype,
+    )  # fmt: skip
+    return [x.double() for x in differentiate(output, leaves)]
+
+
+def assert_exact(made, dtype, **arguments):
+    ours = [x.double() for x in triton(*made, **arguments)]
+    exact, plain = (oracle(*made, x, **arguments) for x in (torch.float64, dtype))
+    assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact_forward_and_backward(case):
+    *shape, arguments = CASES[case]
+    assert_exact(make(*shape, torch.float32), torch.float32, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["odd length, odd width", "slopes with gradient", "table", "dropout", "symmetric"])
+def test_half_precision_is_exact(case, dtype):
+    *shape, arguments = CASES[case]
+    assert_exact(make(*shape, dtype), dtype, **arguments)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (200, torch.float32)])
+def test_blocks_of_the_tables_are_exact(width, dtype):
+    """The schedules that models run with, for every width they are made for."""
+    assert_exact(make(150, 190, 1, 1, 1, width, True, "slopes", dtype), dtype, schedule=None)
+
+
+def test_weights_far_from_one_are_exact():
+    """Scores to +-30, so that the running softmax meets new maxima late."""
+    assert_exact(make(97, 97, 1, 2, 2, 16, True, "slopes", torch.float32, length=8.0), torch.float32)
+
+
+INPUTS = {
+    "gaussian": lambda q, k, v: (q, k, v),
+    "scale 8": lambda q, k, v: (q * 8, k, v),
+    "constant": lambda q, k, v: (torch.full_like(q, 0.5), torch.full_like(k, 0.5), v),
+    "one-hot": lambda q, k, v: (torch.zeros_like(q).index_fill_(3, torch.tensor([1], device=DEVICE), 4.0), k.sign(), v),
+    "giant key": lambda q, k, v: (q, k * (1 + 1e4 * (torch.arange(len(k), device=DEVICE) == 3))[:, None, None, None], v),
+    "giant value": lambda q, k, v: (
+        q, k, v * (1 + 1e9 * (torch.arange(len(k), device=DEVICE) == 3))[:, None, None, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("shape", ["causal", "symmetric, grouped, keys from before"])
+def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
+    causal = shape == "causal"
+    queries, keys, groups = (160, 160, 2) if causal else (64, 192, 1)
+    q, k, v, _, _ = make(queries, keys, 1, 2, groups, 16, causal, None, torch.float32)
+    q, k, v = (x.detach().requires_grad_() for x in INPUTS[kind](q, k, v))
+    slopes = torch.tensor([2.0, 0.75], device=DEVICE)
+    tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
+
+    runs, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
+    model = key_runs(*(x.cpu() for x in (q, k, v, slopes)), causal=causal, **tiles)
+    for kernels, models in zip(runs, model):
+        assert torch.equal(kernels.cpu(), models)
+    share = share_visited(runs, queries, keys, causal=causal, **tiles)
+    if kind in ("gaussian", "constant", "one-hot"):
+        assert (share < 0.9).all()
+
+    bias = ScoreBias(slopes, None, TABLE_DISTANCE, causal)
+    on, off = (triton(q, k, v, bias, [q, k, v], skip=skip) for skip in (True, False))
+    for name, x, y in zip("oqkv", on, off):
+        assert (x - y).abs().max() <= 2.0**-20 * max(y.abs().max(), 1e-3), (
+            name
+        )  # equal keys: the gradient of q is nought
+
+
+def test_forward_and_backward_leave_out_the_same_tiles():
+    """Seen from one tile of queries: what it skips gets no gradient at all from it, and is not read."""
+    q, k, v, _, _ = make(192, 192, 1, 1, 1, 16, True, None, torch.float32)
+    q = q.detach().clone()
+    q[128:160] *= 1e4  # the next tile visits all keys, so that for the first of them this one is a gap in their run
+    bias = ScoreBias(torch.tensor([0.75], device=DEVICE), None, 0, True)
+    queries = slice(96, 128)
+    first = visited_tiles(q, k, v, bias.slopes, schedule=SMALL)[0].first_BHT[0, 0]
+    skipped = slice(first[3].item() * SMALL.key_tile)
+    assert first[3] > 0 and first[4] == 0
+
+    def gradients(skip, v_before, v_after):
+        q_, k_, v_ = (x.detach().clone().requires_grad_() for x in (q, k, v_before))
+        out = attention_triton(q_, k_, v_, bias, None, 0.0, skip=skip, schedule=SMALL)
+        v_.data[skipped] = v_after[skipped]  # behind autograd's back
+        return torch.autograd.grad(out[queries].sum(), (q_, k_, v_))
+
+    nans = torch.full_like(v, float("nan"))
+    assert gradients(True, v, nans)[0][queries].isfinite().all()
+    _, dk, dv = gradients(True, v, v)
+    assert (dk[skipped] == 0).all() and (dv[skipped] == 0).all()
+    _, dk, dv = gradients(False, v, v)
+    assert (dk[skipped] != 0).any() and (dv[skipped] != 0).any()
+    assert gradients(False, v, nans)[0][queries].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_propagates_through_skipped_tiles(name, bad):
+    q, k, v, bias, _ = make(160, 160, 1, 2, 2, 16, True, None, torch.float32)
+    bias = ScoreBias(torch.tensor([0.75, 0.5], device=DEVICE), None, 0, True)
+    inputs = {"q": q.detach().clone(), "k": k.detach().clone(), "v": v.detach().clone()}
+    where = 5 if name != "q" else 150
+    inputs[name][where, 0, 1, 3] = bad
+    out = attention_triton(*inputs.values(), bias, None, 0.0, skip=True, schedule=SMALL)
+    clean = attention_triton(q, k, v, bias, None, 0.0, skip=True, schedule=SMALL)
+    assert torch.equal(out[:, :, 0], clean[:, :, 0]), "the other head is not concerned"
+    hit = ~out[:, 0, 1].isfinite().all(dim=1)
+    seen = torch.arange(160, device=DEVICE) >= where if name != "q" else torch.arange(160, device=DEVICE) == where
+    if name == "k" and bad == float("inf"):  # -inf in a score is a weight of zero, as in plain attention
+        seen &= inputs["q"][:, 0, 1, 3] > 0
+    assert hit[seen].all() and not hit[: where // 32 * 32].any()
+
+
+@pytest.mark.parametrize("case", ["keys from before", "symmetric table", "dropout, symmetric, trained"])
+def test_every_element_is_written_and_runs_agree_to_the_last_bit(case, monkeypatch):
+    *shape, arguments = CASES[case]
+    made = make(*shape, torch.float32)
+    once, again = triton(*made, **arguments), triton(*made, **arguments)
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: poison(empty(*size, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: poison(empty_like(x, **options)))
+    poisoned = triton(*made, **arguments)
+    for x, y, z in zip(once, again, poisoned):
+        assert torch.equal(x, y) and torch.equal(x, z)
+
+
+def poison(x):
+    return x.fill_(float("nan") if x.is_floating_point() else 2**31 - 1 if x.dtype == torch.int32 else 0)
+
+
+def test_views_of_a_fused_projection_are_read_where_they_lie():
+    """As Megatron hands them over: [S, B, heads, (q, k, v), D] split, and nothing of it contiguous."""
+    generator = torch.Generator().manual_seed(2)
+    fused = torch.randn(97, 2, 2, 3 * 16, generator=generator).to(DEVICE).requires_grad_()
+    views = fused.split(16, dim=3)
+    assert not any(x.is_contiguous() for x in views)
+    bias = ScoreBias(alibi_slopes(2).to(DEVICE), None, 0, True)
+    strided = differentiate(attention_triton(*views, bias, None, 0.0, skip=True, schedule=SMALL), [fused])
+    whole = [x.detach().contiguous().requires_grad_() for x in views]
+    dense = differentiate(attention_triton(*whole, bias, None, 0.0, skip=True, schedule=SMALL), whole)
+    assert torch.equal(strided[0], dense[0]) and torch.equal(strided[1], torch.cat(dense[1:], dim=3))
+    q, k, v = (x.detach() for x in views)
+    across = v.transpose(0, 1).contiguous().transpose(0, 1)  # batch first, as other strides than q and k have
+    out = attention_triton(q, k, across, bias, None, 0.0, skip=True, schedule=SMALL)
+    assert torch.equal(out, dense[0])
+    across[3, 1, 1] *= 1e15
+    slopes = torch.tensor([1.0, 1.5], device=DEVICE)
+    runs = visited_tiles(q * 0.1, k, across, slopes, schedule=SMALL)[0]
+    tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
+    model = key_runs(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
+    assert torch.equal(runs.first_BHT.cpu(), model.first_BHT)
+    assert not torch.equal(model.first_BHT[0], model.first_BHT[1]), "only that head of that sequence visits them"
+    expanded = attention_triton(*(x[:, :1].expand(-1, 2, -1, -1) for x in views), bias, None, 0.0, schedule=SMALL)
+    assert torch.equal(expanded[:, 0], expanded[:, 1]), "a stride of zero"
+
+
+def test_dropout_replays_from_the_generator_and_keeps_its_share():
+    q, k, v, bias, _ = make(65, 65, 2, 2, 2, 16, True, "slopes", torch.float32)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(attention_triton(q, k, v, bias, None, 0.3, schedule=SMALL))
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+    kept = dropout_keep(12345678901234567, (2, 4, 128, 128), 0.3).float()
+    assert abs(kept.mean() - 0.7) < 5 * (0.21 / kept.numel()) ** 0.5
+    by_head = kept.flatten(2).flatten(0, 1) - kept.mean()
+    correlation = (by_head @ by_head.T / (0.21 * by_head.shape[1])).fill_diagonal_(0)
+    assert correlation.abs().max() < 5 / by_head.shape[1] ** 0.5, "heads draw apart"
+
+
+def test_dispatch_serves_by_triton_or_says_why_not(caplog, monkeypatch):
+    q, k, v, bias, _ = make(33, 33, 1, 2, 2, 16, True, "slopes", torch.float32)
+    exact = attention_reference(q, k, v, slopes=bias.slopes)
+    assert (attention(q, k, v, slopes=bias.slopes, backend="triton") - exact).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="width 256 at most, these have 300"):
+        wide = torch.zeros(3, 1, 1, 300, device=DEVICE)
+        attention(wide, wide, wide, backend="triton")
+    with pytest.raises(ValueError, match="float64"):
+        attention(q.double(), k.double(), v.double(), backend="triton")
+    with pytest.raises(ValueError, match=r"float32.*float16"):
+        attention(q, k.half(), v.half(), backend="triton")
+    with pytest.raises(ValueError, match="none empty"):
+        attention(q[:0], k, v, backend="triton")
+    with pytest.raises(ValueError, match="would see no key"):
+        attention(q, k[:9], v[:9], backend="triton")
+    with pytest.raises(ValueError, match="2 query heads on 3"):
+        three = torch.zeros(33, 1, 3, 16, device=DEVICE)
+        attention(q, three, three, backend="triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(alibi_attention, "INTERPRETED", False)
+        with pytest.raises(ValueError, match="cannot serve: it wants a GPU"):
+            attention(q, k, v, backend="triton")
+        _say_once.cache_clear()
+        with caplog.at_level(logging.INFO, logger="kernels"):
+            attention(q, k, v, slopes=bias.slopes)
+        assert "through sdpa" in caplog.text

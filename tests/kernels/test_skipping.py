@@ -1,0 +1,208 @@
+"""The bound behind tile skipping, on the CPU to lengths of 4,096: the schedule in torch beside dense attention in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from kernels import alibi_slopes, skipping
+from kernels.skipping import KeyRuns, key_runs, share_visited
+
+TILES = {"query_tile": 128, "key_tile": 128}
+
+
+def visited(runs, num_queries, num_keys, query_tile, key_tile):
+    """bool [B, H, queries, keys], written out."""
+    tile_of_query = torch.arange(num_queries) // query_tile
+    tile_of_key = torch.arange(num_keys) // key_tile
+    first, end = (x[:, :, tile_of_query, None] for x in runs)
+    return (first <= tile_of_key) & (tile_of_key < end)
+
+
+def attend(q, k, v, slopes, causal, seen=None):
+    """(output [S, B, H, D], weights [B, H, queries, keys]) in fp64, over the keys in `seen`. As many key heads as heads."""
+    num_queries, num_keys = len(q), len(k)
+    q, k, v = (x.double().permute(1, 2, 0, 3) for x in (q, k, v))
+    distance = (torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)).double()
+    scores = q @ k.mT / q.shape[3] ** 0.5 - slopes.double()[:, None, None] * distance.abs()
+    if causal:
+        scores = scores.masked_fill(distance < 0, -torch.inf)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(dim=3)
+    return (weights @ v).permute(2, 0, 1, 3), weights
+
+
+def draw(kind, length, heads, width=64, seed=0):
+    """q, k, v [length, 1, heads, width]"""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(length, 1, heads, width, generator=generator) for _ in range(3))
+    if kind.startswith("scale "):
+        q = q * float(kind.removeprefix("scale "))
+    if kind in ("constant", "giant value", "giant key, faint queries"):
+        q, k = torch.full_like(q, 0.7), torch.full_like(k, 1.3)
+    if kind == "one-hot":
+        hot = torch.eye(width)[torch.randint(width, (2, length, 1, heads), generator=generator)]
+        q, k = 9 * hot
+    if kind == "giant key":
+        k[3] *= 1e4
+    if kind == "giant value":
+        v[255] *= 1e12
+    if kind == "giant key, faint queries":  # no weight shows it, the gradient of q does
+        q *= 1e-12
+        k[255] *= 1e12
+    if kind == "giant queries":
+        q[length // 2 :] *= 1e6
+    if kind == "key against its query":  # the own key has the worst score there is, the first keys the best
+        k = -q
+        k[:64] = q[-64:] * 1.5
+    return q, k, v
+
+
+def assert_skipping_changes_nothing(q, k, v, slopes, runs, query_tile, key_tile, causal=True):
+    """Output and gradients at once; returns the largest share of a row's weights that was dropped."""
+    seen = visited(runs, len(q), len(k), query_tile, key_tile)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    towards = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).double()
+    out, weights = attend(q, k, v, slopes, causal)
+    dropped = (weights * ~seen).sum(dim=3).max().item()
+    grads = torch.autograd.grad((out * towards).sum(), (q, k, v))
+    del weights
+    skipped, _ = attend(q, k, v, slopes, causal, seen)
+    skipped_grads = torch.autograd.grad((skipped * towards).sum(), (q, k, v))
+    assert dropped < 2.0**-24
+    for name, x, truth in zip("oqkv", (skipped, *skipped_grads), (out, *grads)):
+        assert (x - truth).abs().max() <= 2.0**-20 * truth.abs().max() + 1e-12, name
+    # Row by row, beside the values and keys where the query stands: a giant elsewhere is no excuse.
+    tile = torch.arange(len(k) - len(q), len(k)).clamp(min=0) // key_tile
+    own_value, own_key = (skipping.longest_rows(x.detach(), key_tile)[:, :, tile] for x in (v, k))
+    assert (rows(skipped - out) <= 2.0**-20 * own_value).all()
+    assert (rows(skipped_grads[0] - grads[0]) <= 2.0**-20 * own_value * own_key * rows(towards)).all()
+    return dropped
+
+
+def rows(x_SBHD):
+    return x_SBHD.detach().norm(dim=3).permute(1, 2, 0)
+
+
+KINDS = ["scale 1", "scale 3", "scale 8", "constant", "one-hot", "giant key", "giant key, faint queries",
+         "giant value", "giant queries", "key against its query"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_changes_nothing(kind):
+    q, k, v = draw(kind, 1024, 2)
+    slopes = alibi_slopes(16)[[0, 5]]
+    runs = key_runs(q, k, v, slopes, **TILES)
+    assert_skipping_changes_nothing(q, k, v, slopes, runs, **TILES)
+    share = share_visited(runs, 1024, 1024, causal=True, **TILES).squeeze(0)
+    if kind in ("scale 1", "constant", "one-hot"):
+        assert share[0] < 0.5, "the steep head skips most of its tiles"
+    if kind == "giant key":
+        assert (runs.first_BHT == 0).all(), "all that see it visit it"
+
+
+@pytest.mark.parametrize(("kind", "head"), [("scale 1", 10), ("scale 8", 2)])
+def test_skipping_changes_nothing_at_length_4096(kind, head):
+    q, k, v = draw(kind, 4096, 1)
+    slopes = alibi_slopes(16)[head : head + 1]
+    runs = key_runs(q, k, v, slopes, **TILES)
+    dropped = assert_skipping_changes_nothing(q, k, v, slopes, runs, **TILES)
+    assert share_visited(runs, 4096, 4096, causal=True, **TILES) < 1 and dropped > 0
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(300, 1000, True), (700, 700, False), (900, 300, False), (200, 900, False)]
+)
+def test_other_shapes(queries, keys, causal):
+    """Queries that are not the keys, symmetric attention, tiles of unequal sizes, lengths that no tile divides."""
+    q, (_, k, v) = draw("scale 1", queries, 2)[0], draw("scale 1", keys, 2, seed=1)
+    slopes = torch.tensor([0.7, 0.3])
+    for tiles in ({"query_tile": 64, "key_tile": 32}, {"query_tile": 32, "key_tile": 64}):
+        runs = key_runs(q, k, v, slopes, causal=causal, **tiles)
+        assert_skipping_changes_nothing(q, k, v, slopes, runs, causal=causal, **tiles)
+        assert (share_visited(runs, queries, keys, causal=causal, **tiles) < 0.8).all()
+
+
+def test_bound_holds_where_it_is_tight():
+    """Every key before the last tile has the length at which that tile just is skipped, and lies along the query: what
+    is dropped is as much as may be, and one bit less of need would be too little."""
+    length, tile, slope, own_score = 2048, 64, 2.0**-10, 60.0
+    q, k, v = torch.zeros(length, 1, 1, 64), torch.zeros(length, 1, 1, 64), torch.ones(length, 1, 1, 64)
+    q[-tile:, :, :, 0] = 8.0  # so that a score, scaled by 1 / 8, is the first number of its key
+    k[-tile:, :, :, 0] = own_score
+    slopes = torch.tensor([slope])
+    # the first of the last queries has one key of its own, which alone makes its logsumexp
+    nearest = torch.arange(length // tile - 1).flip(0) * tile + 1
+    longest = own_score - (24 + math.log2(length)) * math.log(2) + slope * nearest
+
+    def runs_of(short):
+        k[:-tile, 0, 0, 0] = (longest - short).repeat_interleave(tile)
+        return key_runs(q, k, v, slopes, query_tile=tile, key_tile=tile)
+
+    assert (runs_of(short=-0.1).first_BHT[0, 0, -1] == 0).all(), "a little longer, and nothing is skipped"
+    runs = runs_of(short=0.1)
+    assert runs.first_BHT[0, 0, -1] == length // tile - 1, "a little shorter, and all of it is"
+    seen = visited(runs, length, length, tile, tile)[:, :, -tile:]
+    _, weights = attend(q[-tile:], k, v, slopes, True)
+    dropped = (weights * ~seen).sum(dim=3).max()
+    assert 2.0**-26 < dropped < 2.0**-24
+
+
+@pytest.mark.parametrize("length", [1024, 2048, 4096])
+def test_share_is_that_of_the_closed_form(length):
+    """All scores equal: a key matters up to the distance where slope * distance reaches 24 + log2(length) bits."""
+    q, k, _ = draw("constant", length, 8, width=32)
+    slopes = alibi_slopes(8)
+    share = share_visited(key_runs(q, k, torch.ones_like(k), slopes, **TILES), length, length, causal=True, **TILES)
+    tiles = length // 128
+    for head, slope in enumerate(slopes.tolist()):
+        window = (24 + math.log2(length)) * math.log(2) / slope
+        before = [min(tile, int((window - 1) // 128) + 1) for tile in range(tiles)]  # tile t ends t * 128 keys before
+        expected = sum(1 + x for x in before) / (tiles * (tiles + 1) / 2)
+        assert share[0, head] == pytest.approx(expected, abs=1e-12), head
+
+
+def test_what_is_never_skipped():
+    q, k, v = draw("scale 0.1", 512, 4)
+    k[:-64], k[-64:] = 0, q[-64:] * 1e4  # so that for the last queries only a slope speaks for keys far away
+    runs = key_runs(q, k, v, torch.tensor([0.5, 0.0, -0.01, math.nan]), query_tile=64, key_tile=64)
+    assert (runs.first_BHT[0, 0, 2:] > 0).all()
+    assert (runs.first_BHT[0, 1:] == 0).all(), "slopes that are not positive"
+    q, k, v = draw("scale 0.1", 512, 4)
+    for bad in (math.nan, math.inf):
+        for x in (q, k, v):
+            saved = x[7].clone()
+            x[7, 0, 0, 3] = bad
+            first = key_runs(q, k, v, torch.full((4,), 0.5), query_tile=64, key_tile=64).first_BHT[0]
+            x[7] = saved
+            assert (first[0] == 0).all() if x is not q else first[0, 0] == 0
+            assert (first[1:, 3:] > 0).all(), "the other heads are not concerned"
+
+
+def test_trained_slopes_keep_more():
+    """The gradient of a slope weighs every weight by its distance, so as many bits more are kept."""
+    q, k, v = draw("constant", 2048, 1)
+    slopes = torch.tensor([0.1])
+    fixed, trained = (
+        share_visited(key_runs(q, k, v, slopes, trained_slopes=x, **TILES), 2048, 2048, causal=True, **TILES)
+        for x in (False, True)
+    )
+    assert trained > fixed
+
+
+def test_grouped_heads_have_the_keys_of_their_group():
+    q = draw("scale 1", 512, 4)[0]
+    _, k, v = draw("scale 1", 512, 2, seed=1)
+    k[:, :, 1] *= 10
+    slopes = torch.full((4,), 0.5)
+    grouped = key_runs(q, k, v, slopes, query_tile=64, key_tile=64)
+    spread = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    assert torch.equal(grouped.first_BHT, key_runs(q, *spread, slopes, query_tile=64, key_tile=64).first_BHT)
+    assert not torch.equal(grouped.first_BHT[:, 1], grouped.first_BHT[:, 2])
+
+
+def test_share_counts_tiles():
+    runs = KeyRuns(torch.tensor([[[0, 0, 1, 3]]]), torch.tensor([[[1, 2, 3, 4]]]))
+    assert share_visited(runs, 256, 256, 64, 64, causal=True) == (1 + 2 + 2 + 1) / 10
+    assert share_visited(runs, 256, 256, 64, 64, causal=False) == 6 / 16
