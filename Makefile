@@ -18,7 +18,8 @@ demo: $(SETUP)  ## train short, test long on Shakespeare: build data, train two 
 	$(BIN)/pretrain export $(DEMO)/alibi $(DEMO)/hf
 	$(BIN)/pretrain evaluate $(DEMO)/alibi $(DEMO)/sinusoidal --out $(DEMO)/report/curve.json
 
-test: $(SETUP)  ## run every test
+test: $(SETUP)  ## run every test; those on a real Slurm where it is installed or can be, as root on Debian
+	tests/slurm/install.sh
 	$(BIN)/python -m pytest
 
 lint: $(SETUP)  ## check style, format and types

@@ -101,9 +101,9 @@ def train(
     from pretrain.train.loop import train as run_training
 
     code = run_training(run, resume, requests)
-    if code:  # at once: all ranks are here, and what started them ends those that are late
-        _leave(code)
-    topology.finish()
+    if not code:  # else at once: all ranks are here, and what started them ends those that are late
+        topology.finish()
+    _leave(code)  # everything is closed: the interpreter would take seconds to undo what it has imported
 
 
 @app.command()

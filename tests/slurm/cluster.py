@@ -1,0 +1,249 @@
+"""A real Slurm of several nodes in one temporary directory: nothing in /etc, no service, gone without a trace.
+
+Each node is a slurmd in PID, mount and UTS namespaces of its own: `hostname` is the node's, the nodes know each other by
+name, a node's processes are told from every other's, and killing a node kills all that runs on it, as a power cut does.
+The GPUs are clones of /dev/null that Slurm counts and hands out. Linux, as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.settings import cgroup_conf, gres_conf, slurm_conf
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel", "unshare", "setpriv")
+PACKAGES = "slurmctld slurmd slurm-client munge"
+START_SECONDS = 60
+STATE_SAVE_SECONDS = 6  # SAVE_MAX_WAIT (5) in Slurm's src/slurmctld/state_save.c, and the writing
+CONTROLLER = "controller"
+# What Linux gives to outgoing connections begins at 32768: a port below is still free when a killed daemon returns.
+PORTS = range(20_000, 32_000)
+# Bash stays as process 1, to bury the node's orphans as an init does; a container's /etc/hosts is a mount already.
+IN_NAMESPACE = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && "$@"; exit $?'
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here; None when one can."""
+    if os.geteuid() != 0:
+        return "a cluster in namespaces needs root"
+    absent = [program for program in PROGRAMS if not shutil.which(program, path=_search_path())]
+    if absent:
+        return f"no {', '.join(absent)} (Debian: apt-get install {PACKAGES})"
+    probe = subprocess.run(["unshare", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"unshare: {probe.stderr.strip()}" if probe.returncode else None
+
+
+class Cluster:
+    """`num_nodes` nodes n1, n2, ... in the partition "main", each with `gpus` fake GPUs and `cpus` processors."""
+
+    def __init__(self, num_nodes: int = 16, gpus: int = 8, cpus: int = 16) -> None:
+        self.nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
+        self.gpus, self.cpus = gpus, cpus
+        # Directly in /tmp: a UNIX socket's path has 108 bytes. Open to all: munged refuses a socket that others cannot reach.
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self.root.chmod(0o755)
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a command needs to find this cluster, beside the usual variables."""
+        return {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
+
+    # ---- the whole ---------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Starts everything; returns when every node is idle."""
+        self._write()
+        self._spawn("munged", ["munged", "--foreground", f"--socket={self.root}/munge/socket",
+                               f"--key-file={self.root}/munge/key", f"--log-file={self.root}/log/munged.log",
+                               f"--pid-file={self.root}/munge/pid", f"--seed-file={self.root}/munge/seed"])  # fmt: skip
+        self._wait(lambda: (self.root / "munge/socket").exists(), "munged does not answer", "munged")
+        self.start_controller()
+        for node in self.nodes:
+            self._spawn_node(node)
+        self._wait(lambda: set(self.node_states().values()) == {"idle"}, "the nodes are not up", *self.nodes)
+
+    def stop(self) -> None:
+        """Ends every process of the cluster, its jobs' too, and removes its files."""
+        for name in [*self.nodes, CONTROLLER, "munged"]:
+            self._kill(name)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    # ---- its parts ---------------------------------------------------------------------------------------------------
+    def kill_node(self, node: str) -> None:
+        """As a power cut: the node and all that runs on it are gone when this returns. Slurm finds out by itself."""
+        self._kill(node)
+
+    def start_node(self, node: str) -> None:
+        """The node boots; returns when Slurm may use it again."""
+        self._spawn_node(node)
+        self._wait(lambda: self.node_states().get(node) in ("idle", "mix", "alloc"), f"{node} is not up", node)
+
+    def restore(self) -> None:
+        """Starts what a test killed and left dead."""
+        if CONTROLLER not in self._daemons:
+            self.start_controller()
+        for node in self.nodes:
+            if node not in self._daemons:
+                self.start_node(node)
+
+    def kill_controller(self) -> None:
+        """SIGKILL to slurmctld, once what it knows now is on disk: it writes changes down some seconds late.
+
+        One that comes back without a job's start starts the job a second time, and drains the node that has it already.
+        """
+        time.sleep(STATE_SAVE_SECONDS)
+        self._kill(CONTROLLER)
+
+    def start_controller(self) -> None:
+        """Starts slurmctld on the state that it saved; returns when it answers."""
+        self._spawn_in_namespace(CONTROLLER, ["slurmctld", "-D", "-f", str(self.root / "slurm.conf")])
+        self._wait(lambda: "is UP" in self.run("scontrol", "ping").stdout, "slurmctld does not answer", CONTROLLER)
+
+    def node_states(self) -> dict[str, str]:
+        """Node -> "idle", "mix", "alloc", "down", "down*", ... as sinfo calls it; {} while no controller answers."""
+        lines = self.run("sinfo", "--Node", "--noheader", "--format=%N %t").stdout.splitlines()
+        return dict(line.split() for line in lines)  # type: ignore[misc]
+
+    def processes(self, node: str) -> dict[int, str]:
+        """What runs on the node beside slurmd: process id, as this machine counts, -> command line. {} for a dead node."""
+        try:
+            namespace = os.readlink(f"/proc/{self._init(node)}/ns/pid")
+        except (KeyError, OSError):
+            return {}
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")  # "" of a zombie
+                if words[0] not in ("", "bash", "slurmd") and os.readlink(path / "ns/pid") == namespace:
+                    found[int(path.name)] = " ".join(words).strip()
+        return found
+
+    # ---- commands and jobs -------------------------------------------------------------------------------------------
+    def run(
+        self, *command: object, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the cluster's "login node", which is this machine, and returns what it said."""
+        variables = os.environ | self.environment | dict(environment or {})
+        return subprocess.run(
+            [str(word) for word in command], env=variables, text=True, capture_output=True, timeout=120, **options
+        )
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """The fields of `scontrol show job`, for example JobState, Restarts, NodeList, BatchHost; {} when it has none."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout.split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for_job(self, job_id: str, states: Iterable[str] = ("COMPLETED",), seconds: float = 120) -> dict[str, str]:
+        """The job's fields as soon as it is in one of `states`. Fails when it ends in another, or after `seconds`."""
+        wanted, over = set(states), {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+        deadline = time.monotonic() + seconds
+        while (fields := self.job(job_id)).get("JobState") not in wanted:
+            assert fields.get("JobState") not in over, f"job {job_id}: {fields}, waited for {wanted}"
+            assert time.monotonic() < deadline, f"job {job_id}: {fields} after {seconds} s, waited for {wanted}"
+            time.sleep(0.1)
+        return fields
+
+    def step_processes(self, job_id: str, *words: str) -> dict[int, tuple[str, str]]:
+        """Processes of the job whose command lines hold all of `words`: process id -> (node, command line)."""
+        found = {}
+        for node in self.nodes:
+            for pid, command in self.processes(node).items():
+                with contextlib.suppress(OSError):
+                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    if f"SLURM_JOB_ID={job_id}".encode() in variables and all(word in command for word in words):
+                        found[pid] = (node, command)
+        return found
+
+    def report(self, lines: int = 40) -> str:
+        """For a test that failed: the queue, the nodes, and what the daemons said since they were up."""
+        parts = [self.run("squeue", "--states=all").stdout, self.run("sinfo").stdout]
+        for log in sorted((self.root / "log").glob("*.log")):
+            said = log.read_text(errors="replace").rpartition(" started on ")[2].splitlines()[2:]
+            parts.append("\n".join([f"--- {log.name}", *said[-lines:]]) if said else "")
+        return "\n".join(filter(None, parts))
+
+    # ---- behind it ---------------------------------------------------------------------------------------------------
+    def _write(self) -> None:
+        for name in ("munge", "state", "log", "dev", *(f"spool/{node}" for node in self.nodes)):
+            (self.root / name).mkdir(parents=True)
+        key = os.open(self.root / "munge/key", os.O_CREAT | os.O_WRONLY, 0o600)
+        with open(key, "wb") as file:
+            file.write(secrets.token_bytes(128))
+        for gpu in range(self.gpus):
+            os.mknod(self.root / f"dev/nvidia{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        names = "".join(f"127.0.0.1 {name}\n" for name in [CONTROLLER, *self.nodes])
+        (self.root / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        ports = _free_ports(len(self.nodes) + 1)
+        conf = slurm_conf(self.root, CONTROLLER, ports[0], dict(zip(self.nodes, ports[1:])), self.cpus, self.gpus)
+        (self.root / "slurm.conf").write_text(conf)
+        (self.root / "gres.conf").write_text(gres_conf(self.root, self.gpus))
+        (self.root / "cgroup.conf").write_text(cgroup_conf())
+
+    def _spawn_node(self, node: str) -> None:
+        self._spawn_in_namespace(node, ["slurmd", "-D", "-N", node, "-f", str(self.root / "slurm.conf")])
+
+    def _spawn_in_namespace(self, hostname: str, command: Sequence[str]) -> None:
+        unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._spawn(
+            hostname, [*unshare, "bash", "-c", IN_NAMESPACE, "bash", hostname, str(self.root / "hosts"), *command]
+        )
+
+    def _spawn(self, name: str, command: Sequence[str]) -> None:
+        assert name not in self._daemons, f"{name} runs already"
+        with open(self.root / f"log/{name}.out", "ab") as output:
+            # The kernel ends it when these tests end in any way.
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command], env=os.environ | self.environment, cwd=self.root,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    def _kill(self, name: str) -> None:
+        """SIGKILL to a daemon. One in a namespace takes all of the namespace with it, before this returns."""
+        if name not in self._daemons:
+            return
+        with contextlib.suppress(OSError):
+            os.kill(self._init(name), signal.SIGKILL)
+        self._daemons.pop(name).wait()
+
+    def _init(self, name: str) -> int:
+        """Process 1 of a daemon's namespace, or the daemon itself where it has none."""
+        pid = self._daemons[name].pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else pid
+
+    def _wait(self, condition: Callable[[], bool], complaint: str, *daemons: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not condition():
+            dead = [name for name in daemons if self._daemons[name].poll() is not None]
+            assert not dead, f"{dead} ended\n{self.report()}"
+            assert time.monotonic() < deadline, f"{complaint}\n{self.report()}"
+            time.sleep(0.05)
+
+
+def _search_path() -> str:
+    """PATH with the folders of daemons, which a plain user's shell leaves out."""
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
+
+
+def _free_ports(count: int) -> list[int]:
+    """That many neighbouring ports, all free."""
+    for _ in range(100):
+        first = random.randrange(PORTS.start, PORTS.stop - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("", port))
+            return list(range(first, first + count))
+    raise AssertionError(f"no {count} free ports in {PORTS}")

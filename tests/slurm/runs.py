@@ -1,0 +1,220 @@
+"""Runs on the tests' cluster: sent with `launcher submit`, watched, disturbed, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launcher.accounting import account, total
+from pretrain.attempts import AttemptRecord, read_attempts
+from pretrain.checkpoint.manifest import complete_checkpoints
+from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, metrics, started, wait_for
+from tests.slurm.cluster import Cluster
+
+SITE = """
+name = "tests"
+nodes = 16
+tasks_per_node = 2
+cpus_per_node = 2
+time_limit = "10"
+partition = "main"
+"""
+
+CONFIG = """
+[run]
+directory = "{folder}/runs/none"
+
+[model]
+num_layers = 4
+hidden_size = 128
+num_attention_heads = 8
+hidden_dropout = 0.1
+make_vocab_size_divisible_by = 64
+
+[parallel]
+world_size = 2
+
+[batch]
+micro_batch_size = 8
+global_batch_size = 16
+
+[data]
+directory = "{data}"
+source = "shakespeare"
+sequence_length = 64
+vocab_size = 512
+tokens_per_block = 4096
+tokens_per_shard = 500_000
+tokenizer_training_bytes = 500_000
+
+[optimizer]
+learning_rate = 1e-3
+
+[schedule]
+lr_decay_style = "constant"
+
+[train]
+num_steps = {steps}
+
+[checkpoint]
+interval_steps = 10
+
+[evaluation]
+lengths = [64]
+max_tokens = 2048
+
+[logging]
+wandb = "disabled"
+tensorboard = false
+
+[recovery]
+hang_seconds = 6
+"""
+STEPS = 60
+
+
+class Runs:
+    """Runs of one config on one site, each in its own directory."""
+
+    def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
+        self.cluster, self.folder, self.data = cluster, folder, data
+        self.config, self.site = folder / "run.toml", folder / "site.toml"
+        self.config.write_text(CONFIG.format(folder=folder, data=data, steps=STEPS))
+        self.site.write_text(SITE)
+        self.job_ids: list[str] = []
+
+    def launcher(self, *arguments: object) -> Done:
+        """`launcher` with these arguments."""
+        done = self.cluster.run(*LAUNCHER, *arguments, environment=ON_CPU, cwd=ROOT)
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def options(self, name: str, *settings: str) -> list[str]:
+        """The options of `launcher submit` and `launcher local` that make it the run `name`."""
+        return [word for each in (f"run.directory={self.folder}/runs/{name}", *settings) for word in ("--set", each)]
+
+    def submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Run:
+        """Sends the run, on that many nodes."""
+        done = self.try_to_submit(name, *settings, nodes=nodes, config=config)
+        assert done.code == 0, done.text
+        run = Run(self.cluster, self.folder / "runs" / name)
+        self.job_ids.append(run.job_id)
+        return run
+
+    def try_to_submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Done:
+        """How `launcher submit` ends."""
+        return self.launcher("submit", config or self.config, "--site", self.site, "--nodes", nodes,
+                             *self.options(name, *settings))  # fmt: skip
+
+    def local(self, name: str, nproc: int, *settings: str, config: object = None) -> Callable[[], Path]:
+        """Starts the run on this machine; what is returned waits for its end and gives its directory."""
+        words = [*LAUNCHER, "local", config or self.config, "--nproc", nproc, *self.options(name, *settings)]
+        process = started([str(word) for word in words])
+
+        def directory() -> Path:
+            done = ended(process)
+            assert done.code == 0, done.text
+            return self.folder / "runs" / name
+
+        return functools.cache(directory)
+
+
+class Run:
+    """A run that was submitted."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self.cluster, self.directory = cluster, directory
+        lines = (directory / "jobs.jsonl").read_text().splitlines()
+        self.job_id: str = json.loads(lines[-1])["job_id"]
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """launch.json."""
+        return json.loads((self.directory / "launch/launch.json").read_text())  # type: ignore[no-any-return]
+
+    def send_again(self) -> str:
+        """Sends the same script behind the launcher's back; the new job's id."""
+        script = self.directory / "launch/train.sbatch"
+        done = self.cluster.run("sbatch", "--parsable", *self.launch["sbatch"], script)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    @property
+    def attempts(self) -> list[AttemptRecord]:
+        return read_attempts(self.directory)
+
+    def wait_for_step(self, attempt: int, steps: int) -> None:
+        """Returns when attempt number `attempt` trains and has taken `steps` steps of its own."""
+
+        def reached() -> bool:
+            records = self.attempts
+            assert len(records) <= attempt, f"attempt {attempt + 1} already"
+            assert len(records) < attempt or records[-1].ended is None, records[-1].ended
+            if len(records) < attempt or records[-1].progress is None or records[-1].progress.phase != "training":
+                return False
+            first = next(mark.step for mark in records[-1].phases if mark.phase == "training")
+            return records[-1].progress.step >= first + steps
+
+        wait_for(reached, 120)
+
+    def wait_for_ranks(self, attempt: int, count: int = 2) -> None:
+        """Returns when attempt number `attempt` has its ranks' processes, which may do nothing yet."""
+        wait_for(lambda: len(self.attempts) == attempt and len(self.ranks()) == count, 120)
+
+    def wait_for_end(self, attempt: int) -> AttemptRecord:
+        """The attempt with that number once it has ended."""
+        wait_for(lambda: len(self.attempts) >= attempt and self.attempts[attempt - 1].ended, 120)
+        return self.attempts[attempt - 1]
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """The ranks' processes: rank -> (process id, node)."""
+        found = {}
+        for pid, (node, _) in self.cluster.step_processes(self.job_id, "-m pretrain train").items():
+            with contextlib.suppress(OSError, KeyError):
+                words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                variables = dict(word.split("=", 1) for word in words if "=" in word)
+                if os.readlink(f"/proc/{pid}/exe") != os.readlink(f"/proc/{_parent(pid)}/exe"):  # no rank's helper
+                    found[int(variables["SLURM_PROCID"])] = (pid, node)
+        return found
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """To the process of one rank alone."""
+        os.kill(self.ranks()[rank][0], number)
+
+    def said(self, attempt: int) -> str:
+        """All that an attempt's ranks, and srun, have said."""
+        return (self.directory / f"logs/attempt-{attempt:04d}.log").read_text()
+
+    def job_said(self, job_id: str | None = None) -> str:
+        """What a job of this run has said: its script, the supervisor and rank 0."""
+        return (self.directory / f"logs/slurm-{job_id or self.job_id}.log").read_text()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
+    """The newest checkpoint, that of `step`, as its ranks wrote it: equal bytes are equal weights and Adam moments."""
+    checkpoint = complete_checkpoints(run)[-1]
+    assert checkpoint.name == f"step-{step:08d}", checkpoint
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every step that metrics.jsonl has."""
+    return [(record["step"], record["loss_nats"]) for record in metrics(run) if "evaluation" not in record]
+
+
+def parts(run: Path) -> dict[str, int]:
+    """Where the run's wall time went, in milliseconds, checked to sum to what its files say it took."""
+    attempts: Any = read_attempts(run)
+    whole = total(account(attempts))
+    began, ended = attempts[0].owner.submitted_at, attempts[-1].ended.at
+    assert sum(whole.parts.values()) == round(ended * 1000) - round(began * 1000)
+    return whole.parts

@@ -1,0 +1,148 @@
+"""Proof 4, on a real Slurm: every checkpoint is evaluated, once, whatever is killed, and training waits for none of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from launcher.job import JOBS, read_jobs
+from pretrain.attempts import read_attempts
+from tests.end_to_end.commands import Done, explained, metrics, wait_for
+from tests.end_to_end.conftest import CONFIG
+from tests.slurm.cluster import Cluster
+
+NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
+LENGTHS = (32, 64)
+
+
+class Desk:
+    """A researcher's directory on the login node: run.toml, site.toml, and the run in runs/alibi."""
+
+    def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
+        self.cluster, self.folder, self.run = cluster, folder, folder / "runs/alibi"
+        (folder / "run.toml").write_text(CONFIG.format(folder=folder, data=data))
+        self.site()
+
+    def site(self, **values: str) -> None:
+        site = {"name": "tests", "partition": "main", "nodes": 2, "tasks_per_node": 1, "cpus_per_node": 1, "time_limit": "30",
+                "environment": {"CUDA_VISIBLE_DEVICES": ""}} | values  # fmt: skip
+        (self.folder / "site.toml").write_text(tomli_w.dumps(site))
+
+    def launcher(self, *words: object) -> Done:
+        done = self.cluster.run(sys.executable, "-m", "launcher", *words, "--site", "site.toml", cwd=self.folder)
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def submit(self, steps: int) -> str:
+        """Trains with a checkpoint, and in the loop the same evaluation, after every step; returns the job's id."""
+        settings = [f"train.num_steps={steps}", "checkpoint.interval_steps=1", "evaluation.interval_steps=1"]
+        done = self.launcher("submit", "run.toml", *(word for s in settings for word in ("--set", s)), "--nodes", 1,
+                             "--evaluate-checkpoints", "--lengths", "32,64")  # fmt: skip
+        assert done.code == 0, done.text
+        return next(record.job_id for record in reversed(read_jobs(self.run)) if record.kind == "train")
+
+    def jobs(self) -> dict[str, str]:
+        """The evaluation jobs on record: checkpoint -> job id."""
+        return {str(record.checkpoint): record.job_id for record in read_jobs(self.run) if record.kind == "evaluate"}
+
+    def state(self, job_id: str) -> tuple[str, str]:
+        fields = self.cluster.job(job_id)
+        return fields["JobState"], fields["Reason"]
+
+    def freeze(self, job_id: str, log: Path, *words: str) -> int:
+        """Freezes the job's process whose command line holds `words`, as soon as its step, which writes `log`, starts."""
+        wait_for(log.exists)  # to look for processes is slow, and takes the time from those that start
+        found: dict[int, Any] = {}
+
+        def is_there() -> bool:
+            found.update(self.cluster.step_processes(job_id, *words))
+            return bool(found)
+
+        wait_for(is_there)
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+        return min(found)
+
+
+@pytest.fixture
+def desk(cluster: Cluster, tmp_path: Path, tiny_data: Path) -> Desk:
+    return Desk(cluster, tmp_path, tiny_data)
+
+
+def outcomes(run: Path, name: str) -> list[str | None]:
+    return [a.ended and a.ended.reason for a in read_attempts(run / "evaluations/claims" / name)]
+
+
+def test_every_checkpoint_is_evaluated_once(desk):
+    run, cluster = desk.run, desk.cluster
+    # The first checkpoint lands while nobody looks: the supervisor is frozen, then killed, and with it the job.
+    training = desk.submit(steps=1)
+    supervisor = desk.freeze(training, run / "logs/attempt-0001.log", "launcher", "attempt")
+    wait_for((run / "checkpoints" / NAMES[0] / "manifest.json").exists)
+    os.kill(supervisor, signal.SIGKILL)
+    cluster.wait_for_job(training, ["FAILED"])
+    assert desk.jobs() == {}
+
+    # The next one catches up. That evaluation is frozen, and two more checkpoints land: training waits for nothing.
+    training = desk.submit(steps=3)
+    wait_for(lambda: NAMES[0] in desk.jobs())
+    first = desk.jobs()[NAMES[0]]
+    desk.freeze(first, run / f"logs/evaluate-{NAMES[0]}.log", "pretrain", "evaluate", "--out")
+    wait_for((run / "checkpoints" / NAMES[2] / "manifest.json").exists)
+    cluster.wait_for_job(training)
+    assert sorted(desk.jobs()) == NAMES
+    assert desk.state(first)[0] == "RUNNING"
+    assert [desk.state(desk.jobs()[name]) for name in NAMES[1:]] == [("PENDING", "Dependency")] * 2
+
+    # The last one's record is lost, as in a crash after sbatch; and the frozen evaluation is put back into the queue.
+    last = desk.jobs()[NAMES[2]]
+    lines = (run / JOBS).read_text().splitlines(keepends=True)
+    (run / JOBS).write_text("".join(line for line in lines if json.loads(line)["job_id"] != last))
+    assert cluster.run("scontrol", "requeue", first).returncode == 0
+    wait_for(lambda: desk.jobs().get(NAMES[2], last) != last)  # sent a second time, by the first evaluation at its end
+    again = desk.jobs()[NAMES[2]]
+    wait_for((run / "evaluations" / NAMES[2]).exists)
+    for job_id in (first, desk.jobs()[NAMES[1]], last, again):
+        cluster.wait_for_job(job_id)
+
+    assert {name: outcomes(run, name) for name in NAMES} == {
+        NAMES[0]: [None, "evaluated"], NAMES[1]: ["evaluated"], NAMES[2]: ["evaluated"]
+    }  # fmt: skip
+    assert f"{NAMES[2]}: evaluated before" in (run / f"logs/slurm-{again}.log").read_text()
+    assert len(desk.jobs()) == len([r for r in read_jobs(run) if r.kind == "evaluate"]) == 3
+    curve = json.loads((run / "evaluations/curve.json").read_text())
+    found = {(r["step"], r["length"]): r["loss_nats"] for r in curve["records"] if r["protocol"] == "nonoverlapping"}
+    # The loop's own evaluation of the same weights; sums in another order.
+    logged = {(r["step"], r["length"]): r["loss_nats"] for r in metrics(run) if r.get("evaluation")}
+    assert found == pytest.approx(logged, rel=1e-6) and sorted(found) == [(s, n) for s in (1, 2, 3) for n in LENGTHS]
+    assert len(curve["records"]) == 12 and curve["train_length"] == 32
+    assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
+        "plan.json", "asked.json", "curve.json", "curve.csv", "curve.png", "steps.png", "report.md"
+    }  # fmt: skip
+
+
+def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(desk):
+    checkpoint = desk.run / "checkpoints" / NAMES[0]
+    explained(desk.launcher("evaluate-checkpoints", "runs/alibi"), 2, "not a run's directory (no config.toml)")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    (desk.run / "config.toml").write_text((desk.folder / "run.toml").read_text())
+    desk.site(python="/bin/false")
+    failed = desk.run / "evaluations" / NAMES[0] / "failed.json"
+    sent: list[str] = []
+    for _ in range(2):
+        done = desk.launcher("evaluate-checkpoints", "runs/alibi")
+        assert done.code == 0, done.text
+        assert not failed.exists()
+        wait_for(failed.exists)
+        tries = [record.job_id for record in read_jobs(desk.run)][len(sent) :]
+        assert json.loads(failed.read_text())["jobs"] == tries and len(tries) == 3
+        sent += tries
+    assert f"{NAMES[0]}: not evaluated: rank 0" in (desk.run / f"logs/slurm-{sent[0]}.log").read_text()
+    assert not (desk.run / "evaluations/curve.json").exists()
