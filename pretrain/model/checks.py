@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import alibi_slopes
 from kernels.reference import attention_reference
 from pretrain import platform
-from pretrain.config import RunConfig, RunFailed
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.model.attention import CoreAttention
 
 # Largest difference to the fp64 reference, relative to outputs of about 1: a few units in the last place of the dtype.
@@ -24,7 +24,8 @@ LENGTH = 64
 
 @torch.no_grad()
 def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
-    """Runs this rank's core attention on random inputs of 64 tokens. Raises RunFailed, saying what differs."""
+    """Runs this rank's core attention on random inputs of 64 tokens. Raises RunFailed, saying what differs; ConfigError
+    where the backend that the config forces cannot serve."""
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, CoreAttention)]
     expected_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
     if len(layers) != expected_layers:
@@ -35,9 +36,7 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     terms = _expected_terms(config, chunks[0])
     expected = attention_reference(query, key, value, **terms).float()
     plain = attention_reference(query, key, value).float()
-    training, core = layers[0].training, layers[0].eval()
-    actual = core(query, key, value).view(expected.shape).float()
-    core.train(training)
+    actual = _attend(config, layers[0], query, key, value).view(expected.shape).float()
     error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
     if not error <= tolerance:
         missing = float((actual - plain).abs().max()) <= tolerance
@@ -45,6 +44,19 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
             f"position.method = {config.position.method}: attention differs from the dense reference by {error:.2g} "
             f"(at most {tolerance:.0e} is rounding)" + (": the bias is absent" if missing and terms else "")
         )
+
+
+def _attend(config: RunConfig, core: CoreAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What `core` computes without dropout. Raises ConfigError where the config's backend cannot serve, with dropout or not."""
+    training = core.training
+    try:
+        if core.dropout:  # which some backends do not have
+            core.train()(query, key, value)
+        return core.eval()(query, key, value)
+    except ValueError as error:
+        raise ConfigError(f"model.attention_backend = {config.model.attention_backend}: {error}") from None
+    finally:
+        core.train(training)
 
 
 def _inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -122,6 +122,13 @@ def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
     assert contents(workspace) == before
 
 
+@pytest.mark.parametrize("backend", ["flex", "flash2"])
+def test_a_forced_attention_backend_that_cannot_serve(workspace, config, backend):
+    settings = f"model.attention_backend={backend}", f"run.directory={workspace}/runs/{backend}"
+    done = pretrain("train", config, *(word for setting in settings for word in ("--set", setting)))
+    explained(done, 2, f"model.attention_backend = {backend}: ", "cannot serve", "Choose auto or sdpa")
+
+
 def test_a_full_disk_while_training(workspace, config):
     """Exit code 1; no checkpoint is half there, and once there is room the same command goes on."""
     directory = workspace / "runs/full"
