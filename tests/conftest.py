@@ -1,4 +1,4 @@
-"""What tests share: pools of worker processes, and a tiny data set of real text."""
+"""What tests share: a tiny data set of real text, and a small run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig, load_config, parse_config
-from tests.distributed.pool import Pool
 
 warnings.simplefilter("ignore")
 if not torch.cuda.is_available():
@@ -22,21 +20,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # A shell's background job has SIGINT ignored, and so would every process that the tests start to interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], Pool]]:
-    """pools(n): n ranks, started on first use and shared by every test of the session."""
-    made: dict[int, Pool] = {}
-
-    def pool(world_size: int) -> Pool:
-        if world_size not in made:
-            made[world_size] = Pool(world_size)
-        return made[world_size]
-
-    yield pool
-    for each in made.values():
-        each.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,11 +101,20 @@ def load(
     config: RunConfig, streams: Streams, place: Topology, standing: Standing, requests: Requests, account: Account
 ) -> Run:  # fmt: skip
     """Builds the model and its optimizer and loads the checkpoint. All ranks together."""
+    if place.is_main:
+        _show_log("kernels")  # which attention backend was chosen, and why
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, place, chunks)
     progress = load_checkpoint(standing.checkpoint, optimizer) if standing.checkpoint else Progress(0, 0)
     return Run(config, place, chunks, optimizer, *streams, progress, standing, requests, account)
+
+
+def _show_log(name: str) -> None:
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
 
 
 def find_standing(config: RunConfig, resume: str) -> Standing:

@@ -124,14 +124,17 @@ def test_what_a_run_says_in_a_log(whole):
     lines = said.splitlines()
     assert lines[0] == f"{directory}: from scratch, to step 200; tensor 1 x pipeline 1 x data 2"
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 4 and len(lines) == 1 + 4 + 2
+    assert len(steps) == 4 and len(lines) == 2 + 4 + 2 + 3
+    assert lines[1].startswith("attention through sdpa: ")
     number = r"[\d.]+"
     for line, step in zip(steps, range(50, 201, 50)):
         expected = rf"step {step}/200  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  eta \d+:\d\d"
         assert re.fullmatch(expected, line), line
     assert re.fullmatch(
-        rf"evaluation after step 200, nonoverlapping, perplexity at  32: {number}  64: {number}", lines[-1]
+        rf"evaluation after step 200, nonoverlapping, perplexity at  32: {number}  64: {number}", lines[-4]
     )
+    assert lines[-3].startswith(f"{directory}: finished at step 200 of 200, 1 attempt, ")
+    assert lines[-2].startswith("time: ") and lines[-1].startswith("goodput: ")
 
 
 def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
