@@ -18,8 +18,9 @@ warnings.simplefilter("ignore")
 if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter, which is chosen when triton is first imported, by whomever.
     os.environ["TRITON_INTERPRET"] = "1"
-# A shell's background job has SIGINT ignored, and so would every process that the tests start to interrupt.
+# A shell's background job has SIGINT ignored, nohup's SIGHUP, and so would every process that the tests start to signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
