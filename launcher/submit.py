@@ -71,7 +71,9 @@ def submit(
     [job_id] = send([run], job, more)
     where = shlex.quote(config.run.directory)
     limit = (
-        f"at most {job.time_limit}, saves {job.signal_seconds} s before" if job.time_limit else "the partition's time"
+        f"time limit {job.time_limit}{' minutes' if job.time_limit.isdigit() else ''}, saves {job.signal_seconds} s before"
+        if job.time_limit
+        else "the partition's time"
     )
     print(f"job {job_id}: {run.directory} on {run.nodes} nodes x {run.tasks_per_node} ranks, {limit}")
     print(f"next: launcher status {where}\n      launcher logs {where} --follow")
@@ -193,9 +195,7 @@ def send(runs: Sequence[TrainingRun], job: Job, more: Mapping[Path, str] = Mappi
     """
     files = dict(more)
     for run in runs:
-        plan = run.directory / PLAN
-        texts = _frozen(run, job, evaluate=plan in more or plan.exists())
-        files |= {run.directory / "launch" / name: text for name, text in texts}
+        files |= {run.directory / "launch" / name: text for name, text in _frozen(run, job)}
     with _written(files, [job.logs, *(run.directory / "logs" for run in runs)]):
         job_id = slurm.submit(job.arguments(), job.script())
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
@@ -210,11 +210,11 @@ def send(runs: Sequence[TrainingRun], job: Job, more: Mapping[Path, str] = Mappi
     return ids
 
 
-def _frozen(run: TrainingRun, job: Job, evaluate: bool) -> Iterator[tuple[str, str]]:
+def _frozen(run: TrainingRun, job: Job) -> Iterator[tuple[str, str]]:
     """What the job reads, so that edits while it waits change nothing: names and texts of the files in RUN/launch."""
     launch = {
         "command": job.step(), "python": _python(job.site), "num_tasks": run.num_tasks, "nodes": run.nodes,
-        "evaluate": evaluate, "over": dict(run.over), "sbatch": job.arguments(), "site": job.site.model_dump(mode="json"),
+        "over": dict(run.over), "sbatch": job.arguments(), "site": job.site.model_dump(mode="json"),
     }  # fmt: skip
     yield "config.toml", dump_config(run.config)
     yield "launch.json", json.dumps(launch, indent=1) + "\n"

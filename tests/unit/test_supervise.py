@@ -20,6 +20,7 @@ from launcher.srun import _failure
 from launcher.supervise import Signals, Supervisor, Watchdog, without_progress
 from pretrain.attempts import Attempt, AttemptRecord, Ended, Owner, newest_checkpoint, read_attempts
 from pretrain.config import load_config
+from tests.unit.test_launcher_local import alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60
@@ -100,20 +101,6 @@ def train(run: Path, command: list[str], *settings: str, resume: str | None = No
 
 def outcomes(run: Path) -> list[tuple[str, int, int]]:
     return [(a.ended.outcome, a.ended.code, a.ended.step) for a in read_attempts(run)]
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
