@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import kernels.sdpa
-from kernels import alibi_slopes, attention
+import pretrain.kernels.sdpa
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.dispatch import attention
 
 HEADS, TOKENS = 8, 4096
 SLOPES = alibi_slopes(HEADS)
@@ -75,7 +76,9 @@ def masks() -> str:
                 "ours": lambda q, k, v: attention(q, k, v, slopes=SLOPES),
                 "dense [1, H, S, S]": lambda q, k, v, mask=mask: fused(q, k, v, attn_mask=mask),
                 "dense [B, H, S, S]": lambda q, k, v, full=full: fused(q, k, v, attn_mask=full),
-                "dense, q k v copied": lambda q, k, v, mask=mask: fused(q, k, v, copy=True, attn_mask=mask),
+                "dense, q k v copied": lambda q, k, v, mask=mask: fused(
+                    q, k, v, copy=True, attn_mask=mask
+                ),
                 "one overlapping view": whole_view,
                 "causal, no bias": lambda q, k, v: fused(q, k, v, is_causal=True),
             }
@@ -83,20 +86,26 @@ def masks() -> str:
                 times = compare(ways, make_qkv(length, batch, width), backward, repeats=3)
                 ratio = times["dense [1, H, S, S]"] / times["ours"]
                 what = "forward + backward" if backward else "forward"
-                rows.append([str(width), str(length), what, *(f"{t:.1f}" for t in times.values()), f"{ratio:.2f}"])
-    title = (
-        "## Ways to give the mask\n\nDense masks are made beforehand, outside the clock; ours is made in every call.\n"
-    )
+                rows.append(
+                    [
+                        str(width),
+                        str(length),
+                        what,
+                        *(f"{t:.1f}" for t in times.values()),
+                        f"{ratio:.2f}",
+                    ]
+                )
+    title = "## Ways to give the mask\n\nDense masks are made beforehand, outside the clock; ours is made in every call.\n"
     return title + "\n" + table(["width", "length", "", *ways, "dense / ours"], rows)
 
 
 def blocks() -> str:
     """Ours by the number of queries served at a time."""
-    sizes, rows, chosen = (64, 128, 256, 512), [], kernels.sdpa.QUERY_BLOCK
+    sizes, rows, chosen = (64, 128, 256, 512), [], pretrain.kernels.sdpa.QUERY_BLOCK
 
     def with_block(size: int) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kernels.sdpa.QUERY_BLOCK = size
+            pretrain.kernels.sdpa.QUERY_BLOCK = size
             return attention(q, k, v, slopes=SLOPES)
 
         return attend
@@ -105,9 +114,10 @@ def blocks() -> str:
     for length in (512, 2048, 4096):
         times = compare(ways, make_qkv(length, TOKENS // length, 64), backward=True, repeats=3)
         rows.append([str(length), *(f"{t:.1f}" for t in times.values())])
-    kernels.sdpa.QUERY_BLOCK = chosen
-    return f"## Queries at a time (head width 64, forward + backward; {chosen} is used)\n\n" + table(
-        ["length", *ways], rows
+    pretrain.kernels.sdpa.QUERY_BLOCK = chosen
+    return (
+        f"## Queries at a time (head width 64, forward + backward; {chosen} is used)\n\n"
+        + table(["length", *ways], rows)
     )
 
 
@@ -137,7 +147,9 @@ def whole_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fused(q.flip(0), k, v, attn_mask=bias.unfold(-1, length, 1)[None]).flip(0)
 
 
-def compare(ways: dict[str, Attend], qkv: list[Tensor], backward: bool, repeats: int) -> dict[str, float]:
+def compare(
+    ways: dict[str, Attend], qkv: list[Tensor], backward: bool, repeats: int
+) -> dict[str, float]:
     """Median milliseconds of each way; they take turns, so that whatever else the machine does meets them all."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):

@@ -8,14 +8,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kernels.bench import bench_attention
+from pretrain.kernels.bench import bench_attention
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="Also write the table to this Markdown file.")
     parser.add_argument("--lengths", help="Tokens, comma-separated.")
-    parser.add_argument("--seconds", type=float, default=480.0, help="About how long it may take, compilation apart.")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=480.0,
+        help="About how long it may take, compilation apart.",
+    )
     arguments = parser.parse_args()
     lengths = [int(n) for n in arguments.lengths.split(",")] if arguments.lengths else None
     text = bench_attention(lengths, arguments.seconds)

@@ -30,9 +30,12 @@ def make_stream(root: Path, millions: int) -> TokenStream:
     (root / "train").mkdir()
     (root / "tokenizer.model").write_bytes(b"")
     writer = SplitWriter(
-        root / "train", tokenizer_sha256=hashlib.sha256(b"").hexdigest(), vocab_size=50_000, tokens_per_block=65_536,
+        root / "train",
+        tokenizer_sha256=hashlib.sha256(b"").hexdigest(),
+        vocab_size=50_000,
+        tokens_per_block=65_536,
         tokens_per_shard=2**26,
-    )  # fmt: skip
+    )
     random = np.random.default_rng(0)
     for _ in range(millions):
         writer.add(random.integers(0, 50_000, 1_000_000), text_bytes=0)
@@ -51,7 +54,12 @@ def tokens_per_second_of_reads(stream: TokenStream, length: int) -> float:
 
 def tokens_per_second_of_batches(stream: TokenStream, length: int, num_workers: int) -> float:
     steps = batches(
-        stream, seed=0, sequence_length=length, global_batch_size=64, micro_batch_size=16, num_workers=num_workers
+        stream,
+        seed=0,
+        sequence_length=length,
+        global_batch_size=64,
+        micro_batch_size=16,
+        num_workers=num_workers,
     )
     list(islice(steps, 4))  # starts the workers
     start, tokens = time.perf_counter(), 0
@@ -67,9 +75,13 @@ def main() -> None:
         print(f"{len(stream):,} tokens; tokens a second, in random order:")
         for length in (128, 1024, 2048, 16384):
             reads = tokens_per_second_of_reads(stream, length)
-            loaded = [tokens_per_second_of_batches(stream, length, workers) for workers in (0, 1, 2)]
-            print(f"  L = {length:6,}: reads {reads:13,.0f}; batches with 0, 1, 2 workers "
-                  + ", ".join(f"{rate:13,.0f}" for rate in loaded))  # fmt: skip
+            loaded = [
+                tokens_per_second_of_batches(stream, length, workers) for workers in (0, 1, 2)
+            ]
+            print(
+                f"  L = {length:6,}: reads {reads:13,.0f}; batches with 0, 1, 2 workers "
+                + ", ".join(f"{rate:13,.0f}" for rate in loaded)
+            )
 
 
 if __name__ == "__main__":

@@ -27,22 +27,31 @@ Operation = Callable[..., Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="Also write the table to this Markdown file.")
-    parser.add_argument("--tokens", type=int, default=8192 if CUDA else 256, help="Tokens a micro batch.")
+    parser.add_argument(
+        "--tokens", type=int, default=8192 if CUDA else 256, help="Tokens a micro batch."
+    )
     arguments = parser.parse_args()
-    name = torch.cuda.get_device_name() if CUDA else "no GPU: on the CPU, where memory is not measured"
+    name = (
+        torch.cuda.get_device_name() if CUDA else "no GPU: on the CPU, where memory is not measured"
+    )
     lines = [
         f"# What stands beside attention, on {name}",
         f"torch {torch.__version__}, {DTYPE}, {arguments.tokens} tokens; hidden {HIDDEN}, FFN {FFN}, vocabulary {VOCABULARY}; "
         "forward and backward, medians.\n",
-        "| operation | way | ms | MiB at the peak | largest difference |", "|---|---|---:|---:|---:|",
-    ]  # fmt: skip
+        "| operation | way | ms | MiB at the peak | largest difference |",
+        "|---|---|---:|---:|---:|",
+    ]
     for operation, (inputs, ways) in operations(arguments.tokens).items():
         expected: list[Tensor] | None = None
         for way, function in ways.items():
             milliseconds, mebibytes, results = measure(function, inputs)
             expected = expected or results
-            error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(results, expected))
-            lines.append(f"| {operation} | {way} | {milliseconds:.3f} | {mebibytes:,.0f} | {error:.1e} |")
+            error = max(
+                float((x - y).abs().max() / y.abs().max()) for x, y in zip(results, expected)
+            )
+            lines.append(
+                f"| {operation} | {way} | {milliseconds:.3f} | {mebibytes:,.0f} | {error:.1e} |"
+            )
             print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     if arguments.write is not None:
@@ -74,18 +83,24 @@ def operations(tokens: int) -> dict[str, tuple[list[Tensor], dict[str, Operation
 
     compiled_piece = torch.compile(piece)
     return {
-        "bias-GELU": ([wide, random(FFN)], {"plain": bias_gelu, "torch.compile": torch.compile(bias_gelu)}),
+        "bias-GELU": (
+            [wide, random(FFN)],
+            {"plain": bias_gelu, "torch.compile": torch.compile(bias_gelu)},
+        ),
         "residual + LayerNorm": (
             [narrow, random(tokens, HIDDEN), random(HIDDEN), random(HIDDEN)],
             {"plain": norm, "torch.compile": torch.compile(norm)},
         ),
-        "logits + cross-entropy": ([narrow, random(VOCABULARY, HIDDEN, scale=0.02)], {
-            "plain, fp32 logits": loss,
-            "torch.compile": torch.compile(loss),
-            f"{CHUNKS} pieces, recomputed": lambda x, w: chunked_loss(x, w, piece),
-            f"{CHUNKS} pieces, compiled": lambda x, w: chunked_loss(x, w, compiled_piece),
-        }),
-    }  # fmt: skip
+        "logits + cross-entropy": (
+            [narrow, random(VOCABULARY, HIDDEN, scale=0.02)],
+            {
+                "plain, fp32 logits": loss,
+                "torch.compile": torch.compile(loss),
+                f"{CHUNKS} pieces, recomputed": lambda x, w: chunked_loss(x, w, piece),
+                f"{CHUNKS} pieces, compiled": lambda x, w: chunked_loss(x, w, compiled_piece),
+            },
+        ),
+    }
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:

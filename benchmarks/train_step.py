@@ -30,7 +30,10 @@ optimizer = ZeroOptimizer(config, place, chunks)
 dense = DenseGPT(config).to(platform.device())
 named = list(dense.named_parameters())
 groups = [
-    {"params": [p for n, p in named if is_decayed(n, p)], "weight_decay": config.optimizer.weight_decay},
+    {
+        "params": [p for n, p in named if is_decayed(n, p)],
+        "weight_decay": config.optimizer.weight_decay,
+    },
     {"params": [p for n, p in named if not is_decayed(n, p)], "weight_decay": 0.0},
 ]
 adam = torch.optim.AdamW(groups, lr=config.optimizer.learning_rate)
@@ -69,4 +72,6 @@ print(
 )
 for name, rate in rates.items():
     print(f"{name:<14}{rate:>12,.0f} tokens/s")
-print(f"the framework takes {rates['plain torch'] / rates['framework'] - 1:+.1%} of plain torch's time on top")
+print(
+    f"the framework takes {rates['plain torch'] / rates['framework'] - 1:+.1%} of plain torch's time on top"
+)

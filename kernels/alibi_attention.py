@@ -6,7 +6,7 @@ backward of keys, and walks over tiles of the others with a running softmax in p
 - The bias is made inside, in fp32, from exact integer distances: of slopes [H], or of a row of biases a head, one for
   each distance, the ends standing for all beyond (T5's buckets are such a row).
 - A program begins with the keys of its queries' own positions. What their softmax sums to tells which tiles farther
-  away cannot matter (`kernels.skipping` has the bound, and the same arithmetic in torch); the rest is loaded. The
+  away cannot matter (`pretrain.kernels.skipping` has the bound, and the same arithmetic in torch); the rest is loaded. The
   forward writes that down and the backward visits the same tiles. Nothing waits for the host.
 - Gradients of slopes and rows, and those of grouped heads, are summed in a fixed order: no atomics, so two runs agree
   to the last bit.
@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import skipping
-from kernels.bias import ScoreBias
+from pretrain.kernels import skipping
+from pretrain.kernels.bias import ScoreBias
 
 LOG2E = tl.constexpr(skipping.LOG2E)
 BITS = tl.constexpr(skipping.BITS)
@@ -101,11 +101,11 @@ def attention_triton(
     q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, bias: ScoreBias, scale: float | None, dropout_p: float,
     skip: bool | None = None, schedule: Schedule | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `kernels.attention`, which checks the arguments. Strided views are read where they lie; only D must be dense.
+    """As `pretrain.kernels.dispatch.attention`, which checks the arguments. Strided views are read where they lie; only D must be dense.
 
     `skip`: None leaves tiles out where slopes allow it and MIN_SKIP_KEYS keys make it pay, True at any length, False
     never. `schedule` is one of the tables' if left out. Dropout replays from a seed drawn from torch's default
-    generator of the device: `kernels.reference.dropout_keep` says which weights a seed keeps.
+    generator of the device: `pretrain.kernels.reference.dropout_keep` says which weights a seed keeps.
     """
     row = None
     if bias.table is not None:
@@ -133,7 +133,11 @@ def visited_tiles(
     `skipping.share_visited` makes shares of it.
     """
     options = _Options(
-        causal, q_SBHD.shape[3] ** -0.5 if scale is None else scale, 0.0, True, schedule or _schedule(q_SBHD)
+        causal,
+        q_SBHD.shape[3] ** -0.5 if scale is None else scale,
+        0.0,
+        True,
+        schedule or _schedule(q_SBHD),
     )
     _, _, plan = _run_forward(q_SBHD, k_SBGD, v_SBGD, slopes, None, None, options)
     return skipping.KeyRuns(plan.first, plan.end), options.schedule
@@ -171,21 +175,45 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, slopes, row, seed, out, lse, *plan = ctx.saved_tensors
         grads = _run_backward(
-            q, k, v, slopes, row, seed, out, lse, _Plan(*plan), d_out, ctx.options, ctx.needs_input_grad[4]
+            q,
+            k,
+            v,
+            slopes,
+            row,
+            seed,
+            out,
+            lse,
+            _Plan(*plan),
+            d_out,
+            ctx.options,
+            ctx.needs_input_grad[4],
         )
         return *grads, None, None
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, row: Tensor | None, seed: Tensor | None, options: _Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    row: Tensor | None,
+    seed: Tensor | None,
+    options: _Options,
 ) -> tuple[Tensor, Tensor, _Plan]:
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
     blocks, key_tile = options.schedule.forward, options.schedule.key_tile
-    query_tiles, key_tiles = triton.cdiv(num_queries, blocks.queries), triton.cdiv(num_keys, key_tile)
+    query_tiles, key_tiles = (
+        triton.cdiv(num_queries, blocks.queries),
+        triton.cdiv(num_keys, key_tile),
+    )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
-    runs = torch.empty(2, batch, heads, query_tiles if options.skip else 0, dtype=torch.int32, device=q.device)
-    norms = torch.empty(2, batch, groups, key_tiles if options.skip else 0, dtype=torch.float32, device=q.device)
+    runs = torch.empty(
+        2, batch, heads, query_tiles if options.skip else 0, dtype=torch.int32, device=q.device
+    )
+    norms = torch.empty(
+        2, batch, groups, key_tiles if options.skip else 0, dtype=torch.float32, device=q.device
+    )
     order = torch.empty(heads + groups if options.skip else 0, dtype=torch.int32, device=q.device)
     if options.skip:
         _norms_kernel[(batch * groups * key_tiles,)](
@@ -214,7 +242,16 @@ def _run_backward(
     d_out = d_out.contiguous()
     delta = torch.empty_like(lse)
     _delta_kernel[(triton.cdiv(num_queries, 64) * batch * heads,)](
-        out, d_out, delta, batch, heads, num_queries, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=64, num_warps=4
+        out,
+        d_out,
+        delta,
+        batch,
+        heads,
+        num_queries,
+        D=head_dim,
+        BLOCK_D=_padded(head_dim),
+        BLOCK_M=64,
+        num_warps=4,
     )
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shared = (
@@ -236,7 +273,11 @@ def _run_backward(
 
     blocks = options.schedule.dq
     # [by distance or of far keys on either side, B, H, S]: what each query has to say on the gradient of the bias
-    sums = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device) if options.trained_slopes else None
+    sums = (
+        torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
+        if options.trained_slopes
+        else None
+    )
     if row_wants_grad:
         sums = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     _dq_kernel[(batch * heads * triton.cdiv(num_queries, blocks.queries),)](
@@ -258,9 +299,13 @@ def _row_gradient(
 ) -> Tensor:
     """The gradient of the row of biases, [H, 2 far + 1]: near distances by a kernel, far keys from what dq summed."""
     q, far = shared[0], _far(row)
-    block = 32 if _padded(q.shape[3]) * q.element_size() < 1024 else 16  # of four such tiles in shared memory
+    block = (
+        32 if _padded(q.shape[3]) * q.element_size() < 1024 else 16
+    )  # of four such tiles in shared memory
     num_queries, batch, heads, _ = q.shape
-    reach = triton.cdiv(far + block - 1, block)  # diagonals -reach + 1 .. reach - 1 hold a distance below far
+    reach = triton.cdiv(
+        far + block - 1, block
+    )  # diagonals -reach + 1 .. reach - 1 hold a distance below far
     first_diagonal = 0 if variant["CAUSAL"] else 1 - reach
     diagonals = reach - first_diagonal
     query_tiles = triton.cdiv(num_queries, block)
@@ -285,7 +330,9 @@ def _row_gradient(
     return d_row
 
 
-def _bias_arguments(q: Tensor, slopes: Tensor | None, row: Tensor | None, seed: Tensor | None) -> tuple[Tensor, ...]:
+def _bias_arguments(
+    q: Tensor, slopes: Tensor | None, row: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, ...]:
     """(slopes, row in powers of two, seed); q stands for what the kernel does not look at."""
     return (
         q if slopes is None else slopes.contiguous(),
@@ -294,7 +341,9 @@ def _bias_arguments(q: Tensor, slopes: Tensor | None, row: Tensor | None, seed: 
     )
 
 
-def _variant(q: Tensor, slopes: Tensor | None, row: Tensor | None, options: _Options) -> dict[str, Any]:
+def _variant(
+    q: Tensor, slopes: Tensor | None, row: Tensor | None, options: _Options
+) -> dict[str, Any]:
     """What is compiled in, for forward and backward alike."""
     bias = NOTHING if slopes is None and row is None else SLOPES if row is None else ROW
     return {
@@ -305,7 +354,10 @@ def _variant(q: Tensor, slopes: Tensor | None, row: Tensor | None, options: _Opt
 
 def _resources(blocks: Blocks, row: Tensor | None) -> dict[str, int]:
     # Triton loads biases ahead through shared memory, too, like keys: with three stages they would not fit.
-    return {"num_warps": blocks.warps, "num_stages": blocks.stages if row is None else min(blocks.stages, 2)}
+    return {
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages if row is None else min(blocks.stages, 2),
+    }
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -339,7 +391,16 @@ def _dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _tile(X, start, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
+def _tile(
+    X,
+    start,
+    stride,
+    limit,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
     """Rows start .. start + ROWS of X, [ROWS, BLOCK_D]; zero past column D and, if BOUNDED, outside [0, limit)."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -355,7 +416,9 @@ def _tile(X, start, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def _store_tile(X, x, start, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_tile(
+    X, x, start, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     pointers = X + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -423,8 +486,13 @@ def _store_order(Slopes, Order, count, share, PADDED: tl.constexpr, PADDED_SHARE
     mine = tl.arange(0, PADDED)
     each = tl.arange(0, PADDED_SHARE)
     inside = (mine < count)[:, None] & (each < share)[None, :]
-    slopes = tl.min(tl.load(Slopes + mine[:, None] * share + each[None, :], mask=inside, other=float("inf")), axis=1)
-    slopes = tl.where(slopes == slopes, slopes, float("inf"))  # of NaN, too, ranks must be a permutation
+    slopes = tl.min(
+        tl.load(Slopes + mine[:, None] * share + each[None, :], mask=inside, other=float("inf")),
+        axis=1,
+    )
+    slopes = tl.where(
+        slopes == slopes, slopes, float("inf")
+    )  # of NaN, too, ranks must be a permutation
     # the same vector the other way up, which Triton has no operation for
     others = tl.sum(tl.where(mine[:, None] == mine[None, :], slopes[:, None], 0.0), axis=0)
     before = (others[None, :] < slopes[:, None]) | (
@@ -519,7 +587,16 @@ def _forward_kernel(
     if DROPOUT:
         weight = weight / (1 - dropout_p)
     line_of_out = tl.cast(batch, tl.int64) * heads * D + head * D
-    _store_tile(Out + line_of_out, acc * weight[:, None], start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D)
+    _store_tile(
+        Out + line_of_out,
+        acc * weight[:, None],
+        start,
+        batches * heads * D,
+        num_queries,
+        BLOCK_M,
+        D,
+        BLOCK_D,
+    )
     lse = _true_lse(top + tl.log2(total), slope, BLOCK_M, COLUMN_BIAS)
     tl.store(Lse + tl.cast(line, tl.int64) * num_queries + queries, lse, mask=queries < num_queries)
 
@@ -541,7 +618,9 @@ def _attend(
             # -slope * (position - key) less what all keys of a row share: nothing to compute for an element.
             scores = scores + (slope * (key - origin).to(tl.float32))[None, :]
         else:
-            scores = _biased(scores, (origin + rows)[:, None], key[None, :], slope, Row, far, CAUSAL, BIAS)
+            scores = _biased(
+                scores, (origin + rows)[:, None], key[None, :], slope, Row, far, CAUSAL, BIAS
+            )
         if MASKED:
             if CAUSAL:
                 scores = tl.where((origin + rows)[:, None] >= key[None, :], scores, float("-inf"))
@@ -552,7 +631,9 @@ def _attend(
         shrink = tl.math.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         if DROPOUT:
-            weights = tl.where(_kept(Seed, line, (start + rows)[:, None], key[None, :], dropout_p), weights, 0.0)
+            weights = tl.where(
+                _kept(Seed, line, (start + rows)[:, None], key[None, :], dropout_p), weights, 0.0
+            )
         v = _tile(V, key_start, v_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
         top = new_top
@@ -571,8 +652,10 @@ def _run(
     KeyNorms, ValueNorms, floor, reach, slope, origin, last, own_first, own_end, key_tiles, num_keys,
     KEY_TILE: tl.constexpr, BLOCK_M: tl.constexpr, TRAINED_SLOPES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """[first, end) of the key tiles that may matter: `kernels.skipping.key_runs` for one tile of queries."""
-    OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2  # at least BLOCK_M / KEY_TILE + 1
+    """[first, end) of the key tiles that may matter: `pretrain.kernels.skipping.key_runs` for one tile of queries."""
+    OWN: tl.constexpr = (
+        2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
+    )  # at least BLOCK_M / KEY_TILE + 1
     own = own_first + tl.arange(0, OWN)
     own_key = tl.max(tl.load(KeyNorms + own, mask=own < own_end, other=0.0), axis=0)
     own_value = tl.max(tl.load(ValueNorms + own, mask=own < own_end, other=0.0), axis=0)
@@ -586,7 +669,17 @@ def _run(
         tile = chunk + tl.arange(0, 64)
         nearest = origin - (tile * KEY_TILE + KEY_TILE - 1)
         matters = _matters(
-            KeyNorms, ValueNorms, tile, tile < own_first, nearest, floor, reach, slope, need, own_key, own_value
+            KeyNorms,
+            ValueNorms,
+            tile,
+            tile < own_first,
+            nearest,
+            floor,
+            reach,
+            slope,
+            need,
+            own_key,
+            own_value,
         )
         first = tl.minimum(first, tl.min(tl.where(matters, tile, own_first), axis=0))
     end = own_end
@@ -595,14 +688,26 @@ def _run(
             tile = chunk + tl.arange(0, 64)
             nearest = tile * KEY_TILE - last
             matters = _matters(
-                KeyNorms, ValueNorms, tile, tile < key_tiles, nearest, floor, reach, slope, need, own_key, own_value
+                KeyNorms,
+                ValueNorms,
+                tile,
+                tile < key_tiles,
+                nearest,
+                floor,
+                reach,
+                slope,
+                need,
+                own_key,
+                own_value,
             )
             end = tl.maximum(end, tl.max(tl.where(matters, tile + 1, own_end), axis=0))
     return first, end
 
 
 @triton.jit
-def _matters(KeyNorms, ValueNorms, tile, inside, nearest, floor, reach, slope, need, own_key, own_value):
+def _matters(
+    KeyNorms, ValueNorms, tile, inside, nearest, floor, reach, slope, need, own_key, own_value
+):
     key = tl.load(KeyNorms + tile, mask=inside, other=0.0)
     value = tl.load(ValueNorms + tile, mask=inside, other=0.0)
     gap = floor - (reach * key * NORM_SLACK - slope * nearest.to(tl.float32) * (1 - RELATIVE_SLACK))
@@ -615,15 +720,29 @@ def _matters(KeyNorms, ValueNorms, tile, inside, nearest, floor, reach, slope, n
 
 @triton.jit
 def _delta_kernel(
-    Out, DOut, Delta, batches, heads, num_queries, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+    Out,
+    DOut,
+    Delta,
+    batches,
+    heads,
+    num_queries,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """Delta[b, h, i] = sum of out * d_out over D: what every score's gradient has subtracted."""
     tiles = tl.cdiv(num_queries, BLOCK_M)
     line = tl.program_id(0) // tiles
     start = tl.program_id(0) % tiles * BLOCK_M
-    offset = tl.cast(line, tl.int64) * D  # [S, B, H, D] is dense: line b * heads + h of every position
-    out = _tile(Out + offset, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True).to(tl.float32)
-    d_out = _tile(DOut + offset, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True).to(tl.float32)
+    offset = (
+        tl.cast(line, tl.int64) * D
+    )  # [S, B, H, D] is dense: line b * heads + h of every position
+    out = _tile(
+        Out + offset, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True
+    ).to(tl.float32)
+    d_out = _tile(
+        DOut + offset, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True
+    ).to(tl.float32)
     queries = start + tl.arange(0, BLOCK_M)
     pointers = Delta + tl.cast(line, tl.int64) * num_queries + queries
     tl.store(pointers, tl.sum(out * d_out, axis=1), mask=queries < num_queries)
@@ -667,7 +786,10 @@ def _dkdv_kernel(
             begin = tl.maximum(key_start - before, 0) // BLOCK_M * BLOCK_M
         if SKIP:
             first_tile, end_tile = _query_tiles(
-                First + line * query_tiles, End + line * query_tiles, key_start // KEY_TILE, query_tiles
+                First + line * query_tiles,
+                End + line * query_tiles,
+                key_start // KEY_TILE,
+                query_tiles,
             )
             begin = tl.maximum(begin, first_tile * QUERY_TILE)
             stop = tl.minimum(stop, end_tile * QUERY_TILE)
@@ -683,7 +805,9 @@ def _dkdv_kernel(
         )  # fmt: skip
         stop_near = stop
         if BIAS == ROW and CAUSAL:
-            stop_near = tl.cdiv(tl.maximum(key_start + BLOCK_N - 1 + far - before, 0), BLOCK_M) * BLOCK_M
+            stop_near = (
+                tl.cdiv(tl.maximum(key_start + BLOCK_N - 1 + far - before, 0), BLOCK_M) * BLOCK_M
+            )
             stop_near = tl.minimum(tl.maximum(stop_near, near), stop)
         dk, dv = _collect(
             dk, dv, k, v, Q + tl.cast(batch, tl.int64) * q_b + tl.cast(head, tl.int64) * q_h, q_s,
@@ -700,7 +824,9 @@ def _dkdv_kernel(
             )  # fmt: skip
 
     offset = (tl.cast(batch, tl.int64) * groups + group) * D
-    _store_tile(DK + offset, dk * scale, key_start, batches * groups * D, num_keys, BLOCK_N, D, BLOCK_D)
+    _store_tile(
+        DK + offset, dk * scale, key_start, batches * groups * D, num_keys, BLOCK_N, D, BLOCK_D
+    )
     _store_tile(DV + offset, dv, key_start, batches * groups * D, num_keys, BLOCK_N, D, BLOCK_D)
 
 
@@ -740,9 +866,13 @@ def _collect(
         lse = tl.load(Lse + line_of_rows + query, mask=query < num_queries, other=float("inf"))
         if SKIP:
             runs = line * query_tiles + query // QUERY_TILE
-            visits = tl.load(First + runs, mask=query < num_queries, other=0) <= key_start // KEY_TILE
+            visits = (
+                tl.load(First + runs, mask=query < num_queries, other=0) <= key_start // KEY_TILE
+            )
             if not CAUSAL:
-                visits &= tl.load(End + runs, mask=query < num_queries, other=0) > key_start // KEY_TILE
+                visits &= (
+                    tl.load(End + runs, mask=query < num_queries, other=0) > key_start // KEY_TILE
+                )
             lse = tl.where(visits, lse, float("inf"))
         scores = _dot(k, tl.trans(q), UPCAST) * score_scale
         scores = _biased(scores, position[None, :], key[:, None], slope, Row, far, CAUSAL, BIAS)
@@ -788,7 +918,14 @@ def _dq_kernel(
     V += tl.cast(batch, tl.int64) * v_b + tl.cast(head // SHARE, tl.int64) * v_h
     q = _tile(Q, start, q_s, num_queries, BLOCK_M, D, BLOCK_D, True)
     d_out = _tile(
-        DOut + tl.cast(line, tl.int64) * D, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True
+        DOut + tl.cast(line, tl.int64) * D,
+        start,
+        batches * heads * D,
+        num_queries,
+        BLOCK_M,
+        D,
+        BLOCK_D,
+        True,
     )
     lse = tl.load(Lse + line_of_rows + query, mask=query < num_queries, other=float("inf"))
     delta = tl.load(Delta + line_of_rows + query, mask=query < num_queries, other=0.0)
@@ -830,7 +967,9 @@ def _dq_kernel(
         BIAS, DROPOUT, UPCAST
     )  # fmt: skip
     offset = tl.cast(line, tl.int64) * D
-    _store_tile(DQ + offset, dq * scale, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D)
+    _store_tile(
+        DQ + offset, dq * scale, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D
+    )
     if BIAS_GRAD:
         tl.store(Sums + line_of_rows + query, sums, mask=query < num_queries)
         other = tl.cast(batches * heads, tl.int64) * num_queries
@@ -919,10 +1058,35 @@ def _row_gradient_kernel(
         key = key_start + columns
         line_of_rows = tl.cast(line, tl.int64) * num_queries
         q = _tile(Q + batch * q_b + head * q_h, start, q_s, num_queries, BLOCK_M, D, BLOCK_D, True)
-        k = _tile(K + batch * k_b + head // SHARE * k_h, key_start, k_s, num_keys, BLOCK_N, D, BLOCK_D, True)
-        v = _tile(V + batch * v_b + head // SHARE * v_h, key_start, v_s, num_keys, BLOCK_N, D, BLOCK_D, True)
+        k = _tile(
+            K + batch * k_b + head // SHARE * k_h,
+            key_start,
+            k_s,
+            num_keys,
+            BLOCK_N,
+            D,
+            BLOCK_D,
+            True,
+        )
+        v = _tile(
+            V + batch * v_b + head // SHARE * v_h,
+            key_start,
+            v_s,
+            num_keys,
+            BLOCK_N,
+            D,
+            BLOCK_D,
+            True,
+        )
         d_out = _tile(
-            DOut + tl.cast(line, tl.int64) * D, start, batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True
+            DOut + tl.cast(line, tl.int64) * D,
+            start,
+            batches * heads * D,
+            num_queries,
+            BLOCK_M,
+            D,
+            BLOCK_D,
+            True,
         )
         lse = tl.load(Lse + line_of_rows + query, mask=query < num_queries, other=float("inf"))
         delta = tl.load(Delta + line_of_rows + query, mask=query < num_queries, other=0.0)
@@ -931,8 +1095,12 @@ def _row_gradient_kernel(
             scale * LOG2E, dropout_p, num_keys, True, CAUSAL, BIAS, DROPOUT, UPCAST
         )  # fmt: skip
     distance = diagonal * BLOCK_N + rows[:, None] - columns[None, :]
-    Near += tl.cast((head * diagonals + diagonal - first_diagonal) * splits + split, tl.int64) * (BLOCK_M * 2 * BLOCK_N)
-    pointers = Near + rows[:, None] * (2 * BLOCK_N) + (BLOCK_N - 1 - columns)[None, :] + rows[:, None]
+    Near += tl.cast((head * diagonals + diagonal - first_diagonal) * splits + split, tl.int64) * (
+        BLOCK_M * 2 * BLOCK_N
+    )
+    pointers = (
+        Near + rows[:, None] * (2 * BLOCK_N) + (BLOCK_N - 1 - columns)[None, :] + rows[:, None]
+    )
     tl.store(pointers, acc, mask=tl.abs(distance) < far)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.alibi import alibi_slopes
-from kernels.dispatch import attention
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.dispatch import attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = 16
@@ -112,11 +112,17 @@ def _ways(cuda: bool, dtype: torch.dtype) -> list[Way]:
 
 
 def _ours(name: str, cuda: bool, **more: Any) -> Way:
-    return Way(name, lambda case, slopes: partial(attention, slopes=slopes, backend="triton", **more), _no_triton(cuda))
+    return Way(
+        name,
+        lambda case, slopes: partial(attention, slopes=slopes, backend="triton", **more),
+        _no_triton(cuda),
+    )
 
 
 def _fallback() -> Way:
-    return Way("SDPA with our mask", lambda case, slopes: partial(attention, slopes=slopes, backend="sdpa"))
+    return Way(
+        "SDPA with our mask", lambda case, slopes: partial(attention, slopes=slopes, backend="sdpa")
+    )
 
 
 def _plain(name: str, backend: SDPBackend) -> Way:
@@ -171,9 +177,13 @@ def _header(ways: Sequence[Way]) -> list[str]:
 def _row(case: Case, ways: Sequence[Way], dtype: torch.dtype, seconds: float) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     times = _compare(case, ways, dtype, device, seconds)
-    cells = [t if isinstance(t, str) else f"{1e3 * t:.3f} ({case.flops / t / 1e12:.3g})" for t in times]
+    cells = [
+        t if isinstance(t, str) else f"{1e3 * t:.3f} ({case.flops / t / 1e12:.3g})" for t in times
+    ]
     what = "forward + backward" if case.backward else "forward"
-    return "| " + " | ".join([str(case.head_dim), str(case.length), case.inputs, what, *cells]) + " |"
+    return (
+        "| " + " | ".join([str(case.head_dim), str(case.length), case.inputs, what, *cells]) + " |"
+    )
 
 
 def _compare(
@@ -190,7 +200,9 @@ def _compare(
     leaves = [x.requires_grad_(case.backward) for x in qkv.to(dtype).unbind(3)]
     calls = [way.make(case, slopes) for way in ways]
     results: list[list[float] | str] = [call if isinstance(call, str) else [] for call in calls]
-    flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    flush = (
+        torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    )
     # The first turn compiles, which may take a minute once, and is not counted, neither is the second.
     turn, deadline = 0, time.monotonic() + 3600
     while time.monotonic() < deadline or turn < 5:
@@ -199,7 +211,9 @@ def _compare(
                 continue
             try:
                 taken = _time(call, leaves, case.backward, flush)  # type: ignore[arg-type]
-            except Exception as error:  # one way's failure is a cell of the table, not the end of the others
+            except (
+                Exception
+            ) as error:  # one way's failure is a cell of the table, not the end of the others
                 results[number] = type(error).__name__
                 print(f"{ways[number].name} at {case}: {error}", file=sys.stderr)
                 continue

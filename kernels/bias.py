@@ -28,12 +28,16 @@ class ScoreBias(NamedTuple):
         if self.slopes is not None:
             return -self.slopes[:, None] * distances.abs()
         if self.table is not None:
-            buckets = relative_buckets(distances, self.table.shape[1], self.max_distance, self.causal)
+            buckets = relative_buckets(
+                distances, self.table.shape[1], self.max_distance, self.causal
+            )
             return self.table.float()[:, buckets]
         return torch.zeros(1, len(distances), device=distances.device)
 
 
-def relative_buckets(distances: Tensor, num_buckets: int, max_distance: int, causal: bool) -> Tensor:
+def relative_buckets(
+    distances: Tensor, num_buckets: int, max_distance: int, causal: bool
+) -> Tensor:
     """The bucket of every distance, int64 in [0, num_buckets), any shape.
 
     Raffel et al. 2020, section 2.1: the first half of the buckets hold one distance each, the others logarithmically

@@ -11,13 +11,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.bias import ScoreBias
-from kernels.flash2 import attention_flash2
-from kernels.flash2 import refusal as flash2_refusal
-from kernels.flex import attention_flex
-from kernels.flex import refusal as flex_refusal
-from kernels.reference import attention_reference
-from kernels.sdpa import attention_sdpa, needs_mask
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.flash2 import attention_flash2
+from pretrain.kernels.flash2 import refusal as flash2_refusal
+from pretrain.kernels.flex import attention_flex
+from pretrain.kernels.flex import refusal as flex_refusal
+from pretrain.kernels.reference import attention_reference
+from pretrain.kernels.sdpa import attention_sdpa, needs_mask
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
     [H, num_buckets] (T5); both belong to this rank's heads, stay fp32, and may need gradients. `scale` is 1 / sqrt(D)
     if left out and does not touch the bias. `dropout_p` > 0 draws from torch's default generator of the device.
     `backend` "auto" chooses, and says in the log "kernels" what and why, once a process; a named one serves or refuses.
-    `skip` is for the Triton kernel: whether it leaves out tiles of keys too far back to matter (`kernels.skipping`);
+    `skip` is for the Triton kernel: whether it leaves out tiles of keys too far back to matter (`pretrain.kernels.skipping`);
     None where that pays.
     Raises ValueError on shapes that do not fit, and when the named backend cannot serve, saying why.
     """
@@ -52,13 +52,19 @@ def attention(
         _say_once(f"attention through {backend}: {reason}")
     if backend == "triton":
         if (refusal := _triton_refusal(q_SBHD)) is not None:
-            raise ValueError(f"attention backend triton cannot serve: {refusal}. Choose auto or sdpa")
-        from kernels.alibi_attention import attention_triton  # not before it is wanted: triton may not be installed
+            raise ValueError(
+                f"attention backend triton cannot serve: {refusal}. Choose auto or sdpa"
+            )
+        from pretrain.kernels.alibi_attention import (
+            attention_triton,  # not before it is wanted: triton may not be installed
+        )
 
         return attention_triton(q_SBHD, k_SBHD, v_SBHD, bias, scale, dropout_p, skip)
     if backend == "flash2":
         if (refusal := flash2_refusal(q_SBHD, bias)) is not None:
-            raise ValueError(f"attention backend flash2 cannot serve: {refusal}. Choose auto or sdpa")
+            raise ValueError(
+                f"attention backend flash2 cannot serve: {refusal}. Choose auto or sdpa"
+            )
         return attention_flash2(q_SBHD, k_SBHD, v_SBHD, bias, scale, dropout_p)
     if backend == "sdpa":
         return attention_sdpa(q_SBHD, k_SBHD, v_SBHD, bias, scale, dropout_p)
@@ -72,13 +78,18 @@ def attention(
             relative_attention_max_distance=relative_attention_max_distance, causal=causal, scale=scale,
             dropout_p=dropout_p,
         ).to(q_SBHD.dtype)  # fmt: skip
-    raise ValueError(f"attention backend {backend!r}: there are auto, triton, flash2, flex, sdpa and reference")
+    raise ValueError(
+        f"attention backend {backend!r}: there are auto, triton, flash2, flex, sdpa and reference"
+    )
 
 
 def _choose(q_SBHD: Tensor, k_SBHD: Tensor, bias: ScoreBias, dropout_p: float) -> tuple[str, str]:
     """(backend, why), first that serves."""
     if q_SBHD.is_cuda and _triton_refusal(q_SBHD) is None:
-        return "triton", "it makes the bias inside the kernel, and one kernel for every method compares methods"
+        return (
+            "triton",
+            "it makes the bias inside the kernel, and one kernel for every method compares methods",
+        )
     if flash2_refusal(q_SBHD, bias) is None:
         return "flash2", "it adds ALiBi inside its kernel"
     if not needs_mask(q_SBHD, k_SBHD, bias):
@@ -93,7 +104,7 @@ def _triton_refusal(q_SBHD: Tensor) -> str | None:
     """Why the Triton kernel cannot serve this, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    from kernels.alibi_attention import refusal
+    from pretrain.kernels.alibi_attention import refusal
 
     return refusal(q_SBHD)
 
@@ -108,20 +119,36 @@ def _check(
     causal: bool, dropout_p: float,
 ) -> None:  # fmt: skip
     q, k, v = (tuple(x.shape) for x in (q_SBHD, k_SBHD, v_SBHD))
-    if len(q) != 4 or len(k) != 4 or k != v or (q[1], q[3]) != (k[1], k[3]) or q_SBHD.numel() * k_SBHD.numel() == 0:
-        raise ValueError(f"q {q}, k {k}, v {v}: want [S, B, H, D], none empty, k and v alike, B and D those of q")
+    if (
+        len(q) != 4
+        or len(k) != 4
+        or k != v
+        or (q[1], q[3]) != (k[1], k[3])
+        or q_SBHD.numel() * k_SBHD.numel() == 0
+    ):
+        raise ValueError(
+            f"q {q}, k {k}, v {v}: want [S, B, H, D], none empty, k and v alike, B and D those of q"
+        )
     kinds = [(x.dtype, x.device) for x in (q_SBHD, k_SBHD, v_SBHD)]
     if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
-        raise ValueError("q, k and v are " + ", ".join(f"{x} on {y}" for x, y in kinds) + ": want them alike")
+        raise ValueError(
+            "q, k and v are " + ", ".join(f"{x} on {y}" for x, y in kinds) + ": want them alike"
+        )
     if q[2] % k[2]:
         raise ValueError(f"{q[2]} query heads on {k[2]} key heads: want a multiple")
     if causal and q[0] > k[0]:
-        raise ValueError(f"{q[0]} queries on {k[0]} keys under a causal mask: the first queries would see no key")
+        raise ValueError(
+            f"{q[0]} queries on {k[0]} keys under a causal mask: the first queries would see no key"
+        )
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p = {dropout_p}: want 0 <= dropout_p < 1")
     if slopes is not None and table is not None:
         raise ValueError("both slopes and relative_attention_bias: a model has one or the other")
     if slopes is not None and (tuple(slopes.shape) != (q[2],) or slopes.dtype != torch.float32):
-        raise ValueError(f"slopes {tuple(slopes.shape)} {slopes.dtype}: want fp32, one for each of the {q[2]} heads")
+        raise ValueError(
+            f"slopes {tuple(slopes.shape)} {slopes.dtype}: want fp32, one for each of the {q[2]} heads"
+        )
     if table is not None and (table.dim() != 2 or table.shape[0] != q[2]):
-        raise ValueError(f"relative_attention_bias {tuple(table.shape)}: want [{q[2]} heads, num_buckets]")
+        raise ValueError(
+            f"relative_attention_bias {tuple(table.shape)}: want [{q[2]} heads, num_buckets]"
+        )

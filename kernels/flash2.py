@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from kernels.bias import ScoreBias
+from pretrain.kernels.bias import ScoreBias
 
 
 def refusal(q_SBHD: Tensor, bias: ScoreBias) -> str | None:
@@ -31,9 +31,14 @@ def refusal(q_SBHD: Tensor, bias: ScoreBias) -> str | None:
 
 
 def attention_flash2(
-    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, bias: ScoreBias, scale: float | None, dropout_p: float
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
 ) -> Tensor:
-    """As `kernels.attention`. Its queries, too, are the last positions of the keys (flash_attn 2.1 and up)."""
+    """As `pretrain.kernels.dispatch.attention`. Its queries, too, are the last positions of the keys (flash_attn 2.1 and up)."""
     q, k, v = (x.transpose(0, 1) for x in (q_SBHD, k_SBHD, v_SBHD))
     attend = importlib.import_module("flash_attn").flash_attn_func
     out = attend(q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=bias.causal, alibi_slopes=bias.slopes,

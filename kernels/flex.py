@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from kernels.bias import ScoreBias
+from pretrain.kernels.bias import ScoreBias
 
 
 def refusal(q_SBHD: Tensor, dropout_p: float) -> str | None:
@@ -27,9 +27,14 @@ def refusal(q_SBHD: Tensor, dropout_p: float) -> str | None:
 
 
 def attention_flex(
-    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, bias: ScoreBias, scale: float | None, compiled: bool = True
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    compiled: bool = True,
 ) -> Tensor:
-    """As `kernels.attention`. Not compiled it is slow, dense and right, on a CPU too, without gradients."""
+    """As `pretrain.kernels.dispatch.attention`. Not compiled it is slow, dense and right, on a CPU too, without gradients."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
     num_queries, num_keys = q.shape[2], k.shape[2]
     first = _scalar(num_keys - num_queries, q.device)  # position of the first query
@@ -62,7 +67,9 @@ def _scalar(value: int, device: torch.device) -> Tensor:
 def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """Which tiles hold a key that some query may see. Making one takes queries * keys bytes for a moment."""
     first = _scalar(num_keys - num_queries, device)
-    return create_block_mask(lambda b, h, i, j: j <= first + i, None, None, num_queries, num_keys, device=str(device))
+    return create_block_mask(
+        lambda b, h, i, j: j <= first + i, None, None, num_queries, num_keys, device=str(device)
+    )
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.bias import relative_buckets
+from pretrain.kernels.bias import relative_buckets
 
 
 def attention_reference(
@@ -24,13 +24,16 @@ def attention_reference(
     keep: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """softmax(scale * q k^T + bias) v, [S, B, H, D] in `dtype`; arguments as `kernels.attention` takes them.
+    """softmax(scale * q k^T + bias) v, [S, B, H, D] in `dtype`; arguments as `pretrain.kernels.dispatch.attention` takes them.
 
     `keep` [B, H, queries, keys] says which weights dropout keeps, in place of torch's generator.
     In a half-precision `dtype` products are rounded to it, bias and softmax stay fp32: what a plain torch model does.
     Memory is several times B * H * queries * keys.
     """
-    (num_queries, num_keys), (heads, head_dim) = (q_SBHD.shape[0], k_SBHD.shape[0]), q_SBHD.shape[2:]
+    (num_queries, num_keys), (heads, head_dim) = (
+        (q_SBHD.shape[0], k_SBHD.shape[0]),
+        q_SBHD.shape[2:],
+    )
     q, k, v = (x.to(dtype).permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
 
@@ -62,7 +65,9 @@ def dropout_keep(seed: int, shape: tuple[int, int, int, int], dropout_p: float) 
     """
     batch, heads, num_queries, num_keys = shape
     word = (1 << 32) - 1
-    head, query, key = torch.meshgrid(*(torch.arange(n) for n in (batch * heads, num_queries, num_keys)), indexing="ij")
+    head, query, key = torch.meshgrid(
+        *(torch.arange(n) for n in (batch * heads, num_queries, num_keys)), indexing="ij"
+    )
     counter = [key, query, head, torch.zeros_like(key)]
     key_low, key_high = seed & word, seed >> 32
     for _ in range(7):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.bias import ScoreBias
+from pretrain.kernels.bias import ScoreBias
 
 QUERY_BLOCK = 256
 """Queries served at a time. A block meets no key after its last query, which halves the work of long causal sequences;
@@ -18,15 +18,23 @@ QUERY_BLOCK = 256
 
 
 def attention_sdpa(
-    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, bias: ScoreBias, scale: float | None, dropout_p: float
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
 ) -> Tensor:
-    """As `kernels.attention`. No more of a mask is ever in memory than QUERY_BLOCK queries by all keys.
+    """As `pretrain.kernels.dispatch.attention`. No more of a mask is ever in memory than QUERY_BLOCK queries by all keys.
 
     torch serves a mask that needs a gradient, and dropout, on a CPU by its unfused path, which keeps the scores.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
     attend = partial(
-        scaled_dot_product_attention, scale=scale, dropout_p=dropout_p, enable_gqa=q.shape[1] != k.shape[1]
+        scaled_dot_product_attention,
+        scale=scale,
+        dropout_p=dropout_p,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     if not needs_mask(q_SBHD, k_SBHD, bias):
         return attend(q, k, v, is_causal=bias.causal).permute(2, 0, 1, 3)
@@ -39,8 +47,14 @@ def attention_sdpa(
     # The bias depends on the distance alone, so [H, distances] says it all: with the queries in reverse order the row
     # of query r is entries r .. r + num_keys - 1, and `unfold` shows [H, queries, keys] as an overlapping view of it.
     distances = torch.arange(num_keys - 1, -num_queries, -1, device=q.device)
-    added = bias.at(distances).masked_fill(distances < 0, -torch.inf) if bias.causal else bias.at(distances)
-    if num_queries <= QUERY_BLOCK:  # so small a mask is cheaper to turn round than queries and output
+    added = (
+        bias.at(distances).masked_fill(distances < 0, -torch.inf)
+        if bias.causal
+        else bias.at(distances)
+    )
+    if (
+        num_queries <= QUERY_BLOCK
+    ):  # so small a mask is cheaper to turn round than queries and output
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(q_SBHD.dtype)
     reversed_q, blocks = q.flip(2), []

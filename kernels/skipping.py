@@ -21,7 +21,7 @@ infinitely long: whatever might see a NaN does.
 
 What is left for a tile of queries is a run of tiles of keys, [first, end), since the kernels loop over runs: what lies
 between two tiles that matter is visited too. The Triton kernel does the same arithmetic on the device
-(`kernels.alibi_attention`), and its backward visits the very tiles of its forward.
+(`pretrain.kernels.alibi_attention`), and its backward visits the very tiles of its forward.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head, T tiles.
@@ -58,14 +58,18 @@ def key_runs(
 ) -> KeyRuns:  # fmt: skip
     """The runs of tiles that matter, from the actual q, k and v. Tiles hold `query_tile` queries and `key_tile` keys.
 
-    Arguments otherwise as `kernels.attention` takes them; `trained_slopes` where slopes want a gradient.
+    Arguments otherwise as `pretrain.kernels.dispatch.attention` takes them; `trained_slopes` where slopes want a gradient.
     """
     num_queries, num_keys, heads = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[2]
     share = heads // k_SBGD.shape[2]
     scale = q_SBHD.shape[3] ** -0.5 if scale is None else scale
-    floor, own_first, own_end = own_floors(q_SBHD, k_SBGD, slopes, query_tile, key_tile, causal, scale)
+    floor, own_first, own_end = own_floors(
+        q_SBHD, k_SBGD, slopes, query_tile, key_tile, causal, scale
+    )
     longest_q = longest_rows(q_SBHD, query_tile)
-    longest_k, longest_v = (longest_rows(x, key_tile).repeat_interleave(share, dim=1) for x in (k_SBGD, v_SBGD))
+    longest_k, longest_v = (
+        longest_rows(x, key_tile).repeat_interleave(share, dim=1) for x in (k_SBGD, v_SBGD)
+    )
 
     starts = torch.arange(len(own_first)) * query_tile
     first_position = starts + num_keys - num_queries
@@ -94,7 +98,13 @@ def key_runs(
 
 
 def own_floors(
-    q_SBHD: Tensor, k_SBGD: Tensor, slopes: Tensor, query_tile: int, key_tile: int, causal: bool, scale: float
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    slopes: Tensor,
+    query_tile: int,
+    key_tile: int,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(floor [B, H, T], first [T], end [T]): the least logsumexp, base 2, that the rows of a tile of queries have over
     the keys of their own tiles [first, end): those that hold the queries' positions, or the nearest to them."""
@@ -130,5 +140,9 @@ def share_visited(
     """What share of the tiles that a head would visit without skipping it does visit, fp64 [B, H]."""
     starts = torch.arange(0, num_queries, query_tile)
     last_position = (starts + query_tile).clamp(max=num_queries) - 1 + num_keys - num_queries
-    ends = last_position // key_tile + 1 if causal else torch.full_like(starts, -(-num_keys // key_tile))
+    ends = (
+        last_position // key_tile + 1
+        if causal
+        else torch.full_like(starts, -(-num_keys // key_tile))
+    )
     return (runs.end_BHT - runs.first_BHT).cpu().double().sum(dim=2) / ends.sum()

@@ -9,19 +9,30 @@ from typing import Annotated
 
 import typer
 
-from launcher.accounting import GOODPUT
-from launcher.cluster import load_site
-from launcher.local import run_locally
 from pretrain.attempts import STOPPED
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config
+from pretrain.launcher.cluster import load_site
+from pretrain.launcher.login.accounting import GOODPUT
+from pretrain.launcher.node.local import run_locally
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 
-Lengths = Annotated[str | None, typer.Option(help="Of evaluations: tokens, comma-separated; default: the config's.")]
+Lengths = Annotated[
+    str | None, typer.Option(help="Of evaluations: tokens, comma-separated; default: the config's.")
+]
 Protocols = Annotated[str, typer.Option(help="Of evaluations: nonoverlapping, sliding, or both.")]
-Stride = Annotated[int | None, typer.Option(help="Of sliding evaluations: predictions of each window that count.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Of evaluations: score at most so many; default: the config's.")]
+Stride = Annotated[
+    int | None, typer.Option(help="Of sliding evaluations: predictions of each window that count.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Of evaluations: score at most so many; default: the config's.")
+]
 BOTH = "nonoverlapping,sliding"
 
 
@@ -36,12 +47,18 @@ def launcher() -> None:
 @app.command()
 def local(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file.")],
-    nproc: Annotated[int, typer.Option(min=1, help="Processes to start: one a GPU, or a few on CPU cores.")],
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Processes to start: one a GPU, or a few on CPU cores.")
+    ],
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable.")
+        list[str],
+        typer.Option(
+            "--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."
+        ),
     ] = [],  # noqa: B006  typer copies it
     resume: Annotated[
-        str | None, typer.Option(metavar="auto|none|PATH", help="Where to go on from, as in `pretrain train`.")
+        str | None,
+        typer.Option(metavar="auto|none|PATH", help="Where to go on from, as in `pretrain train`."),
     ] = None,
 ) -> None:
     """Train on this machine.
@@ -53,17 +70,24 @@ def local(
     Example: launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 --set run.directory=runs/try
     """
     run = load_config(config, overrides)
-    run.layout(nproc)  # refuses here, before any process starts, what those processes could not share
-    arguments = [str(config), *(argument for override in overrides for argument in ("--set", override))]
+    run.layout(
+        nproc
+    )  # refuses here, before any process starts, what those processes could not share
+    arguments = [
+        str(config),
+        *(argument for override in overrides for argument in ("--set", override)),
+    ]
     code = run_locally(run, nproc, [sys.executable, "-m", "pretrain", "train"], arguments, resume)
     _sum_up(run.directory, code)
     raise typer.Exit(code)
 
 
 @app.command(hidden=True)
-def attempt(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that was submitted.")]) -> None:
+def attempt(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that was submitted.")],
+) -> None:
     """Make one attempt at a run, inside its Slurm job: what the batch script of `launcher submit` calls."""
-    from launcher import srun
+    from pretrain.launcher.node import srun
 
     code = srun.attempt(run)
     _sum_up(run, code)
@@ -73,35 +97,55 @@ def attempt(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that 
 @app.command()
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file.")],
-    site: Annotated[Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")],
+    site: Annotated[
+        Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")
+    ],
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable.")
+        list[str],
+        typer.Option(
+            "--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."
+        ),
     ] = [],  # noqa: B006
-    nodes: Annotated[int | None, typer.Option(min=1, help="Default: what parallel.world_size needs, else one.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Default: what parallel.world_size needs, else one.")
+    ] = None,
     time: Annotated[
-        str | None, typer.Option(metavar="LIMIT", help="As 1-00:00:00, 12:00:00 or 90 (minutes); default: the site's.")
+        str | None,
+        typer.Option(
+            metavar="LIMIT", help="As 1-00:00:00, 12:00:00 or 90 (minutes); default: the site's."
+        ),
     ] = None,
     save_before: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="SECONDS", help="Save so long before the limit; default: two checkpoint times and more."
+            min=1,
+            metavar="SECONDS",
+            help="Save so long before the limit; default: two checkpoint times and more.",
         ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the job and when it could start; send nothing.")
     ] = False,
     evaluate_checkpoints: Annotated[
-        bool, typer.Option("--evaluate-checkpoints", help="Evaluate each checkpoint as it lands, in a job of its own.")
+        bool,
+        typer.Option(
+            "--evaluate-checkpoints",
+            help="Evaluate each checkpoint as it lands, in a job of its own.",
+        ),
     ] = False,
     lengths: Lengths = None,
     protocols: Protocols = BOTH,
     stride: Stride = None,
     max_tokens: MaxTokens = None,
     evaluation_tasks: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of an evaluation, on one node; default: as training has on each.")
+        int | None,
+        typer.Option(
+            min=1, help="GPUs of an evaluation, on one node; default: as training has on each."
+        ),
     ] = None,
     evaluation_time: Annotated[
-        str | None, typer.Option(metavar="LIMIT", help="Time limit of an evaluation; default: training's.")
+        str | None,
+        typer.Option(metavar="LIMIT", help="Time limit of an evaluation; default: training's."),
     ] = None,
 ) -> None:
     """Train on a Slurm cluster: one job, which saves before its time limit and goes on in its next turn.
@@ -113,29 +157,48 @@ def submit(
 
     Example: launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00 --dry-run
     """
-    from launcher import evaluations
-    from launcher import submit as jobs
+    from pretrain.launcher.login import evaluations
+    from pretrain.launcher.login import submit as jobs
 
     run, plan = load_config(config, overrides), None
     if evaluate_checkpoints:
         request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
         plan = evaluations.ask(config, overrides, request, evaluation_tasks, evaluation_time).plan
-    elif (lengths, protocols, stride, max_tokens, evaluation_tasks, evaluation_time) != (None, BOTH, *4 * [None]):
-        raise ConfigError("--lengths and the other options of evaluations: want --evaluate-checkpoints too")
-    jobs.submit(run, load_site(site), nodes=nodes, time_limit=time, save_before=save_before, dry_run=dry_run,
-                plan=plan)  # fmt: skip
+    elif (lengths, protocols, stride, max_tokens, evaluation_tasks, evaluation_time) != (
+        None,
+        BOTH,
+        *4 * [None],
+    ):
+        raise ConfigError(
+            "--lengths and the other options of evaluations: want --evaluate-checkpoints too"
+        )
+    jobs.submit(
+        run,
+        load_site(site),
+        nodes=nodes,
+        time_limit=time,
+        save_before=save_before,
+        dry_run=dry_run,
+        plan=plan,
+    )
 
 
 @app.command()
 def evaluate_checkpoints(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run, in training or finished.")],
-    site: Annotated[Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")],
+    site: Annotated[
+        Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")
+    ],
     lengths: Lengths = None,
     protocols: Protocols = BOTH,
     stride: Stride = None,
     max_tokens: MaxTokens = None,
-    tasks: Annotated[int | None, typer.Option(min=1, help="GPUs of an evaluation, on one node; default: all.")] = None,
-    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Time limit; default: the site's.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of an evaluation, on one node; default: all.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="LIMIT", help="Time limit; default: the site's.")
+    ] = None,
 ) -> None:
     """Evaluate a run's checkpoints on a Slurm cluster, as `submit --evaluate-checkpoints` would have done.
 
@@ -144,7 +207,7 @@ def evaluate_checkpoints(
 
     Example: launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
     """
-    from launcher import evaluations
+    from pretrain.launcher.login import evaluations
 
     directory = Path.cwd() / run
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
@@ -154,30 +217,53 @@ def evaluate_checkpoints(
 
 @app.command(hidden=True)
 def evaluation(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run whose checkpoints are evaluated.")],
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="One of its checkpoints, step-########.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run whose checkpoints are evaluated.")
+    ],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="One of its checkpoints, step-########.")
+    ],
 ) -> None:
     """Evaluate one checkpoint, inside its Slurm job: what the batch script of an evaluation calls."""
-    from launcher import evaluations
+    from pretrain.launcher.node.evaluation import run_job
 
-    raise typer.Exit(evaluations.run_job(run, checkpoint))
+    raise typer.Exit(run_job(run, checkpoint))
 
 
 @app.command()
 def sweep(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="What the runs have in common, a TOML file.")],
-    site: Annotated[Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")],
-    over: Annotated[list[str], typer.Option(metavar="KEY.PATH=VALUE,VALUE", help="A key and its values; repeatable.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="What the runs have in common, a TOML file.")
+    ],
+    site: Annotated[
+        Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")
+    ],
+    over: Annotated[
+        list[str],
+        typer.Option(metavar="KEY.PATH=VALUE,VALUE", help="A key and its values; repeatable."),
+    ],
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable.")
+        list[str],
+        typer.Option(
+            "--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."
+        ),
     ] = [],  # noqa: B006
-    concurrent: Annotated[int | None, typer.Option(min=1, help="Most runs at once; default: all.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Of each run, as in `launcher submit`.")] = None,
-    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Of each run, as in `launcher submit`.")] = None,
-    save_before: Annotated[
-        int | None, typer.Option(min=1, metavar="SECONDS", help="Of each run, as in `launcher submit`.")
+    concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Most runs at once; default: all.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the jobs; send nothing.")] = False,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Of each run, as in `launcher submit`.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="LIMIT", help="Of each run, as in `launcher submit`.")
+    ] = None,
+    save_before: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="SECONDS", help="Of each run, as in `launcher submit`."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the jobs; send nothing.")
+    ] = False,
 ) -> None:
     """Train one run for each combination of values, as a job array. Runs that are finished are left out.
 
@@ -186,24 +272,36 @@ def sweep(
     Example: launcher sweep configs/demo.toml --site slurm/site.toml --over position.method=alibi,sinusoidal
     --over data.sequence_length=128,256 --concurrent 2
     """
-    from launcher import sweep as sweeps
+    from pretrain.launcher.login import sweep as sweeps
 
-    sweeps.sweep(config, load_site(site), over, overrides, nodes=nodes, time_limit=time, save_before=save_before,
-                 concurrent=concurrent, dry_run=dry_run)  # fmt: skip
+    sweeps.sweep(
+        config,
+        load_site(site),
+        over,
+        overrides,
+        nodes=nodes,
+        time_limit=time,
+        save_before=save_before,
+        concurrent=concurrent,
+        dry_run=dry_run,
+    )
 
 
 @app.command(epilog=GOODPUT)
 def status(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN ...]", help="Default: all runs below runs/.")
+        list[Path] | None,
+        typer.Argument(metavar="[RUN ...]", help="Default: all runs below runs/."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every few seconds, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every few seconds, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Show how runs stand: a table, or for one RUN also its attempts and where their time went.
 
     Example: launcher status runs/demo/alibi --watch
     """
-    from launcher import tables
+    from pretrain.launcher.login import tables
 
     tables.show(runs or [], watch)
 
@@ -212,16 +310,21 @@ def status(
 def logs(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go on with what comes, across restarts, until the run ends.")
+        bool,
+        typer.Option(
+            "--follow", help="Go on with what comes, across restarts, until the run ends."
+        ),
     ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank printed; default: all.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only what this rank printed; default: all.")
+    ] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Default: the newest.")] = None,
 ) -> None:
     """Show what a run's ranks print. Without Slurm rank 0 prints to its terminal, and the others have logs.
 
     Example: launcher logs runs/demo/alibi --follow --rank 0
     """
-    from launcher import logs as texts
+    from pretrain.launcher.login import logs as texts
 
     if follow and attempt is not None:
         raise ConfigError("--attempt: --follow goes on with the newest. Leave one of them out")
@@ -232,14 +335,17 @@ def logs(
 def cancel(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     save: Annotated[
-        bool, typer.Option("--save", help="Let it write a checkpoint first, and wait for that; evaluations go on.")
+        bool,
+        typer.Option(
+            "--save", help="Let it write a checkpoint first, and wait for that; evaluations go on."
+        ),
     ] = False,
 ) -> None:
     """End a run's jobs on Slurm: its training and the evaluation of its checkpoints.
 
     Example: launcher cancel runs/demo/alibi --save
     """
-    from launcher import control
+    from pretrain.launcher.login import control
 
     control.cancel(run, save)
 
@@ -250,14 +356,14 @@ def requeue(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's dir
 
     Example: launcher requeue runs/demo/alibi
     """
-    from launcher import control
+    from pretrain.launcher.login import control
 
     control.requeue(run)
 
 
 def _sum_up(run: Path, code: int) -> None:
     """Where a run's time went, at its end; not of one that failed, whose last line is the error."""
-    from launcher.tables import summary
+    from pretrain.launcher.login.tables import summary
 
     if code in (0, STOPPED):
         print(summary(run), file=sys.stderr, flush=True)
@@ -275,5 +381,8 @@ def main() -> None:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}", file=sys.stderr)
+        print(
+            f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}",
+            file=sys.stderr,
+        )
         sys.exit(1)

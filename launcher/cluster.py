@@ -15,9 +15,38 @@ from pretrain.config import ConfigError
 from pretrain.config.schema import Section
 
 # What a job's options are made of elsewhere; sbatch takes shortened names as well.
-OUR_OPTIONS = ("account", "array", "batch", "chdir", "constraint", "cpus-per-task", "export", "gpus-per-node", "job-name",
-               "mem", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "error", "input",
-               "no-kill", "export-file", "parsable", "partition", "qos", "requeue", "signal", "test-only", "time", "uid", "wait", "wrap")  # fmt: skip
+OUR_OPTIONS = (
+    "account",
+    "array",
+    "batch",
+    "chdir",
+    "constraint",
+    "cpus-per-task",
+    "export",
+    "gpus-per-node",
+    "job-name",
+    "mem",
+    "nodes",
+    "no-requeue",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "error",
+    "input",
+    "no-kill",
+    "export-file",
+    "parsable",
+    "partition",
+    "qos",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "uid",
+    "wait",
+    "wrap",
+)
 _SECRETS = {
     "KEY",
     "APIKEY",
@@ -52,7 +81,9 @@ class Site(Section):
     """The GPU's model, for people."""
     gpu_type: str | None = None
     """Its type in Slurm, where a partition has several: `scontrol show node` says Gres=gpu:v100:8."""
-    precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = Field(default=("fp32",), min_length=1, strict=False)
+    precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = Field(
+        default=("fp32",), min_length=1, strict=False
+    )
     """Values of train.precision that the processors compute in: a V100 has no bf16."""
     memory_per_node: str | None = None
     """As "480G", for a job on the whole node; "0" is all of it. Left out, the partition's default."""
@@ -91,8 +122,10 @@ def load_site(path: str | Path) -> Site:
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such site file. Copy an example, slurm/site.v100.toml or "
-                          "slurm/site.h100.toml, and set your site's values") from None  # fmt: skip
+        raise ConfigError(
+            f"{path}: no such site file. Copy an example, slurm/site.v100.toml or "
+            "slurm/site.h100.toml, and set your site's values"
+        ) from None
     except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable site file ({error})") from None
     except tomllib.TOMLDecodeError as error:
@@ -127,8 +160,10 @@ def seconds_of(time_limit: str) -> int | None:
         hours, minutes, seconds = parts if len(parts) == 3 else (0, *[*parts, 0][:2])
         total = (hours * 60 + minutes) * 60 + seconds
     if not match or not total:
-        raise ConfigError(f'time limit {time_limit!r}: not a time. Write "1-00:00:00" (days-hours:minutes:seconds), '
-                          '"12:00:00", or "90" for minutes')  # fmt: skip
+        raise ConfigError(
+            f'time limit {time_limit!r}: not a time. Write "1-00:00:00" (days-hours:minutes:seconds), '
+            '"12:00:00", or "90" for minutes'
+        )
     return total
 
 
@@ -136,7 +171,9 @@ def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
     """sbatch's --mem for `tasks` of a node's `of_tasks` ranks: ("480G", 1, 8) -> "61440M"; all ("0") stays all."""
     match = _MEMORY.fullmatch(memory_per_node)
     if not match:
-        raise ConfigError(f'memory_per_node = {memory_per_node!r}: not an amount. Write it as "480G"')
+        raise ConfigError(
+            f'memory_per_node = {memory_per_node!r}: not an amount. Write it as "480G"'
+        )
     amount, unit = int(match[1]), (match[2] or "M").upper()
     if tasks == of_tasks or not amount:
         return f"{amount}{unit}" if amount else "0"
@@ -150,7 +187,11 @@ def is_plain(text: str) -> bool:
 
 
 def _text(site: Site) -> Iterator[str]:
-    values = {key: value for key, value in site.model_dump().items() if key not in ("environment", "precisions")}
+    values = {
+        key: value
+        for key, value in site.model_dump().items()
+        if key not in ("environment", "precisions")
+    }
     for key, value in values.items():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not (text and is_plain(text)):
@@ -165,17 +206,27 @@ def _environment(site: Site) -> Iterator[str]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             yield f"{key}: not a variable's name. Use letters, digits and underscores"
         elif _is_secret(name):
-            yield (f"{key}: looks like a secret, which would be written into the job's script and the run directory. "
-                   f"Leave it out and `export {name}=...` in your shell: the job inherits it")  # fmt: skip
-        elif name in _PLACES or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_")) or name in ("BASH_ENV", "IFS"):
+            yield (
+                f"{key}: looks like a secret, which would be written into the job's script and the run directory. "
+                f"Leave it out and `export {name}=...` in your shell: the job inherits it"
+            )
+        elif (
+            name in _PLACES
+            or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
+            or name in ("BASH_ENV", "IFS")
+        ):
             yield f"{key}: Slurm and the launcher set this themselves. Leave it out"
         elif "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
             yield f"{key} = {value!r}: no variable can hold this. Write it in plain text"
 
     for key, words in (("container", site.container), ("sbatch_arguments", site.sbatch_arguments)):
-        for name in [name for word in words for name in re.findall(r"(\w+)=", word) if _is_secret(name)]:
-            yield (f"{key}: {name} looks like a secret, which would be written into the run directory. Leave it out and "
-                   f"`export {name}=...` in your shell: the job inherits it")  # fmt: skip
+        for name in [
+            name for word in words for name in re.findall(r"(\w+)=", word) if _is_secret(name)
+        ]:
+            yield (
+                f"{key}: {name} looks like a secret, which would be written into the run directory. Leave it out and "
+                f"`export {name}=...` in your shell: the job inherits it"
+            )
 
 
 def _is_secret(name: str) -> bool:
@@ -184,15 +235,19 @@ def _is_secret(name: str) -> bool:
 
 def _sizes(site: Site) -> Iterator[str]:
     if site.gpus_per_node and site.tasks_per_node not in (None, site.gpus_per_node):
-        yield (f"tasks_per_node = {site.tasks_per_node}: one rank runs on each of gpus_per_node = {site.gpus_per_node}. "
-               "Leave it out")  # fmt: skip
+        yield (
+            f"tasks_per_node = {site.tasks_per_node}: one rank runs on each of gpus_per_node = {site.gpus_per_node}. "
+            "Leave it out"
+        )
     if not site.gpus_per_node and site.tasks_per_node is None:
         yield "gpus_per_node: missing. Set the GPUs a node has, or for a site without any tasks_per_node"
     if not site.gpus_per_node and site.gpu_type:
         yield f"gpu_type = {site.gpu_type}: gpus_per_node is 0. Leave it out, or set gpus_per_node"
     if site.cpus_per_node < site.max_tasks_per_node:
-        yield (f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks of a node. "
-               "Give each rank a core at least")  # fmt: skip
+        yield (
+            f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks of a node. "
+            "Give each rank a core at least"
+        )
     if site.gpu_type and not re.fullmatch(r"[\w.+-]+", site.gpu_type):
         yield f"gpu_type = {site.gpu_type!r}: not a type's name. `scontrol show node` has it in Gres=gpu:TYPE:8"
     try:
@@ -216,8 +271,12 @@ def _explain(error: Any) -> str:
     key, keys = ".".join(str(part) for part in error["loc"]), list(Site.model_fields)
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, keys, 1, cutoff=0.5)
-        return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else f"; keys are {', '.join(keys)}")
+        return f"{key}: no such key" + (
+            f", did you mean {near[0]}?" if near else f"; keys are {', '.join(keys)}"
+        )
     if error["type"] == "missing":
         return f"{key}: missing; it has no default"
     got = error["input"]
-    return f"{key} = {got!r}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
+    return (
+        f"{key} = {got!r}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
+    )

@@ -14,8 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.cluster import Site, is_plain, seconds_of, share_of_memory
 from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.launcher.cluster import Site, is_plain, seconds_of, share_of_memory
 
 TEMPLATE = Path(__file__).parents[1] / "slurm" / "job.sbatch"
 WAIT_SECONDS = 60  # between a rank's end and the end of those that it leaves waiting
@@ -58,24 +58,32 @@ class Job:
         site = self.site
         options: dict[str, object] = {
             "job-name": self.name,
-            "partition": site.partition, "account": site.account, "qos": site.qos, "constraint": site.constraint,
+            "partition": site.partition,
+            "account": site.account,
+            "qos": site.qos,
+            "constraint": site.constraint,
             **self._share(),
             "time": self.time_limit,
             "signal": f"USR1@{self.signal_seconds}" if self.signal_seconds else None,
             "open-mode": "append",
             "chdir": self.directory,
             # In file names Slurm replaces %j and the like; %% is a plain %.
-            "output": str(self.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if self.is_array else '%j'}.log",
+            "output": str(self.logs).replace("%", "%%")
+            + f"/slurm-{'%A_%a' if self.is_array else '%j'}.log",
             "export": "ALL",
-            "array": f"0-{len(self.commands) - 1}%{self.concurrent or len(self.commands)}" if self.is_array else None,
-        }  # fmt: skip
+            "array": f"0-{len(self.commands) - 1}%{self.concurrent or len(self.commands)}"
+            if self.is_array
+            else None,
+        }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         return ["--requeue", *given, *site.sbatch_arguments]
 
     def script(self) -> str:
         """The batch script. Raises RunFailed when the template is not where the project has it."""
         setup = [shlex.join(["module", "load", name]) for name in self.site.modules]
-        setup += [f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()]
+        setup += [
+            f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()
+        ]
         values = {
             # Only a login shell is sure to know `module`.
             "SHELL": "#!/bin/bash -l" if self.site.modules else "#!/bin/bash",
@@ -87,16 +95,29 @@ class Job:
         try:
             template = TEMPLATE.read_text()
         except OSError as error:
-            raise RunFailed(f"{TEMPLATE}: not readable ({error.strerror}). Install the project from its clone, "
-                            "with `pip install -e .`") from None  # fmt: skip
+            raise RunFailed(
+                f"{TEMPLATE}: not readable ({error.strerror}). Install the project from its clone, "
+                "with `pip install -e .`"
+            ) from None
         # One pass: what a value holds is never taken for a place.
         return re.sub("@([A-Z]+)@", lambda match: values[match[1]], template)
 
     def step(self) -> list[str]:
         """What stands before the ranks' `python -m ...`: srun with one task a GPU, then the site's container."""
-        share = [f"--{name}={value}" for name, value in self._share().items() if value is not None and name != "mem"]
-        return ["srun", *share, f"--ntasks={self.num_tasks}", "--kill-on-bad-exit=1", f"--wait={WAIT_SECONDS}", "--label",
-                *self.site.container]  # fmt: skip
+        share = [
+            f"--{name}={value}"
+            for name, value in self._share().items()
+            if value is not None and name != "mem"
+        ]
+        return [
+            "srun",
+            *share,
+            f"--ntasks={self.num_tasks}",
+            "--kill-on-bad-exit=1",
+            f"--wait={WAIT_SECONDS}",
+            "--label",
+            *self.site.container,
+        ]
 
     @property
     def is_array(self) -> bool:
@@ -108,28 +129,35 @@ class Job:
         gpus = f"{site.gpu_type}:{self.tasks_per_node}" if site.gpu_type else self.tasks_per_node
         memory = site.memory_per_node
         return {
-            "nodes": self.nodes, "ntasks-per-node": self.tasks_per_node, "cpus-per-task": self.cpus_per_task,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.tasks_per_node,
+            "cpus-per-task": self.cpus_per_task,
             "gpus-per-node": gpus if site.gpus_per_node else None,
             "mem": memory and share_of_memory(memory, self.tasks_per_node, site.max_tasks_per_node),
-        }  # fmt: skip
+        }
 
     def _environment(self) -> dict[str, str]:
         given = {"OMP_NUM_THREADS": str(self.cpus_per_task)}
         if scratch := self.site.scratch:
-            given |= {"TMPDIR": scratch, "TRITON_CACHE_DIR": f"{scratch}/triton",
-                      "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torchinductor"}  # fmt: skip
+            given |= {
+                "TMPDIR": scratch,
+                "TRITON_CACHE_DIR": f"{scratch}/triton",
+                "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torchinductor",
+            }
         return given | self.site.environment
 
     def _command(self) -> str:
         if not self.is_array:
             return f"exec {shlex.join(self.commands[0])}"
-        cases = [f"{index}) exec {shlex.join(command)} ;;" for index, command in enumerate(self.commands)]
+        cases = [
+            f"{index}) exec {shlex.join(command)} ;;" for index, command in enumerate(self.commands)
+        ]
         return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
 
 
 def launcher_command(*arguments: str) -> tuple[str, ...]:
     """`launcher ARGUMENTS` by the Python that runs now, which compute nodes find where the login node does."""
-    return (sys.executable, "-m", "launcher", *arguments)
+    return (sys.executable, "-m", "pretrain.launcher", *arguments)
 
 
 def job_name(text: str) -> str:
@@ -145,7 +173,9 @@ def check_path(key: str, path: Path) -> None:
             f"{key} = {text[:PATH_LENGTH]!r}: has control characters, or is not UTF-8. Choose another name"
         )
     if "\\" in text:
-        raise ConfigError(f"{key} = {text}: Slurm drops the backslashes of a log file's path. Choose another name")
+        raise ConfigError(
+            f"{key} = {text}: Slurm drops the backslashes of a log file's path. Choose another name"
+        )
     longest = max(len(part.encode()) for part in path.parts)
     if longest > os.pathconf("/", "PC_NAME_MAX") or len(text.encode()) > PATH_LENGTH:
         raise ConfigError(f"{key} = {text[:80]}...: too long for a path. Choose a shorter name")
@@ -157,12 +187,16 @@ def check_path(key: str, path: Path) -> None:
 def check_time(time_limit: str | None, signal_seconds: int) -> None:
     """Raises ConfigError for a limit that leaves no time before the signal, and for a signal that Slurm cannot send."""
     if signal_seconds > MOST_SIGNAL_SECONDS:
-        raise ConfigError(f"two checkpoints may take {signal_seconds} s, and Slurm signals at most {MOST_SIGNAL_SECONDS} s "
-                          f"before the time limit. Choose --save-before {MOST_SIGNAL_SECONDS}, or a faster file system")  # fmt: skip
+        raise ConfigError(
+            f"two checkpoints may take {signal_seconds} s, and Slurm signals at most {MOST_SIGNAL_SECONDS} s "
+            f"before the time limit. Choose --save-before {MOST_SIGNAL_SECONDS}, or a faster file system"
+        )
     limit = seconds_of(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds:
-        raise ConfigError(f"time limit {time_limit}: leaves nothing before the {signal_seconds} s that saving may take. "
-                          f"Ask for more than {signal_seconds // 60 + 1} minutes with --time, or for less with --save-before")  # fmt: skip
+        raise ConfigError(
+            f"time limit {time_limit}: leaves nothing before the {signal_seconds} s that saving may take. "
+            f"Ask for more than {signal_seconds // 60 + 1} minutes with --time, or for less with --save-before"
+        )
 
 
 # ---- jobs.jsonl ------------------------------------------------------------------------------------------------------
@@ -208,7 +242,9 @@ def read_jobs(run: Path) -> list[JobRecord]:
     for line in lines:
         try:
             values = json.loads(line)
-            records.append(JobRecord(**{name: value for name, value in values.items() if name in names}))
+            records.append(
+                JobRecord(**{name: value for name, value in values.items() if name in names})
+            )
         except (ValueError, TypeError, AttributeError):
             continue
     return records

@@ -11,16 +11,48 @@ from dataclasses import dataclass
 from pretrain.config import ConfigError, RunFailed
 
 COMMAND_SECONDS = 120.0  # longer than Slurm's own timeouts
-OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
-        "TIMEOUT"}  # fmt: skip
-_FIELDS = ("JobArrayID", "JobID", "State", "Reason", "NodeList", "NumNodes", "SubmitTime", "EligibleTime", "StartTime",
-           "EndTime", "RestartCnt", "Name")  # fmt: skip
+OVER = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+_FIELDS = (
+    "JobArrayID",
+    "JobID",
+    "State",
+    "Reason",
+    "NodeList",
+    "NumNodes",
+    "SubmitTime",
+    "EligibleTime",
+    "StartTime",
+    "EndTime",
+    "RestartCnt",
+    "Name",
+)
 # The last is what scontrol makes of no answer at all.
-_AWAY = re.compile(r"unable to contact slurm controller|socket timed out|zero bytes were transmitted|connection refused"
-                   r"|communication connection failure|transport endpoint|in standby mode|unexpected message received",
-                   re.IGNORECASE)  # fmt: skip
+_AWAY = re.compile(
+    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted|connection refused"
+    r"|communication connection failure|transport endpoint|in standby mode|unexpected message received",
+    re.IGNORECASE,
+)
 # The place of whoever submits must not become the place of the job's processes.
-_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PRETRAIN_ATTEMPT")
+_PLACES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PRETRAIN_ATTEMPT",
+)
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
@@ -64,8 +96,10 @@ def submit(arguments: Sequence[str], script: str) -> str:
     try:
         answer = _run("sbatch", ["--parsable", *arguments], script)
     except SlurmAway as error:
-        raise SlurmAway(f"{error}. Should it have arrived all the same, `squeue --me` shows the job: cancel it before you "
-                        "submit again") from None  # fmt: skip
+        raise SlurmAway(
+            f"{error}. Should it have arrived all the same, `squeue --me` shows the job: cancel it before you "
+            "submit again"
+        ) from None
     job_id = answer.stdout.strip().split(";")[0]  # "id;cluster" on federated sites
     if not job_id.isdigit():
         raise SlurmError(f"sbatch: answered {answer.stdout.strip()!r} instead of a job id")
@@ -88,15 +122,27 @@ def jobs(ids: Iterable[str]) -> dict[str, JobState] | None:
         return {}
     shape = ",".join(f"{field}:|" for field in _FIELDS)
     try:
-        answer = _run("squeue", ["--noheader", "--array", "--states=all", f"--jobs={','.join(sorted(asked))}",
-                                 f"--Format={shape}"])  # fmt: skip
+        answer = _run(
+            "squeue",
+            [
+                "--noheader",
+                "--array",
+                "--states=all",
+                f"--jobs={','.join(sorted(asked))}",
+                f"--Format={shape}",
+            ],
+        )
     except SlurmAway:
         return None
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # what squeue says of one forgotten id; among several it is silent
+        if "Invalid job id" in str(
+            error
+        ):  # what squeue says of one forgotten id; among several it is silent
             return {}
         raise
-    states = [_parse(line) for line in answer.stdout.splitlines() if line.count("|") >= len(_FIELDS)]
+    states = [
+        _parse(line) for line in answer.stdout.splitlines() if line.count("|") >= len(_FIELDS)
+    ]
     return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
 
 
@@ -133,15 +179,29 @@ def signal(job_id: str, name: str, batch: bool = False) -> None:
     _run("scancel", [f"--signal={name}", *(["--batch"] if batch else []), job_id])
 
 
-def _run(program: str, arguments: Sequence[str], script: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = _environment() | ({"SLURM_TIME_FORMAT": "%s"} if program == "squeue" else {})  # unix seconds
+def _run(
+    program: str, arguments: Sequence[str], script: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = _environment() | (
+        {"SLURM_TIME_FORMAT": "%s"} if program == "squeue" else {}
+    )  # unix seconds
     try:
-        answer = subprocess.run([program, *arguments], input=script, stdin=None if script else subprocess.DEVNULL,
-                                capture_output=True, encoding="utf-8", errors="replace", env=environment,
-                                timeout=COMMAND_SECONDS, check=False)  # fmt: skip
+        answer = subprocess.run(
+            [program, *arguments],
+            input=script,
+            stdin=None if script else subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
     except FileNotFoundError:
-        raise ConfigError(f"{program}: no such command here. Slurm's commands are on a cluster's login nodes; "
-                          "`launcher local` trains on this machine") from None  # fmt: skip
+        raise ConfigError(
+            f"{program}: no such command here. Slurm's commands are on a cluster's login nodes; "
+            "`launcher local` trains on this machine"
+        ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
     if answer.returncode:
@@ -153,17 +213,35 @@ def _run(program: str, arguments: Sequence[str], script: str | None = None) -> s
 def _environment() -> dict[str, str]:
     """Ours, which sbatch hands on to the job, without what an outer job or a user's squeue settings would change."""
     dropped = re.compile(r"(SLURM|SQUEUE|SRUN|SCANCEL)_")
-    return {k: v for k, v in os.environ.items() if k in _KEPT or not (k in _PLACES or dropped.match(k))}
+    return {
+        k: v for k, v in os.environ.items() if k in _KEPT or not (k in _PLACES or dropped.match(k))
+    }
 
 
 def _words(text: str) -> str:
     """'sbatch: error: Invalid account' -> 'Invalid account'; several lines in one."""
-    lines = [re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line).strip() for line in text.splitlines()]
+    lines = [
+        re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line).strip() for line in text.splitlines()
+    ]
     return "; ".join(line for line in lines if line)
 
 
 def _parse(line: str) -> JobState:
-    job_id, raw, state, reason, nodes, num_nodes, *times, restarts, name = line.split("|", len(_FIELDS) - 1)
+    job_id, raw, state, reason, nodes, num_nodes, *times, restarts, name = line.split(
+        "|", len(_FIELDS) - 1
+    )
     submitted, eligible, started, ends = (float(t) if t.isdigit() else None for t in times)
-    return JobState(job_id, raw, state, "" if reason == "None" else reason, nodes, int(num_nodes), submitted, eligible,
-                    started, ends, int(restarts), name.removesuffix("|"))  # fmt: skip
+    return JobState(
+        job_id,
+        raw,
+        state,
+        "" if reason == "None" else reason,
+        nodes,
+        int(num_nodes),
+        submitted,
+        eligible,
+        started,
+        ends,
+        int(restarts),
+        name.removesuffix("|"),
+    )

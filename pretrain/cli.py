@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import re
 import signal
@@ -15,21 +14,39 @@ from typing import Annotated
 
 import typer
 
-from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, load_config, writing
+from pretrain.config import (
+    ConfigError,
+    EvaluationRequest,
+    RunFailed,
+    dump_config,
+    load_config,
+    writing,
+)
 from pretrain.train.stopping import INTERRUPTED, Requests
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 data = typer.Typer(no_args_is_help=True, help="Text to shards of tokens.")
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file; see configs/.")]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file; see configs/.")
+]
 Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable.")
+    list[str],
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."),
 ]
 Source = Annotated[
-    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run (its newest checkpoint), or a checkpoint.")
+    Path,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT", help="A run (its newest checkpoint), or a checkpoint."
+    ),
 ]
 
 
@@ -84,7 +101,10 @@ def train(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
     resume: Annotated[
-        str, typer.Option(metavar="auto|none|PATH", help="Newest checkpoint, start afresh, or this one.")
+        str,
+        typer.Option(
+            metavar="auto|none|PATH", help="Newest checkpoint, start afresh, or this one."
+        ),
     ] = "auto",
 ) -> None:
     """Train a run, or go on with it. One process by itself; many under `launcher local`, torchrun or srun, which start this.
@@ -103,24 +123,35 @@ def train(
     code = run_training(run, resume, requests)
     if not code:  # else at once: all ranks are here, and what started them ends those that are late
         topology.finish()
-    _leave(code)  # everything is closed: the interpreter would take seconds to undo what it has imported
+    _leave(
+        code
+    )  # everything is closed: the interpreter would take seconds to undo what it has imported
 
 
 @app.command()
 def evaluate(
     sources: Annotated[
-        list[Path], typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs (newest checkpoint) or checkpoints.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT...", help="Runs (newest checkpoint) or checkpoints."
+        ),
     ],
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens, comma-separated; default: the config's, else 1 to 16 L.")
+        str | None,
+        typer.Option(help="Tokens, comma-separated; default: the config's, else 1 to 16 L."),
     ] = None,
-    protocols: Annotated[str, typer.Option(help="nonoverlapping, sliding, or both.")] = "nonoverlapping,sliding",
-    stride: Annotated[int | None, typer.Option(help="Sliding: predictions of each window that count.")] = None,
+    protocols: Annotated[
+        str, typer.Option(help="nonoverlapping, sliding, or both.")
+    ] = "nonoverlapping,sliding",
+    stride: Annotated[
+        int | None, typer.Option(help="Sliding: predictions of each window that count.")
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Score at most so many; default: the config's, else all.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write FILE.json and, beside it, a CSV, plots and report.md.")
+        Path | None,
+        typer.Option(help="Write FILE.json and, beside it, a CSV, plots and report.md."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -135,7 +166,11 @@ def evaluate(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run whose checkpoints were evaluated.")]) -> None:
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run whose checkpoints were evaluated.")
+    ],
+) -> None:
     """Put a run's evaluated checkpoints together: perplexity at each length over training steps, in RUN/evaluations.
 
     The launcher's evaluation jobs do this after each checkpoint; by hand it does no harm.
@@ -153,7 +188,8 @@ def export(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     curve: Annotated[
-        Path | None, typer.Option(help="curve.json for the model card; default: the run's last evaluation.")
+        Path | None,
+        typer.Option(help="curve.json for the model card; default: the run's last evaluation."),
     ] = None,
 ) -> None:
     """Write a Hugging Face model, reload it with stock transformers and compare logits on validation text.
@@ -184,9 +220,15 @@ def bench_train(
 
 @bench.command("attention")
 def bench_attention(
-    lengths: Annotated[str | None, typer.Option(help="Tokens, comma-separated; default: 512 to 65536.")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="About how long it may take, compilation apart.")] = 480,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens, comma-separated; default: 512 to 65536.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="About how long it may take, compilation apart.")
+    ] = 480,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")
+    ] = None,
 ) -> None:
     """Time every way to attend that this machine has, side by side; on a machine without a GPU, the CPU's.
 
@@ -198,7 +240,7 @@ def bench_attention(
         asked = [0]
     if asked is not None and min(asked) < 1:
         raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 1024,16384")
-    from kernels.bench import bench_attention
+    from pretrain.kernels.bench import bench_attention
 
     text = bench_attention(asked, seconds)
     if write is not None:
@@ -212,7 +254,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     interrupts = _noted_interrupts()
     try:
-        _refuse_other_kernels()
         app()
     except SystemExit as end:  # how typer ends every command; 130 is what it makes of Ctrl-C
         if not (end.code and interrupts):
@@ -222,7 +263,10 @@ def main() -> None:
         if interrupts:  # libraries turn a KeyboardInterrupt into errors of their own
             _leave(INTERRUPTED, "interrupted")
         if isinstance(error, ConfigError | RunFailed):
-            _leave(2 if isinstance(error, ConfigError) else 1, *(f"error: {line}" for line in str(error).splitlines()))
+            _leave(
+                2 if isinstance(error, ConfigError) else 1,
+                *(f"error: {line}" for line in str(error).splitlines()),
+            )
         if isinstance(error, OSError):
             named = error.filename and error.strerror
             _leave(1, f"error: {error.filename}: {error.strerror}" if named else f"error: {error}")
@@ -234,7 +278,8 @@ def main() -> None:
 def _lost_rank(error: BaseException) -> str | None:
     """What the network says of a rank that ended, if that is what `error` is; a traceback would hide that rank's own."""
     said = re.search(
-        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)|remote process exited[^.]*", str(error)
+        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)|remote process exited[^.]*",
+        str(error),
     )
     return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None
 
@@ -258,13 +303,6 @@ def _leave(code: int, *lines: str) -> None:
     sys.stdout.flush()
     print("".join(f"{where}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def _refuse_other_kernels() -> None:
-    """Hugging Face has a package `kernels` too; beside ours, one hides the other and transformers fails obscurely."""
-    if any(importlib.metadata.distributions(name="kernels")):
-        raise ConfigError("the Hugging Face package `kernels` is installed, and so is ours of that name: one hides the "
-                          "other. Uninstall theirs (pip uninstall kernels); transformers does without it")  # fmt: skip
 
 
 def _rank_prefix() -> str:

@@ -45,7 +45,9 @@ def check_precision(precision: str) -> None:
         if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
             raise ConfigError(f"train.precision = bf16: {device_name()} has none. Use fp16")
     elif precision == "fp16":
-        raise ConfigError("train.precision = fp16: DeepSpeed does not train in it on a CPU. Use bf16 or fp32")
+        raise ConfigError(
+            "train.precision = fp16: DeepSpeed does not train in it on a CPU. Use bf16 or fp32"
+        )
 
 
 def peak_memory_bytes() -> int:
@@ -63,7 +65,9 @@ def synchronize() -> None:
 
 def prepare(local_rank: int) -> None:
     """Once per process, before Megatron or DeepSpeed are imported: picks the device and quiets the libraries."""
-    os.environ["LOCAL_RANK"] = str(local_rank)  # deepspeed/runtime/engine.py insists on it, also under srun
+    os.environ["LOCAL_RANK"] = str(
+        local_rank
+    )  # deepspeed/runtime/engine.py insists on it, also under srun
     if has_cuda():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(

@@ -37,15 +37,27 @@ class Process:
         """Reads torchrun's variables, else srun's, else stands alone. Raises ConfigError when they are incomplete."""
         env = os.environ
         if "RANK" in env and "WORLD_SIZE" in env:
-            return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
-                           env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500)))  # fmt: skip
-        if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1))) > 1:
+            return Process(
+                int(env["RANK"]),
+                int(env["WORLD_SIZE"]),
+                int(env.get("LOCAL_RANK", 0)),
+                env.get("MASTER_ADDR", "127.0.0.1"),
+                int(env.get("MASTER_PORT", 29500)),
+            )
+        if (
+            "SLURM_PROCID" in env
+            and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1))) > 1
+        ):
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             # Two jobs on one node must not meet: the port follows from the job's number.
             port = 15_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000
-            return Process(int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1))),
-                           int(env.get("SLURM_LOCALID", 0)), env.get("MASTER_ADDR") or first_host(nodes),
-                           int(env.get("MASTER_PORT", port)))  # fmt: skip
+            return Process(
+                int(env["SLURM_PROCID"]),
+                int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1))),
+                int(env.get("SLURM_LOCALID", 0)),
+                env.get("MASTER_ADDR") or first_host(nodes),
+                int(env.get("MASTER_PORT", port)),
+            )
         return Process(0, 1, 0, "127.0.0.1", 0)
 
 
@@ -61,9 +73,12 @@ def owner() -> Owner:
     if "SLURM_JOB_ID" not in env:
         return Owner.here(num_processes=processes)
     return Owner.here(
-        slurm_job_id=env["SLURM_JOB_ID"], slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
-        slurm_cluster=env.get("SLURM_CLUSTER_NAME"), num_processes=processes, nodes=env.get("SLURM_JOB_NODELIST", ""),
-    )  # fmt: skip
+        slurm_job_id=env["SLURM_JOB_ID"],
+        slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
+        slurm_cluster=env.get("SLURM_CLUSTER_NAME"),
+        num_processes=processes,
+        nodes=env.get("SLURM_JOB_NODELIST", ""),
+    )
 
 
 def first_host(nodes: str) -> str:
@@ -117,19 +132,28 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
             dist.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(
-                platform.backend(), init_method=f"tcp://{process.address}:{process.port}", rank=process.rank,
-                world_size=process.world_size, timeout=COLLECTIVE_TIMEOUT,
-            )  # fmt: skip
+                platform.backend(),
+                init_method=f"tcp://{process.address}:{process.port}",
+                rank=process.rank,
+                world_size=process.world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
     _leave_groups()
     parallel_state.initialize_model_parallel(
-        layout.tensor, layout.pipeline, config.parallel.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60), create_gloo_process_groups=False,
-    )  # fmt: skip
+        layout.tensor,
+        layout.pipeline,
+        config.parallel.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
     platform.seed_generators(config.run.seed, parallel_state.get_tensor_model_parallel_rank())
     return Topology(
-        process.rank, layout, parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank(),
-    )  # fmt: skip
+        process.rank,
+        layout,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
 
 
 def on_main(place: Topology, function: Callable[[], T]) -> T:

@@ -29,26 +29,41 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pretrain.data.build import build
 
     directory = tmp_path_factory.mktemp("data") / "shards"
-    settings = ["data.vocab_size=512", "data.tokens_per_block=4096", "data.tokens_per_shard=500_000",
-                "data.tokenizer_training_bytes=500_000", f"data.directory={directory}"]  # fmt: skip
+    settings = [
+        "data.vocab_size=512",
+        "data.tokens_per_block=4096",
+        "data.tokens_per_shard=500_000",
+        "data.tokenizer_training_bytes=500_000",
+        f"data.directory={directory}",
+    ]
     build(load_config("configs/demo.toml", settings))
     return directory
 
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/none", "seed": 7},
-    "model": {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 8, "ffn_hidden_size": 128,
-              "make_vocab_size_divisible_by": 64},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 96,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 128,
+        "make_vocab_size_divisible_by": 64,
+    },
     "position": {"method": "alibi"},
     "parallel": {},
     "batch": {"micro_batch_size": 2, "global_batch_size": 8},
-    "data": {"directory": "none", "source": "shakespeare", "sequence_length": 32, "vocab_size": 512},
+    "data": {
+        "directory": "none",
+        "source": "shakespeare",
+        "sequence_length": 32,
+        "vocab_size": 512,
+    },
     "optimizer": {"learning_rate": 1e-3, "clip_grad": 1.0, "weight_decay": 0.1},
     "schedule": {"lr_decay_style": "linear", "lr_warmup_steps": 4},
     "train": {"num_steps": 20},
     "evaluation": {"lengths": [32, 64], "max_tokens": 2048},
     "logging": {"wandb": "disabled", "tensorboard": False},
-}  # fmt: skip
+}
 
 
 def tiny_config(**sections: dict[str, Any]) -> RunConfig:
@@ -62,7 +77,14 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "tp2pp2sp": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
+    "tp2pp2sp": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    ),
     "pp2vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
 }

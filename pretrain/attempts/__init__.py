@@ -24,6 +24,22 @@ from pretrain.attempts.records import (
 RESTART = 75  # saved on SIGUSR1: start me again (EX_TEMPFAIL of sysexits.h)
 STOPPED = 80  # saved on SIGTERM: do not start me again
 
-__all__ = ["HEARTBEAT_SECONDS", "LEASE_SECONDS", "RESTART", "STOPPED", "Attempt", "AttemptRecord", "Ended", "Owner", "Phase",
-           "Progress", "RunBusy", "is_finished", "newest_checkpoint", "read_attempt", "read_attempts", "read_progress",
-           "unknown"]  # fmt: skip
+__all__ = [
+    "HEARTBEAT_SECONDS",
+    "LEASE_SECONDS",
+    "RESTART",
+    "STOPPED",
+    "Attempt",
+    "AttemptRecord",
+    "Ended",
+    "Owner",
+    "Phase",
+    "Progress",
+    "RunBusy",
+    "is_finished",
+    "newest_checkpoint",
+    "read_attempt",
+    "read_attempts",
+    "read_progress",
+    "unknown",
+]

@@ -56,7 +56,9 @@ class Attempt:
         return self.directory.parents[1]
 
     @staticmethod
-    def begin(run: Path, owner: Owner | None = None, job_is_over: Callable[[Owner], bool | None] = unknown) -> Attempt:
+    def begin(
+        run: Path, owner: Owner | None = None, job_is_over: Callable[[Owner], bool | None] = unknown
+    ) -> Attempt:
         """Takes the run, or raises RunBusy. An earlier holder that is gone is no obstacle.
 
         Whether it is gone is seen on its own host, or known from Slurm (`job_is_over`: True, False, or None when it
@@ -123,7 +125,9 @@ class Attempt:
         if phase == last and now - written < PROGRESS_SECONDS:
             return
         self._last = now, phase
-        replace_json(self.directory / "progress", {"count": self._count, "step": step, "phase": phase})
+        replace_json(
+            self.directory / "progress", {"count": self._count, "step": step, "phase": phase}
+        )
 
     def end(self, outcome: str, code: int, reason: str, step: int) -> None:
         """Says how it ended, and so gives the run back."""
@@ -132,7 +136,9 @@ class Attempt:
 
 
 # ---- whether a holder is gone ----------------------------------------------------------------------------------------
-def _is_held(directory: Path, mine: Owner, prepared: Path, job_is_over: Callable[[Owner], bool | None]) -> bool:
+def _is_held(
+    directory: Path, mine: Owner, prepared: Path, job_is_over: Callable[[Owner], bool | None]
+) -> bool:
     """Whether somebody holds the attempt: it has not ended, and its owner is not gone."""
     if (directory / "ended.json").exists():
         return False
@@ -140,16 +146,23 @@ def _is_held(directory: Path, mine: Owner, prepared: Path, job_is_over: Callable
     return _lease_is_renewed(directory, prepared) if held is None else held
 
 
-def _owner_lives(other: Owner, mine: Owner, job_is_over: Callable[[Owner], bool | None]) -> bool | None:
+def _owner_lives(
+    other: Owner, mine: Owner, job_is_over: Callable[[Owner], bool | None]
+) -> bool | None:
     """None: it cannot be known from here."""
     seen = _process_lives(other, mine)
     if seen or other.slurm_job_id is None:
         return seen
     same_job = other.slurm_cluster == mine.slurm_cluster and other.slurm_job_id == mine.slurm_job_id
     # Slurm starts a job again only when its former processes are gone, or their node is.
-    if same_job and (seen is False or (other.slurm_restart_count or 0) < (mine.slurm_restart_count or 0)):
+    if same_job and (
+        seen is False or (other.slurm_restart_count or 0) < (mine.slurm_restart_count or 0)
+    ):
         return False
-    if None in (other.slurm_cluster, mine.slurm_cluster) or other.slurm_cluster == mine.slurm_cluster:
+    if (
+        None in (other.slurm_cluster, mine.slurm_cluster)
+        or other.slurm_cluster == mine.slurm_cluster
+    ):
         # Asked also when the process is gone: its job may still be ending, with ranks that save.
         over = job_is_over(other)
         if over is not None:
@@ -160,7 +173,11 @@ def _owner_lives(other: Owner, mine: Owner, job_is_over: Callable[[Owner], bool 
 def _process_lives(other: Owner, mine: Owner) -> bool | None:
     """None: it is not to be seen from here (another host, another PID namespace, another user's, no /proc)."""
     place = (mine.host, mine.boot_id, mine.pid_namespace)
-    if None in place or place != (other.host, other.boot_id, other.pid_namespace) or other.pid_start is None:
+    if (
+        None in place
+        or place != (other.host, other.boot_id, other.pid_namespace)
+        or other.pid_start is None
+    ):
         return None
     try:
         os.kill(other.pid, 0)
@@ -189,16 +206,26 @@ def _lease_is_renewed(directory: Path, prepared: Path) -> bool:
         if left <= 0 or time.monotonic() - waiting_since > LEASE_SECONDS:
             return False
         if not announced:
-            print(f"{directory}: begun by {Owner.read(directory)}, of which nothing can be seen from here. Waiting at "
-                  f"most {min(left, LEASE_SECONDS):.0f} s for a sign of life", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"{directory}: begun by {Owner.read(directory)}, of which nothing can be seen from here. Waiting at "
+                f"most {min(left, LEASE_SECONDS):.0f} s for a sign of life",
+                file=sys.stderr,
+                flush=True,
+            )
             announced = True
         time.sleep(LOOK_SECONDS)
 
 
 def _busy(run: Path, number: int) -> RunBusy:
     other = Owner.read(attempt_directory(run, number))
-    end = f"scancel {other.slurm_job_id}" if other.slurm_job_id else f"kill {other.pid} on {other.host}"
-    return RunBusy(f"{run}: attempt {number} is being made by {other}. Wait for its end, or end it ({end})")
+    end = (
+        f"scancel {other.slurm_job_id}"
+        if other.slurm_job_id
+        else f"kill {other.pid} on {other.host}"
+    )
+    return RunBusy(
+        f"{run}: attempt {number} is being made by {other}. Wait for its end, or end it ({end})"
+    )
 
 
 def _prepare(directory: Path, owner: Owner) -> None:

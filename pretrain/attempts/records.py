@@ -64,8 +64,22 @@ class Owner:
             user = getpass.getuser()
         except (KeyError, OSError):  # a user id without a name, as in a container
             user = str(os.getuid())
-        return Owner(secrets.token_hex(8), host, pid, start, namespace, _boot_id(), user, slurm_job_id,
-                     slurm_restart_count, slurm_cluster, time.time(), submitted_at, num_processes, nodes or host)  # fmt: skip
+        return Owner(
+            secrets.token_hex(8),
+            host,
+            pid,
+            start,
+            namespace,
+            _boot_id(),
+            user,
+            slurm_job_id,
+            slurm_restart_count,
+            slurm_cluster,
+            time.time(),
+            submitted_at,
+            num_processes,
+            nodes or host,
+        )
 
     @staticmethod
     def read(directory: Path) -> Owner:
@@ -135,7 +149,9 @@ class AttemptRecord:
 
 def read_attempts(run: Path) -> list[AttemptRecord]:
     """All attempts at a run, oldest first; none for a directory that is no run."""
-    return [read_attempt(attempt_directory(run, number)) for number in sorted(numbers(run / "attempts"))]
+    return [
+        read_attempt(attempt_directory(run, number)) for number in sorted(numbers(run / "attempts"))
+    ]
 
 
 def read_attempt(directory: Path) -> AttemptRecord:
@@ -143,10 +159,14 @@ def read_attempt(directory: Path) -> AttemptRecord:
     lines = _read(directory / "phases.jsonl").splitlines()
     phases = tuple(phase for line in lines if (phase := _from_json(Phase, _parse(line))))
     return AttemptRecord(
-        int(directory.name), directory, Owner.read(directory), phases,
+        int(directory.name),
+        directory,
+        Owner.read(directory),
+        phases,
         read_progress(directory),
-        _from_json(Ended, _read_json(directory / "ended.json")), last_heartbeat(directory),
-    )  # fmt: skip
+        _from_json(Ended, _read_json(directory / "ended.json")),
+        last_heartbeat(directory),
+    )
 
 
 def read_progress(directory: Path) -> Progress | None:
@@ -156,7 +176,9 @@ def read_progress(directory: Path) -> Progress | None:
 
 def is_finished(run: Path, num_steps: int | None = None) -> bool:
     """Whether an attempt finished all of `num_steps`; left out, what the run's own config says."""
-    finished = [a.ended.step for a in read_attempts(run) if a.ended and a.ended.outcome == "finished"]
+    finished = [
+        a.ended.step for a in read_attempts(run) if a.ended and a.ended.outcome == "finished"
+    ]
     if not finished:
         return False
     if num_steps is None:
@@ -168,7 +190,9 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
 def newest_checkpoint(run: Path) -> int | None:
     """The step of a run's newest complete checkpoint."""
     found = (run / "checkpoints").glob("step-*/manifest.json")
-    return max((int(m[1]) for path in found if (m := CHECKPOINT.fullmatch(path.parent.name))), default=None)
+    return max(
+        (int(m[1]) for path in found if (m := CHECKPOINT.fullmatch(path.parent.name))), default=None
+    )
 
 
 # ---- this process -----------------------------------------------------------------------------------------------------
@@ -251,6 +275,10 @@ def _from_json(kind: type[T], content: Json) -> T | None:
     """A dataclass from its JSON; None when something is missing. Keys of a later version are passed over."""
     names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     try:
-        return kind(**{name: value for name, value in content.items() if name in names}) if content else None
+        return (
+            kind(**{name: value for name, value in content.items() if name in names})
+            if content
+            else None
+        )
     except TypeError:
         return None

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -52,8 +56,12 @@ class BoxTensor(torch.Tensor):
     parts: list[tuple[tuple[int, ...], Tensor]]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: list[tuple[tuple[int, ...], Tensor]]):
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, parts: list[tuple[tuple[int, ...], Tensor]]
+    ):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=torch.device("cpu")
+        )
         self.parts = parts
         return self
 
@@ -62,19 +70,23 @@ class BoxTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
-        raise TypeError(f"BoxTensor only describes what a checkpoint holds; it does not compute ({function})")
+        raise TypeError(
+            f"BoxTensor only describes what a checkpoint holds; it does not compute ({function})"
+        )
 
     def __create_write_items__(self, name: str, _) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(name, torch.Size(offset), number), type=WriteItemType.SHARD,
+                index=MetadataIndex(name, torch.Size(offset), number),
+                type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=ChunkStorageMetadata(torch.Size(offset), part.shape),
-                    properties=TensorProperties(dtype=part.dtype), size=self.shape,
+                    properties=TensorProperties(dtype=part.dtype),
+                    size=self.shape,
                 ),
             )
             for number, (offset, part) in enumerate(self.parts)
-        ]  # fmt: skip
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts]
@@ -90,7 +102,11 @@ class BoxTensor(torch.Tensor):
 
 
 def box_tensor(
-    flat: Tensor, start: int, shape: Sequence[int], global_shape: Sequence[int], offset: Sequence[int]
+    flat: Tensor,
+    start: int,
+    shape: Sequence[int],
+    global_shape: Sequence[int],
+    offset: Sequence[int],
 ) -> BoxTensor:
     """The flat range [start, start + len(flat)) of a local tensor of `shape`, at `offset` in the global one."""
     parts, position = [], 0

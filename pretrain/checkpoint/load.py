@@ -63,9 +63,13 @@ def _verified_state(checkpoint: Path, chunks: list[GPTModel]) -> dict:
     except ConfigError as error:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)  # or the ranks that found nothing would wait for the others forever
+    dist.all_gather_object(
+        problems, problem
+    )  # or the ranks that found nothing would wait for the others forever
     if found := [p for p in problems if p]:
-        raise ConfigError(found[0] if found[0].startswith(str(checkpoint)) else f"{checkpoint}: {found[0]}")
+        raise ConfigError(
+            found[0] if found[0].startswith(str(checkpoint)) else f"{checkpoint}: {found[0]}"
+        )
     return state
 
 

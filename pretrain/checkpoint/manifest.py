@@ -36,13 +36,18 @@ def find_checkpoint(path: Path) -> Path:
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
     if STEP_NAME.fullmatch(path.name) and path.is_dir():
         what = f"not a complete checkpoint, it has no {MANIFEST}"
-    raise ConfigError(f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it")
+    raise ConfigError(
+        f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it"
+    )
 
 
 def describe(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -58,12 +63,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     _verify_file(checkpoint, STATE, _files(checkpoint))
     state = json.loads((checkpoint / STATE).read_text())
     if state.get("format") != FORMAT:
-        raise ConfigError(f"{checkpoint}: format {state.get('format')}, this version reads {FORMAT}")
+        raise ConfigError(
+            f"{checkpoint}: format {state.get('format')}, this version reads {FORMAT}"
+        )
     return state
 
 
 def load_saved_config(
-    checkpoint: Path, overrides: Sequence[str] = (), sections: Mapping[str, dict[str, Any]] | None = None
+    checkpoint: Path,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, dict[str, Any]] | None = None,
 ) -> RunConfig:
     """`load_config` of the config a checkpoint was saved with. Raises ConfigError also when the file is damaged."""
     _verify_file(checkpoint, CONFIG, _files(checkpoint))
@@ -77,7 +86,12 @@ def check_same_model(config: RunConfig, checkpoint: Path) -> None:
     """
     may_differ = {"attention_backend", "hidden_dropout", "attention_dropout"}
     for section in ("model", "position"):
-        _check_same(config, checkpoint, section, set(type(getattr(config, section)).model_fields) - may_differ)
+        _check_same(
+            config,
+            checkpoint,
+            section,
+            set(type(getattr(config, section)).model_fields) - may_differ,
+        )
 
 
 def check_same_order(config: RunConfig, checkpoint: Path) -> None:
@@ -91,8 +105,10 @@ def _check_same(config: RunConfig, checkpoint: Path, section: str, keys: set[str
     for key in sorted(keys):
         now, before = (getattr(getattr(c, section), key) for c in (config, saved))
         if now != before:
-            raise ConfigError(f"{section}.{key} = {now}: {checkpoint} was trained with {before}. Keep it, "
-                              "or train anew in another run.directory")  # fmt: skip
+            raise ConfigError(
+                f"{section}.{key} = {now}: {checkpoint} was trained with {before}. Keep it, "
+                "or train anew in another run.directory"
+            )
 
 
 def verify_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:
@@ -112,7 +128,9 @@ def _verify_file(checkpoint: Path, name: str, files: dict[str, dict[str, Any]]) 
     if not path.is_file():
         raise ConfigError(f"{path}: missing. {_remedy(checkpoint)}")
     if (size := path.stat().st_size) != expected["bytes"]:
-        raise ConfigError(f"{path}: {size} bytes, the manifest says {expected['bytes']}. {_remedy(checkpoint)}")
+        raise ConfigError(
+            f"{path}: {size} bytes, the manifest says {expected['bytes']}. {_remedy(checkpoint)}"
+        )
     if describe(path)["sha256"] != expected["sha256"]:
         raise ConfigError(f"{path}: its SHA-256 is not the manifest's. {_remedy(checkpoint)}")
 
@@ -121,8 +139,10 @@ def _files(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """The manifest's entries: file name -> bytes and sha256."""
     path = checkpoint / MANIFEST
     try:
-        return {name: {key: entry[key] for key in ("bytes", "sha256")}
-                for name, entry in json.loads(path.read_text())["files"].items()}  # fmt: skip
+        return {
+            name: {key: entry[key] for key in ("bytes", "sha256")}
+            for name, entry in json.loads(path.read_text())["files"].items()
+        }
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing. {_remedy(checkpoint)}") from None
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -131,7 +151,11 @@ def _files(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 def _remedy(checkpoint: Path) -> str:
     """What to do instead of using a damaged checkpoint."""
-    earlier = [found for found in complete_checkpoints(checkpoint.parent.parent) if found.name < checkpoint.name]
+    earlier = [
+        found
+        for found in complete_checkpoints(checkpoint.parent.parent)
+        if found.name < checkpoint.name
+    ]
     if not earlier:
         return "The checkpoint is damaged, and there is no earlier one: train anew in another run.directory"
     return f"The checkpoint is damaged. The one before it is {earlier[-1]} (to train on from there, --resume it)"

@@ -39,7 +39,9 @@ class Progress:
     consumed_samples: int
 
 
-def save_checkpoint(config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, progress: Progress) -> Path:
+def save_checkpoint(
+    config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, progress: Progress
+) -> Path:
     """Writes <run>/checkpoints/step-########, all ranks together; it appears under that name only when complete.
 
     Checkpoints beyond checkpoint.keep are removed afterwards, unless they still await an evaluation. Raises RunFailed
@@ -73,7 +75,9 @@ def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(tensors, checkpoint_id=directory)
-    except CheckpointException as failure:  # raised on every rank when one could not write, and no Exception to Python
+    except (
+        CheckpointException
+    ) as failure:  # raised on every rank when one could not write, and no Exception to Python
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, KeyboardInterrupt):
             raise error from None
@@ -99,7 +103,9 @@ def shapes(optimizer: ZeroOptimizer) -> dict[str, list[int]]:
     return {named.name: list(named.global_shape) for named in named_parameters(optimizer.chunks)}
 
 
-def _publish(config, optimizer, progress: Progress, partial: Path, final: Path, written: list[Any]) -> None:
+def _publish(
+    config, optimizer, progress: Progress, partial: Path, final: Path, written: list[Any]
+) -> None:
     state = {
         "format": FORMAT,
         "step": progress.step,
@@ -124,8 +130,12 @@ def _publish(config, optimizer, progress: Progress, partial: Path, final: Path, 
         partial.rename(final)
     _flush(final.parent)
     if config.checkpoint.keep is not None:
-        for old in _evaluated(config.directory, complete_checkpoints(config.directory)[: -config.checkpoint.keep]):
-            removed = old.rename(old.with_name(f".{old.name}.removed"))  # or, killed half-way, it would look complete
+        for old in _evaluated(
+            config.directory, complete_checkpoints(config.directory)[: -config.checkpoint.keep]
+        ):
+            removed = old.rename(
+                old.with_name(f".{old.name}.removed")
+            )  # or, killed half-way, it would look complete
             shutil.rmtree(removed)
 
 
@@ -154,7 +164,10 @@ def loss_scaler_state(optimizer: ZeroOptimizer) -> dict[str, float] | None:
     if not optimizer.is_fp16:
         return None
     scaler = optimizer.zero.loss_scaler
-    return {key: getattr(scaler, key) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")}
+    return {
+        key: getattr(scaler, key)
+        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    }
 
 
 def _flush(directory: Path) -> None:

@@ -22,5 +22,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = f", {error.filename}" if error.filename and str(error.filename) != str(path) else ""
-        raise RunFailed(f"{path}: cannot be written ({error.strerror or error}{where}). Make room or choose another place, "
-                        "then run the command again") from error  # fmt: skip
+        raise RunFailed(
+            f"{path}: cannot be written ({error.strerror or error}{where}). Make room or choose another place, "
+            "then run the command again"
+        ) from error

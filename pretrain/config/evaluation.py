@@ -19,12 +19,16 @@ class EvaluationRequest:
     max_tokens: int | None
 
     @staticmethod
-    def parse(lengths: str | None, protocols: str, stride: int | None, max_tokens: int | None) -> EvaluationRequest:
+    def parse(
+        lengths: str | None, protocols: str, stride: int | None, max_tokens: int | None
+    ) -> EvaluationRequest:
         """From the command line's strings. Raises ConfigError naming the option."""
         try:
             parsed = tuple(int(n) for n in lengths.split(",")) if lengths is not None else None
         except ValueError:
-            raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 128,256,512") from None
+            raise ConfigError(
+                f"--lengths {lengths}: want tokens, comma-separated, as in 128,256,512"
+            ) from None
         names = tuple(protocols.split(","))
         for name in names:
             if name not in PROTOCOLS:
@@ -47,7 +51,9 @@ class EvaluationRequest:
         """What of a run's config it changes, as --set has it. New lengths bring back the stride's own default."""
         asked = {"lengths": self.lengths, "stride": self.stride, "max_tokens": self.max_tokens}
         settings = [
-            f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}" for key, v in asked.items() if v is not None
+            f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}"
+            for key, v in asked.items()
+            if v is not None
         ]
         if self.lengths is not None and self.stride is None:
             settings.append("evaluation.stride=none")

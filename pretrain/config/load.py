@@ -17,7 +17,9 @@ from pretrain.config.schema import RunConfig
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), sections: Mapping[str, dict[str, Any]] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, dict[str, Any]] | None = None,
 ) -> RunConfig:
     """Reads `path` (TOML), applies `overrides` ("section.key=value", later ones win) and checks the whole.
 
@@ -28,7 +30,9 @@ def load_config(
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file. `ls configs` shows those that come with the project") from None
+        raise ConfigError(
+            f"{path}: no such config file. `ls configs` shows those that come with the project"
+        ) from None
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable config file ({error})") from None
     except tomllib.TOMLDecodeError as error:
@@ -47,7 +51,9 @@ def parse_config(values: dict[str, Any], origin: str) -> RunConfig:
     except ValidationError as error:
         raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in str(error).splitlines())) from None
+        raise ConfigError(
+            "\n".join(f"{origin}: {line}" for line in str(error).splitlines())
+        ) from None
     return config
 
 
@@ -60,7 +66,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (separator and dot and name):
-        raise ConfigError(f"--set {override}: want section.key=value, as in --set train.num_steps=100")
+        raise ConfigError(
+            f"--set {override}: want section.key=value, as in --set train.num_steps=100"
+        )
     if not isinstance(values.setdefault(section, {}), dict):
         raise ConfigError(f"--set {override}: {section} is not a section")
     if text.strip() == "none":
@@ -82,7 +90,9 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key}: missing; it has no default"
     got = error["input"]
-    return f"{key} = {got!r}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
+    return (
+        f"{key} = {got!r}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
+    )
 
 
 def _nearest(location: list[str]) -> str:
@@ -91,7 +101,11 @@ def _nearest(location: list[str]) -> str:
     if len(location) == 1:
         near = difflib.get_close_matches(location[0], sections, 1)
         homes = [f"{s}.{location[0]}" for s, a in sections.items() if location[0] in _fields(a)]
-        return f", did you mean {(near or homes)[0]}?" if near or homes else f"; sections are {', '.join(sections)}"
+        return (
+            f", did you mean {(near or homes)[0]}?"
+            if near or homes
+            else f"; sections are {', '.join(sections)}"
+        )
     section, name = location[0], location[1]
     elsewhere = [f"{s}.{name}" for s, annotation in sections.items() if name in _fields(annotation)]
     near = difflib.get_close_matches(name, _fields(sections[section]), 1, cutoff=0.5)

@@ -9,7 +9,11 @@ def num_parameters(config: RunConfig) -> int:
     """Distinct parameters of the whole model, padded vocabulary included, a tied output layer counted once."""
     c, m = config, config.model
     embedding = c.padded_vocab_size * m.hidden_size
-    total = m.num_layers * _layer(c, tensor=1) + _norm(c) + embedding * (1 if m.tie_word_embeddings else 2)
+    total = (
+        m.num_layers * _layer(c, tensor=1)
+        + _norm(c)
+        + embedding * (1 if m.tie_word_embeddings else 2)
+    )
     return total + _first_stage_positions(c) + _score_positions(c, tensor=1)
 
 

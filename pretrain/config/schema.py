@@ -12,11 +12,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pretrain.config.rules import check_layout
+
 
 class Section(BaseModel):
     """A TOML section: immutable, and strict about unknown keys and types (an int is a valid float)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 class RunSection(Section):
@@ -254,7 +258,9 @@ class RunConfig(Section):
 
     @property
     def evaluation_stride(self) -> int:
-        return self.evaluation.stride or min(self.evaluation_lengths, default=1)  # no lengths: refused by the rules
+        return self.evaluation.stride or min(
+            self.evaluation_lengths, default=1
+        )  # no lengths: refused by the rules
 
     @property
     def tokens_per_step(self) -> int:
@@ -262,16 +268,17 @@ class RunConfig(Section):
 
     def layout(self, world_size: int) -> Layout:
         """The shares of `world_size` processes. Raises ConfigError when they do not divide."""
-        from pretrain.config.rules import check_layout
-
         check_layout(self, world_size)
         p = self.parallel
         data = world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
         return Layout(
-            world_size, p.tensor_model_parallel_size, p.pipeline_model_parallel_size,
-            p.virtual_pipeline_model_parallel_size or 1, data,
+            world_size,
+            p.tensor_model_parallel_size,
+            p.pipeline_model_parallel_size,
+            p.virtual_pipeline_model_parallel_size or 1,
+            data,
             self.batch.global_batch_size // (self.batch.micro_batch_size * data),
-        )  # fmt: skip
+        )
 
     @property
     def layers_per_chunk(self) -> list[int]:

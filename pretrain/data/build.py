@@ -40,7 +40,10 @@ def build(config: RunConfig) -> None:
         return
     with writing(directory), _published(directory) as temporary:
         tokenizer = _make_tokenizer(config.data, temporary / TOKENIZER)
-        manifests = {split: _write_split(config.data, split, tokenizer, temporary) for split in get_args(Split)}
+        manifests = {
+            split: _write_split(config.data, split, tokenizer, temporary)
+            for split in get_args(Split)
+        }
         (temporary / _INPUTS).write_text(json.dumps(inputs, indent=1) + "\n")
     print(f"{directory}: tokenizer of {tokenizer.vocab_size:,} pieces")
     for split, made in manifests.items():
@@ -52,8 +55,16 @@ def build(config: RunConfig) -> None:
 
 def _inputs(data: DataSection) -> dict[str, Any]:
     """Everything that decides what is built, as it stands in build.json."""
-    keys = ("source", "paths", "validation_paths", "validation_fraction", "vocab_size", "tokenizer_training_bytes",
-            "tokens_per_block", "tokens_per_shard")  # fmt: skip
+    keys = (
+        "source",
+        "paths",
+        "validation_paths",
+        "validation_fraction",
+        "vocab_size",
+        "tokenizer_training_bytes",
+        "tokens_per_block",
+        "tokens_per_shard",
+    )
     settings = data.model_dump(mode="json", include=set(keys))
     tokenizer = _given_tokenizer(data)
     return {
@@ -72,7 +83,9 @@ def _check_same(directory: Path, inputs: dict[str, Any]) -> None:
         raise ConfigError(
             f"data.directory = {directory}: exists, and is no finished data set (no readable {_INPUTS}). {remedy}"
         ) from None
-    differences = [f"{k} was {built.get(k)!r}, is {inputs[k]!r}" for k in inputs if built.get(k) != inputs[k]]
+    differences = [
+        f"{k} was {built.get(k)!r}, is {inputs[k]!r}" for k in inputs if built.get(k) != inputs[k]
+    ]
     if differences:
         raise ConfigError(
             f"data.directory = {directory}: built from other inputs: {'; '.join(differences)}. Nothing was changed. "
@@ -123,12 +136,17 @@ def _given_tokenizer(data: DataSection) -> Tokenizer | None:
     return tokenizer
 
 
-def _write_split(data: DataSection, split: Split, tokenizer: Tokenizer, directory: Path) -> Manifest:
+def _write_split(
+    data: DataSection, split: Split, tokenizer: Tokenizer, directory: Path
+) -> Manifest:
     (directory / split).mkdir()
     writer = SplitWriter(
-        directory / split, tokenizer_sha256=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
-        tokens_per_block=data.tokens_per_block, tokens_per_shard=data.tokens_per_shard,
-    )  # fmt: skip
+        directory / split,
+        tokenizer_sha256=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        tokens_per_block=data.tokens_per_block,
+        tokens_per_shard=data.tokens_per_shard,
+    )
     # disable=None: a bar on a terminal, nothing in a log
     with tqdm(desc=split, total=_size(data, split), unit="B", unit_scale=True, disable=None) as bar:
         for text in sources.documents(data, split):

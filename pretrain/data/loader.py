@@ -44,7 +44,8 @@ def batches(
         list(micro)
         for step in count(consumed_samples, global_batch_size)
         for micro in _cut(
-            order.rank_samples(step, global_batch_size, data_parallel_rank, data_parallel_size), micro_batch_size
+            order.rank_samples(step, global_batch_size, data_parallel_rank, data_parallel_size),
+            micro_batch_size,
         )
     )
     loader = DataLoader(
@@ -62,18 +63,27 @@ class _Samples(Dataset):
     """Consumed-sample indexes -> tokens. Knows no batch size, rank or worker."""
 
     def __init__(self, stream: TokenStream, samples: int, sequence_length: int, seed: int) -> None:
-        self._stream, self._samples, self._sequence_length, self._seed = stream, samples, sequence_length, seed
+        self._stream, self._samples, self._sequence_length, self._seed = (
+            stream,
+            samples,
+            sequence_length,
+            seed,
+        )
 
     def __getitems__(self, consumed: list[int]) -> np.ndarray:
         """DataLoader's call for a whole batch: int64 [len(consumed), sequence_length + 1]."""
         ids = order.sample_ids(np.array(consumed), self._samples, self._seed)
-        return np.stack([self._stream.read(*order.token_range(int(i), self._sequence_length)) for i in ids])
+        return np.stack(
+            [self._stream.read(*order.token_range(int(i), self._sequence_length)) for i in ids]
+        )
 
 
 def _cut(indexes: range, size: int) -> Iterator[range]:
     return (indexes[start : start + size] for start in range(0, len(indexes), size))
 
 
-def _steps(micro_batches: Iterator[torch.Tensor], num_microbatches: int) -> Iterator[list[torch.Tensor]]:
+def _steps(
+    micro_batches: Iterator[torch.Tensor], num_microbatches: int
+) -> Iterator[list[torch.Tensor]]:
     while True:
         yield list(islice(micro_batches, num_microbatches))

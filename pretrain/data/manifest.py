@@ -54,7 +54,9 @@ def read_manifest(directory: Path) -> Manifest:
             "Make one with `pretrain data build CONFIG`"
         ) from None
     except ValidationError as error:
-        raise ConfigError(f"{path}: not a manifest ({error.errors()[0]['msg']}). {rebuild(directory)}") from None
+        raise ConfigError(
+            f"{path}: not a manifest ({error.errors()[0]['msg']}). {rebuild(directory)}"
+        ) from None
     if manifest.format_version != FORMAT_VERSION:
         raise ConfigError(
             f"{path}: format_version = {manifest.format_version}, this program reads {FORMAT_VERSION}. "

@@ -20,9 +20,19 @@ class SplitWriter:
     """
 
     def __init__(
-        self, directory: Path, *, tokenizer_sha256: str, vocab_size: int, tokens_per_block: int, tokens_per_shard: int
+        self,
+        directory: Path,
+        *,
+        tokenizer_sha256: str,
+        vocab_size: int,
+        tokens_per_block: int,
+        tokens_per_shard: int,
     ) -> None:
-        self._directory, self._tokenizer_sha256, self._vocab_size = directory, tokenizer_sha256, vocab_size
+        self._directory, self._tokenizer_sha256, self._vocab_size = (
+            directory,
+            tokenizer_sha256,
+            vocab_size,
+        )
         self._block = np.empty(tokens_per_block, np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._blocks_per_shard = tokens_per_shard // tokens_per_block
         self._filled = self._blocks = self._documents = self._text_bytes = 0
@@ -49,11 +59,17 @@ class SplitWriter:
         self._close_shard()
         np.save(self._directory / INDEX, np.concatenate([np.empty((0, 3), np.int64), *self._index]))
         manifest = Manifest(
-            format_version=FORMAT_VERSION, tokenizer_sha256=self._tokenizer_sha256, vocab_size=self._vocab_size,
-            dtype=self._block.dtype.name, tokens_per_block=len(self._block),
-            tokens=sum(s.tokens for s in self._shards), documents=self._documents, text_bytes=self._text_bytes,
-            index_sha256=sha256(self._directory / INDEX), shards=self._shards,
-        )  # fmt: skip
+            format_version=FORMAT_VERSION,
+            tokenizer_sha256=self._tokenizer_sha256,
+            vocab_size=self._vocab_size,
+            dtype=self._block.dtype.name,
+            tokens_per_block=len(self._block),
+            tokens=sum(s.tokens for s in self._shards),
+            documents=self._documents,
+            text_bytes=self._text_bytes,
+            index_sha256=sha256(self._directory / INDEX),
+            shards=self._shards,
+        )
         (self._directory / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
         return manifest
 
@@ -77,9 +93,14 @@ class SplitWriter:
         rows = _payloads(path, shard=len(self._shards))
         self._index.append(rows)
         self._shards.append(
-            Shard(name=path.name, samples=len(rows), tokens=int(rows[:, 2].sum()), bytes=path.stat().st_size,
-                  sha256=sha256(path))
-        )  # fmt: skip
+            Shard(
+                name=path.name,
+                samples=len(rows),
+                tokens=int(rows[:, 2].sum()),
+                bytes=path.stat().st_size,
+                sha256=sha256(path),
+            )
+        )
 
 
 def _payloads(path: Path, shard: int) -> np.ndarray:

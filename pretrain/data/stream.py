@@ -63,7 +63,9 @@ class TokenStream:
     def _read_block(self, block: int) -> np.ndarray:
         shard, offset, tokens = self._index[block].tolist()
         if shard not in self._maps:
-            self._maps[shard] = np.memmap(self.directory / self._manifest.shards[shard].name, np.uint8, mode="r")
+            self._maps[shard] = np.memmap(
+                self.directory / self._manifest.shards[shard].name, np.uint8, mode="r"
+            )
         dtype = np.dtype(self._manifest.dtype)
         return self._maps[shard][offset : offset + tokens * dtype.itemsize].view(dtype)
 
@@ -72,7 +74,9 @@ class TokenStream:
             path = self.directory / shard.name
             found = path.stat().st_size if path.is_file() else None
             if found is None:
-                raise ConfigError(f"{path}: missing; the manifest lists it. {rebuild(self.directory)}")
+                raise ConfigError(
+                    f"{path}: missing; the manifest lists it. {rebuild(self.directory)}"
+                )
             if found != shard.bytes:
                 raise ConfigError(
                     f"{path}: {'truncated' if found < shard.bytes else 'too long'}: {found} bytes found, "

@@ -40,7 +40,9 @@ class Tokenizer:
         self.eos_id: int = self._processor.eos_id()
         """Ends every document."""
         if self.eos_id < 0:
-            raise ConfigError(f"{path}: has no </s> piece to end documents with. Train it without --eos_id=-1")
+            raise ConfigError(
+                f"{path}: has no </s> piece to end documents with. Train it without --eos_id=-1"
+            )
         self._cuts_at_newlines = _can_cut_at_newlines(specification)
 
     def encode(self, text: str) -> np.ndarray:
@@ -54,7 +56,9 @@ class Tokenizer:
         return self._processor.decode([int(i) for i in ids])
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int, max_bytes: int, total_bytes: int) -> bytes:
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, max_bytes: int, total_bytes: int
+) -> bytes:
     """Trains BPE with `vocab_size` pieces on the lines of `documents` and returns the model file's bytes.
 
     Of a corpus of `total_bytes` (UTF-8; more does no harm) it takes about `max_bytes`, evenly over its length. The
@@ -65,12 +69,19 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, max_bytes: int, t
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=False, allow_whitespace_only_pieces=True, split_digits=True,
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
             max_sentence_length=2**30,  # bytes; the default drops every line above 4192
             minloglevel=2,
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         raise ConfigError(f"data.vocab_size = {vocab_size}: {_remedy(str(error), lines)}") from None
     return model.getvalue()
@@ -106,7 +117,9 @@ def _can_cut_at_newlines(model: Any) -> bool:
     """
     normalizer = model.normalizer_spec
     unchanged = not (
-        normalizer.precompiled_charsmap or normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces
+        normalizer.precompiled_charsmap
+        or normalizer.add_dummy_prefix
+        or normalizer.remove_extra_whitespaces
     )
     is_bpe = model.trainer_spec.model_type == model.trainer_spec.BPE
     return is_bpe and unchanged and not any("\n" in piece.piece for piece in model.pieces)

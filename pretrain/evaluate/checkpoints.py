@@ -45,14 +45,19 @@ def read_evaluations(directory: Path) -> Evaluated:
                 missing[folder.name] = str(json.loads(failed.read_text())["reason"])
                 continue
             curve = json.loads((folder / "curve.json").read_text())
-            found = [{"step": _step(folder), **{key: r[key] for key in report.FIELDS}} for r in curve["records"]]
+            found = [
+                {"step": _step(folder), **{key: r[key] for key in report.FIELDS}}
+                for r in curve["records"]
+            ]
             train_length = int(curve["train_length"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             missing[folder.name] = (
                 f"{folder} cannot be read ({error}); remove it to have the checkpoint evaluated again"
             )
             continue
-        records += [{k: math.nan if v is None else v for k, v in record.items()} for record in found]
+        records += [
+            {k: math.nan if v is None else v for k, v in record.items()} for record in found
+        ]
     return Evaluated(tuple(p.name for p in folders), train_length, records, missing)
 
 
@@ -67,30 +72,44 @@ def report_run(run: Path) -> str:
     while written != (evaluated := read_evaluations(directory)).folders:
         if evaluated.train_length is None:
             reasons = "".join(f"\n{name}: {reason}" for name, reason in evaluated.missing.items())
-            raise ConfigError(f"{directory}: no checkpoint has been evaluated yet{reasons}\nEvaluation jobs leave their "
-                              "results there; see `launcher submit --evaluate-checkpoints`")  # fmt: skip
+            raise ConfigError(
+                f"{directory}: no checkpoint has been evaluated yet{reasons}\nEvaluation jobs leave their "
+                "results there; see `launcher submit --evaluate-checkpoints`"
+            )
         _write(directory, evaluated.train_length, evaluated)
         written = evaluated.folders
-    lines = report.plain_table(*report.table(evaluated.train_length or 0, _by_length(evaluated.records), "step"))
-    return "\n".join([f"Perplexity by training step and length in tokens (L = {evaluated.train_length})", *lines])
+    lines = report.plain_table(
+        *report.table(evaluated.train_length or 0, _by_length(evaluated.records), "step")
+    )
+    return "\n".join(
+        [f"Perplexity by training step and length in tokens (L = {evaluated.train_length})", *lines]
+    )
 
 
 def _write(directory: Path, train_length: int, evaluated: Evaluated) -> None:
     by_length, by_step = _by_length(evaluated.records), _by_step(evaluated.records, train_length)
-    chosen = {str(step) for step in _spread(sorted({record["step"] for record in evaluated.records}))}
+    chosen = {
+        str(step) for step in _spread(sorted({record["step"] for record in evaluated.records}))
+    }
     shown = [s._replace(name=f"step {s.name}") for s in by_length if s.name in chosen]
     report.publish(directory / "steps.png", plots.by_step(by_step))
     report.publish(directory / "curve.png", plots.curve(train_length, shown))
     report.publish(
-        directory / "curve.csv", report.to_csv(FIELDS, ([r[field] for field in FIELDS] for r in evaluated.records))
+        directory / "curve.csv",
+        report.to_csv(FIELDS, ([r[field] for field in FIELDS] for r in evaluated.records)),
     )
     text = _markdown(train_length, by_length, by_step, evaluated.missing)
     report.publish(directory / "report.md", text.encode())
-    report.publish(directory / "curve.json", report.to_json(train_length, evaluated.records, FIELDS))
+    report.publish(
+        directory / "curve.json", report.to_json(train_length, evaluated.records, FIELDS)
+    )
 
 
 def _markdown(
-    train_length: int, by_length: Sequence[Series], by_step: Sequence[Series], missing: Mapping[str, str]
+    train_length: int,
+    by_length: Sequence[Series],
+    by_step: Sequence[Series],
+    missing: Mapping[str, str],
 ) -> str:
     newest = by_length[-1].name
     parts = [
@@ -103,11 +122,17 @@ def _markdown(
         "\n".join(f"- {_finding(s)}" for s in by_step),
         "## By length",
         "![perplexity by length](curve.png)",
-        "\n".join(f"- {report.finding(train_length, s._replace(name=f'step {newest}'))}"
-                  for s in by_length if s.name == newest),
-    ]  # fmt: skip
+        "\n".join(
+            f"- {report.finding(train_length, s._replace(name=f'step {newest}'))}"
+            for s in by_length
+            if s.name == newest
+        ),
+    ]
     if missing:
-        parts += ["## Not evaluated", "\n".join(f"- {name}: {reason}" for name, reason in missing.items())]
+        parts += [
+            "## Not evaluated",
+            "\n".join(f"- {name}: {reason}" for name, reason in missing.items()),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -123,14 +148,18 @@ def _finding(series: Series) -> str:
         return f"{sentence}, the newest."
     if newest not in finite:
         return f"{sentence}; not finite at step {newest}, the newest."
-    return f"{sentence}; {finite[newest] / finite[best]:.3f} times that at step {newest}, the newest."
+    return (
+        f"{sentence}; {finite[newest] / finite[best]:.3f} times that at step {newest}, the newest."
+    )
 
 
 def _by_length(records: Iterable[Mapping[str, Any]]) -> list[Series]:
     """One for each checkpoint and protocol, named by its step."""
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for r in records:
-        curves.setdefault((str(r["step"]), report.protocol_name(r)), {})[r["length"]] = r["perplexity"]
+        curves.setdefault((str(r["step"]), report.protocol_name(r)), {})[r["length"]] = r[
+            "perplexity"
+        ]
     return [Series(*key, dict(sorted(points.items()))) for key, points in curves.items()]
 
 
@@ -140,7 +169,11 @@ def _by_step(records: Iterable[Mapping[str, Any]], train_length: int) -> list[Se
     for r in records:
         curves.setdefault((r["length"], report.protocol_name(r)), {})[r["step"]] = r["perplexity"]
     return [
-        Series(f"{plots.in_tokens_and_lengths(length, train_length)}", protocol, dict(sorted(points.items())))
+        Series(
+            f"{plots.in_tokens_and_lengths(length, train_length)}",
+            protocol,
+            dict(sorted(points.items())),
+        )
         for (length, protocol), points in sorted(curves.items())
     ]
 

@@ -19,7 +19,9 @@ from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 
 
-def evaluation_config(checkpoint: Path, request: EvaluationRequest, overrides: list[str]) -> RunConfig:
+def evaluation_config(
+    checkpoint: Path, request: EvaluationRequest, overrides: list[str]
+) -> RunConfig:
     """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else.
 
     Raises ConfigError when the overrides would make another model of the weights.
@@ -30,8 +32,10 @@ def evaluation_config(checkpoint: Path, request: EvaluationRequest, overrides: l
     check_same_model(config, checkpoint)
     trained = load_saved_config(checkpoint).data.sequence_length
     if config.data.sequence_length != trained:
-        raise ConfigError(f"data.sequence_length = {config.data.sequence_length}: {checkpoint} was trained at {trained}. "
-                          "Say with --lengths at which lengths to evaluate")  # fmt: skip
+        raise ConfigError(
+            f"data.sequence_length = {config.data.sequence_length}: {checkpoint} was trained at {trained}. "
+            "Say with --lengths at which lengths to evaluate"
+        )
     return config
 
 
@@ -41,7 +45,9 @@ def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
     return [Protocol(name, length, stride) for name in request.protocols for length in lengths]
 
 
-def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Protocol]) -> list[Evaluation]:
+def evaluate_checkpoint(
+    checkpoint: Path, config: RunConfig, protocols: list[Protocol]
+) -> list[Evaluation]:
     """Scores the validation split with a checkpoint's weights; every rank gets the results, rank 0 prints them."""
     stream = open_stream(config, "validation")
     place = topology.initialize(config)
@@ -49,9 +55,13 @@ def evaluate_checkpoint(checkpoint: Path, config: RunConfig, protocols: list[Pro
     check_positions(config, chunks)
     load_weights(checkpoint, chunks)
     evaluator = Evaluator(
-        chunks, place, stream, Tokenizer(config.data_directory / TOKENIZER).eos_id,
-        tokens_per_batch=config.evaluation.tokens_per_batch, max_tokens=config.evaluation.max_tokens,
-    )  # fmt: skip
+        chunks,
+        place,
+        stream,
+        Tokenizer(config.data_directory / TOKENIZER).eos_id,
+        tokens_per_batch=config.evaluation.tokens_per_batch,
+        max_tokens=config.evaluation.max_tokens,
+    )
     results = []
     for protocol in protocols:
         results.append(evaluator.evaluate(protocol, progress=True))
@@ -70,15 +80,19 @@ def evaluate_sources(
     train_length = configs[0].data.sequence_length
     for config, checkpoint in zip(configs, checkpoints):
         if config.data.sequence_length != train_length:
-            raise ConfigError(f"{checkpoint}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
-                              "One report holds one training length: evaluate them one by one")  # fmt: skip
+            raise ConfigError(
+                f"{checkpoint}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
+                "One report holds one training length: evaluate them one by one"
+            )
     if out is not None:
         _prepare_out(out)
     records: list[dict] = []
     positions: dict[tuple[str, int], np.ndarray] = {}
     for checkpoint, config in zip(checkpoints, configs):
         for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
-            records.append({"method": config.position.method, **result.record(), "checkpoint": str(checkpoint)})
+            records.append(
+                {"method": config.position.method, **result.record(), "checkpoint": str(checkpoint)}
+            )
             if result.protocol.name == "nonoverlapping":
                 positions[config.position.method, result.protocol.length] = result.loss_by_position
     if topology.Process.from_environment().rank == 0:
@@ -86,7 +100,9 @@ def evaluate_sources(
         if out is not None:
             with writing(out):
                 write_report(out, train_length, records, positions)
-            print(f"\nwritten: {out.parent}/ ({', '.join(sorted(p.name for p in out.parent.iterdir()))})")
+            print(
+                f"\nwritten: {out.parent}/ ({', '.join(sorted(p.name for p in out.parent.iterdir()))})"
+            )
     topology.finish()
     return records
 
@@ -94,8 +110,12 @@ def evaluate_sources(
 def _prepare_out(out: Path) -> None:
     """Finds out before the work, not after it, whether the report can be written."""
     if out.suffix != ".json":
-        raise ConfigError(f"--out {out}: want a file that ends in .json; the report's other files stand beside it")
+        raise ConfigError(
+            f"--out {out}: want a file that ends in .json; the report's other files stand beside it"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}: {out.parent} cannot be made ({error.strerror}). Choose another") from None
+        raise ConfigError(
+            f"--out {out}: {out.parent} cannot be made ({error.strerror}). Choose another"
+        ) from None

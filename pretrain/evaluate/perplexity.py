@@ -65,25 +65,39 @@ class Evaluation:
         """As it stands in metrics.jsonl and curve.json."""
         name, stride, length = self.protocol.key
         return {
-            "protocol": name, "stride": stride, "length": length,
-            "perplexity": self.perplexity, "loss_nats": self.loss_nats, "tokens": self.tokens,
-        }  # fmt: skip
+            "protocol": name,
+            "stride": stride,
+            "length": length,
+            "perplexity": self.perplexity,
+            "loss_nats": self.loss_nats,
+            "tokens": self.tokens,
+        }
 
 
 class Evaluator:
     """Scores a stream with a model; `engine` stands in for the model where ZeRO 2 or 3 must see the call."""
 
     def __init__(
-        self, chunks: list[GPTModel], topology: Topology, stream: TokenStream, eos_id: int, *, tokens_per_batch: int,
-        max_tokens: int | None = None, engine: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        chunks: list[GPTModel],
+        topology: Topology,
+        stream: TokenStream,
+        eos_id: int,
+        *,
+        tokens_per_batch: int,
+        max_tokens: int | None = None,
+        engine: nn.Module | None = None,
+    ) -> None:
         self.chunks, self.topology, self.engine = chunks, topology, engine
         self.tokens_per_batch = tokens_per_batch
         self.tokens = min(len(stream), max_tokens or len(stream))
         self.stream = np.concatenate([[eos_id], stream.read(0, self.tokens)])
 
     def evaluate(
-        self, protocol: Protocol, progress: bool = False, before_pass: Callable[[], None] = lambda: None
+        self,
+        protocol: Protocol,
+        progress: bool = False,
+        before_pass: Callable[[], None] = lambda: None,
     ) -> Evaluation:
         """Every token of the stream scored once under `protocol`; every rank gets the result.
 
@@ -96,7 +110,14 @@ class Evaluator:
             for batches, windows in self._passes(protocol, progress and self.topology.is_main):
                 before_pass()
                 scored = [protocol.length - _first_scored(w) for w in windows]
-                losses = run_schedule(self.chunks, batches, _keep, forward_only=True, engine=self.engine, scored=scored)
+                losses = run_schedule(
+                    self.chunks,
+                    batches,
+                    _keep,
+                    forward_only=True,
+                    engine=self.engine,
+                    scored=scored,
+                )
                 if is_reporting_rank():
                     for loss, those in zip(losses, windows):
                         _add(total, loss.double().cpu(), those)
@@ -105,7 +126,9 @@ class Evaluator:
         sums, counts = total.cpu().numpy()
         assert counts.sum() == self.tokens, f"{counts.sum()} tokens scored of {self.tokens}"
         with np.errstate(invalid="ignore"):
-            return Evaluation(protocol, float(sums.sum() / counts.sum()), self.tokens, sums / counts)
+            return Evaluation(
+                protocol, float(sums.sum() / counts.sum()), self.tokens, sums / counts
+            )
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -119,7 +142,9 @@ class Evaluator:
             for chunk in self.chunks:
                 chunk.train(training)
 
-    def _passes(self, protocol: Protocol, progress: bool) -> Iterator[tuple[list[Tensor], list[list[Window]]]]:
+    def _passes(
+        self, protocol: Protocol, progress: bool
+    ) -> Iterator[tuple[list[Tensor], list[list[Window]]]]:
         """(micro batches [B, length + 1], the window in each row) for each pass through the pipeline.
 
         Every rank gets equally many passes of equal shape, as the pipeline and ZeRO's collectives need; rows that only
@@ -133,7 +158,9 @@ class Evaluator:
         windows = protocol.windows(self.tokens)
         label = f"{protocol.name} {protocol.length}"
         for _ in tqdm(range(passes), desc=label, leave=False, disable=None if progress else True):
-            dealt = [list(itertools.islice(windows, rows)) for _ in range(micro_batches * layout.data)]
+            dealt = [
+                list(itertools.islice(windows, rows)) for _ in range(micro_batches * layout.data)
+            ]
             mine = dealt[self.topology.data_rank :: layout.data]
             yield [self._batch(w, rows, protocol.length) for w in mine], mine
 

@@ -50,7 +50,9 @@ def by_step(series: Sequence[Series]) -> bytes:
     return _png(figure)
 
 
-def by_position(train_length: int, lines: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> bytes:
+def by_position(
+    train_length: int, lines: Sequence[tuple[str, Sequence[float], Sequence[float]]]
+) -> bytes:
     """Loss against position for (name, positions from 1 on, losses in nats), the training length marked."""
     figure, axes = _axes("Position in the window (tokens)", "Loss (nats per token)")
     colours = _colours(name for name, _, _ in lines)
@@ -80,25 +82,44 @@ def in_tokens_and_lengths(length: int, train_length: int, between: str = " = ") 
     return f"{length}{between}{in_lengths(length, train_length)}"
 
 
-def _draw_perplexities(axes: Axes, series: Sequence[Series]) -> tuple[dict[str, str], dict[str, float]]:
+def _draw_perplexities(
+    axes: Axes, series: Sequence[Series]
+) -> tuple[dict[str, str], dict[str, float]]:
     """(colours, values at the right end) by name; a legend says which protocol is which."""
     colours = _colours(s.name for s in series)
     ends: dict[str, float] = {}
     for s in series:
         values = [_drawable(p) for p in s.perplexities.values()]
         solid = s.protocol == "nonoverlapping"
-        axes.plot(list(s.perplexities), values, color=colours[s.name], linestyle="-" if solid else (0, (4, 2)),
-                  linewidth=2, marker="o", markersize=5,
-                  markerfacecolor=colours[s.name] if solid else "white")  # fmt: skip
+        axes.plot(
+            list(s.perplexities),
+            values,
+            color=colours[s.name],
+            linestyle="-" if solid else (0, (4, 2)),
+            linewidth=2,
+            marker="o",
+            markersize=5,
+            markerfacecolor=colours[s.name] if solid else "white",
+        )
         last = [v for v in values if not math.isnan(v)]
         if last and (solid or s.name not in ends):
             ends[s.name] = last[-1]
     _scale_values(axes, [p for s in series for p in s.perplexities.values() if math.isfinite(p)])
     protocols = list(dict.fromkeys(s.protocol for s in series))
     if len(protocols) > 1:
-        styles = [Line2D([], [], color="#444444", linewidth=2, linestyle="-" if p == "nonoverlapping" else (0, (4, 2)),
-                         marker="o", markersize=5, markerfacecolor="#444444" if p == "nonoverlapping" else "white")
-                  for p in protocols]  # fmt: skip
+        styles = [
+            Line2D(
+                [],
+                [],
+                color="#444444",
+                linewidth=2,
+                linestyle="-" if p == "nonoverlapping" else (0, (4, 2)),
+                marker="o",
+                markersize=5,
+                markerfacecolor="#444444" if p == "nonoverlapping" else "white",
+            )
+            for p in protocols
+        ]
         axes.legend(styles, protocols, frameon=False, loc="best", handlelength=3.5)
     return colours, ends
 
@@ -135,7 +156,9 @@ def _scale_values(axes: Axes, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     if high > LOG_SPREAD * low:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 10 * low else (1, 2, 5)))
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 10 * low else (1, 2, 5))
+        )
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif high < 1.1 * low:
@@ -144,11 +167,22 @@ def _scale_values(axes: Axes, values: Sequence[float]) -> None:
 
 def _mark_training_length(axes: Axes, train_length: int) -> None:
     axes.axvline(train_length, color="#888888", linewidth=1.2, linestyle=":")
-    axes.annotate("training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(5, -3),
-                  textcoords="offset points", rotation=90, va="top", color="#666666", fontsize=9)  # fmt: skip
+    axes.annotate(
+        "training length",
+        (train_length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(5, -3),
+        textcoords="offset points",
+        rotation=90,
+        va="top",
+        color="#666666",
+        fontsize=9,
+    )
 
 
-def _label_ends(figure: Figure, axes: Axes, right: float, ends: dict[str, float], colours: dict[str, str]) -> None:
+def _label_ends(
+    figure: Figure, axes: Axes, right: float, ends: dict[str, float], colours: dict[str, str]
+) -> None:
     """Each name beside the end of its line, moved apart where lines end close together."""
     figure.draw_without_rendering()  # the limits are final from here on
     low, high = axes.get_ylim()
@@ -159,8 +193,16 @@ def _label_ends(figure: Figure, axes: Axes, right: float, ends: dict[str, float]
         place = max(pixels[name], previous + gap)
         previous = place
         shift = (place - pixels[name]) * 72 / figure.dpi
-        axes.annotate(name, (right, ends[name]), xytext=(10, shift), textcoords="offset points", va="center",
-                      color=colours[name], fontweight="bold", annotation_clip=False)  # fmt: skip
+        axes.annotate(
+            name,
+            (right, ends[name]),
+            xytext=(10, shift),
+            textcoords="offset points",
+            va="center",
+            color=colours[name],
+            fontweight="bold",
+            annotation_clip=False,
+        )
 
 
 def _png(figure: Figure) -> bytes:

@@ -20,7 +20,16 @@ from pretrain.evaluate import plots
 from pretrain.evaluate.plots import Series
 
 Record = Mapping[str, Any]
-FIELDS = ("method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens", "checkpoint")
+FIELDS = (
+    "method",
+    "protocol",
+    "stride",
+    "length",
+    "perplexity",
+    "loss_nats",
+    "tokens",
+    "checkpoint",
+)
 POSITION_FIELDS = ("method", "length", "first_position", "last_position", "loss_nats")
 BINS_PER_OCTAVE = 3
 
@@ -39,7 +48,9 @@ def write_report(
     Raises ConfigError when `out` is no .json file or there is no record.
     """
     if out.suffix != ".json":
-        raise ConfigError(f"--out {out}: want a file that ends in .json; the report's other files stand beside it")
+        raise ConfigError(
+            f"--out {out}: want a file that ends in .json; the report's other files stand beside it"
+        )
     if not records:
         raise ConfigError(f"--out {out}: nothing was evaluated. Name a run and at least one length")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -47,14 +58,21 @@ def write_report(
     picture, position_picture = out.with_suffix(".png"), out.with_name("positions.png")
     publish(picture, plots.curve(train_length, series))
     if positions:
-        binned = [_Binned.of(method, length, losses) for (method, length), losses in positions.items()]
-        publish(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, (row for b in binned for row in b.rows())))
+        binned = [
+            _Binned.of(method, length, losses) for (method, length), losses in positions.items()
+        ]
+        publish(
+            out.with_name("positions.csv"),
+            to_csv(POSITION_FIELDS, (row for b in binned for row in b.rows())),
+        )
         longest = {b.method: b for b in sorted(binned, key=lambda b: b.length)}
         lines = [(b.method, b.centres(), b.losses) for b in longest.values()]
         publish(position_picture, plots.by_position(train_length, lines))
     rows = ([record[field] for field in FIELDS] for record in records)
     publish(out.with_suffix(".csv"), to_csv(FIELDS, rows))
-    report = _markdown(train_length, series, picture.name, position_picture.name if positions else None)
+    report = _markdown(
+        train_length, series, picture.name, position_picture.name if positions else None
+    )
     publish(out.with_name("report.md"), report.encode())
     publish(out, to_json(train_length, records, FIELDS))
 
@@ -62,7 +80,9 @@ def write_report(
 def format_table(train_length: int, records: Sequence[Record]) -> str:
     """Perplexities as plain text: a row for each method and protocol, a column for each length in tokens and in L."""
     lines = plain_table(*table(train_length, _series(records)))
-    return "\n".join([f"Perplexity by length in tokens (training length L = {train_length})", *lines])
+    return "\n".join(
+        [f"Perplexity by length in tokens (training length L = {train_length})", *lines]
+    )
 
 
 def plain_table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -87,13 +107,17 @@ def _series(records: Sequence[Record]) -> list[Series]:
         name = record["method"]
         if len(checkpoints[name]) > 1:
             name += f" ({_short(record['checkpoint'])})"
-        curves.setdefault((name, protocol_name(record)), {})[record["length"]] = record["perplexity"]
+        curves.setdefault((name, protocol_name(record)), {})[record["length"]] = record[
+            "perplexity"
+        ]
     return [Series(*key, dict(sorted(points.items()))) for key, points in curves.items()]
 
 
 def protocol_name(record: Record) -> str:
     """Sliding windows of another stride are another protocol."""
-    return f"sliding by {record['stride']}" if record["protocol"] == "sliding" else record["protocol"]
+    return (
+        f"sliding by {record['stride']}" if record["protocol"] == "sliding" else record["protocol"]
+    )
 
 
 def _short(checkpoint: str) -> str:
@@ -101,19 +125,29 @@ def _short(checkpoint: str) -> str:
     return "/".join([part for part in Path(checkpoint).parts if part != "checkpoints"][-2:])
 
 
-def table(train_length: int, series: Sequence[Series], first: str = "method") -> tuple[list[str], list[list[str]]]:
+def table(
+    train_length: int, series: Sequence[Series], first: str = "method"
+) -> tuple[list[str], list[list[str]]]:
     """(header, rows) of strings; a length that a curve lacks is a dash. `first` says what a series' name is."""
     lengths = sorted({length for s in series for length in s.perplexities})
     header = [first, "protocol", *(plots.in_tokens_and_lengths(n, train_length) for n in lengths)]
-    cells = [[number(s.perplexities[n]) if n in s.perplexities else "-" for n in lengths] for s in series]
+    cells = [
+        [number(s.perplexities[n]) if n in s.perplexities else "-" for n in lengths] for s in series
+    ]
     return header, [[s.name, s.protocol, *row] for s, row in zip(series, cells)]
 
 
 def number(perplexity: float) -> str:
-    return f"{perplexity:.2f}" if perplexity < 1e5 or not math.isfinite(perplexity) else f"{perplexity:.3e}"
+    return (
+        f"{perplexity:.2f}"
+        if perplexity < 1e5 or not math.isfinite(perplexity)
+        else f"{perplexity:.3e}"
+    )
 
 
-def _markdown(train_length: int, series: Sequence[Series], picture: str, position_picture: str | None) -> str:
+def _markdown(
+    train_length: int, series: Sequence[Series], picture: str, position_picture: str | None
+) -> str:
     parts = [
         "# Perplexity by length",
         f"Trained at L = {train_length} tokens, evaluated at the lengths below. Nonoverlapping: pieces of that length, "
@@ -150,9 +184,7 @@ def finding(train_length: int, series: Series) -> str:
     if longest not in finite:
         return f"{sentence}; not finite at {_length(longest, train_length)}."
     if longest != best:
-        sentence += (
-            f"; {finite[longest] / finite[best]:.3f} times that at {_length(longest, train_length)}, the longest"
-        )
+        sentence += f"; {finite[longest] / finite[best]:.3f} times that at {_length(longest, train_length)}, the longest"
     if train_length in finite and train_length not in (best, longest):
         sentence += f"; {finite[train_length] / finite[best]:.3f} times that at L"
     return sentence + "."
@@ -199,7 +231,10 @@ def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
 def to_json(train_length: int, records: Sequence[Record], fields: Sequence[str]) -> bytes:
     """curve.json. JSON has no nan and no infinity, they become null."""
     rows = [{field: _finite(record[field]) for field in fields} for record in records]
-    return (json.dumps({"train_length": train_length, "records": rows}, indent=1, allow_nan=False) + "\n").encode()
+    return (
+        json.dumps({"train_length": train_length, "records": rows}, indent=1, allow_nan=False)
+        + "\n"
+    ).encode()
 
 
 def _finite(value: Any) -> Any:

@@ -30,7 +30,10 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     """
     checkpoint = find_checkpoint(source)
     # One process, whatever the layout was; fp32, because the export holds the masters.
-    sections: dict[str, dict] = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}}
+    sections: dict[str, dict] = {
+        "parallel": {},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 1},
+    }
     config = load_saved_config(checkpoint, ["train.precision=fp32"], sections)
     stream = open_stream(config, "validation")
     state = read_state(checkpoint)
@@ -39,10 +42,14 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         "Tokens seen": f"{state['consumed_samples'] * config.data.sequence_length:,}",
     }
     name = to_huggingface(
-        config, load_global_state(checkpoint), config.data_directory / TOKENIZER, out,
+        config,
+        load_global_state(checkpoint),
+        config.data_directory / TOKENIZER,
+        out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
-        curve=_curve(config, checkpoint, curve), facts=facts,
-    )  # fmt: skip
+        curve=_curve(config, checkpoint, curve),
+        facts=facts,
+    )
     print(f"{checkpoint} -> {out} ({name})")
     report = _compare(config, checkpoint, stream, out)
     print(report.format())
@@ -56,12 +63,16 @@ def _compare(config: RunConfig, checkpoint: Path, stream: TokenStream, out: Path
     load_weights(checkpoint, chunks)
     chunks[0].eval()
     length = config.data.sequence_length
-    lengths = [n for n in (length, 4 * length) if config.position.method != "learned" or n == length]
+    lengths = [
+        n for n in (length, 4 * length) if config.position.method != "learned" or n == length
+    ]
     ids = []
     for n in lengths:
         rows = min(PARITY_ROWS, len(stream) // n)
         if rows == 0:
-            raise ConfigError(f"{stream.directory}: {len(stream)} tokens, the comparison needs {n}. Hold out more text")
+            raise ConfigError(
+                f"{stream.directory}: {len(stream)} tokens, the comparison needs {n}. Hold out more text"
+            )
         ids.append(torch.from_numpy(stream.read(0, rows * n)).view(rows, n))
     report = check_parity(lambda tokens: logits(chunks[0], tokens), out, ids)
     topology.finish()
@@ -79,11 +90,19 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
                 f"--curve {curve}: not a curve.json as `pretrain evaluate --out` writes it ({error})"
             ) from None
         # A run's own (RUN/evaluations/curve.json) holds every checkpoint of it, with its step.
-        mine = [r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name]
+        mine = [
+            r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name
+        ]
         return [r for r in mine if r["method"] == method]
     metrics = checkpoint.parent.parent / "metrics.jsonl"
     if not metrics.is_file():
         return []
-    evaluations = [r for line in metrics.read_text().splitlines() if (r := json.loads(line)).get("evaluation")]
+    evaluations = [
+        r for line in metrics.read_text().splitlines() if (r := json.loads(line)).get("evaluation")
+    ]
     last = max((record["step"] for record in evaluations), default=None)
-    return [{"method": method, "checkpoint": str(checkpoint), **r} for r in evaluations if r["step"] == last]
+    return [
+        {"method": method, "checkpoint": str(checkpoint), **r}
+        for r in evaluations
+        if r["step"] == last
+    ]

@@ -44,7 +44,9 @@ def to_huggingface(
     """
     target, out = check_exportable(config), Path(out_dir).absolute()
     if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists and is no earlier export (it has no {MARKER}). Choose another folder")
+        raise ConfigError(
+            f"{out}: exists and is no earlier export (it has no {MARKER}). Choose another folder"
+        )
     tensors = convert(target, config, state, max_length)
     settings = _settings(target, config, tokenizer_model_path, max_length)
     _check_complete(settings, tensors)
@@ -62,7 +64,9 @@ def to_huggingface(
     return target.class_name
 
 
-def convert(target: Target, config: RunConfig, state: Mapping[str, Tensor], max_length: int) -> dict[str, Tensor]:
+def convert(
+    target: Target, config: RunConfig, state: Mapping[str, Tensor], max_length: int
+) -> dict[str, Tensor]:
     """Our tensors as `target`'s, by its names, fp32. Raises ConfigError on missing, surplus or misshapen ones."""
     rest = dict(state)
     embedding = _take(rest, EMBEDDING)
@@ -73,7 +77,9 @@ def convert(target: Target, config: RunConfig, state: Mapping[str, Tensor], max_
         )
     scale = target.embedding_scale(config)
     rest[EMBEDDING] = embedding * scale
-    unscale = 1 / scale if config.model.tie_word_embeddings else 1.0  # the tied output reads the scaled embeddings
+    unscale = (
+        1 / scale if config.model.tie_word_embeddings else 1.0
+    )  # the tied output reads the scaled embeddings
     out = target.extra(config, rest[EMBEDDING], max_length)
     for module, (transform, *theirs) in target.table.items():
         if module == "output_layer" and config.model.tie_word_embeddings:
@@ -84,26 +90,38 @@ def convert(target: Target, config: RunConfig, state: Mapping[str, Tensor], max_
                 for their, part in zip(theirs, transform(config, tensor), strict=True):
                     out[f"{their.format(i=i)}.{kind}"] = part.float().contiguous()
     if rest:
-        raise ConfigError(f"weights that the config has no place for: {', '.join(sorted(rest)[:5])}: another run's?")
+        raise ConfigError(
+            f"weights that the config has no place for: {', '.join(sorted(rest)[:5])}: another run's?"
+        )
     return out
 
 
-def _weight_and_bias(module: str, target: Target, config: RunConfig, rest: dict[str, Tensor]) -> dict[str, Tensor]:
+def _weight_and_bias(
+    module: str, target: Target, config: RunConfig, rest: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Takes a module's tensors out of `rest`; zeros stand for biases that only `target` has."""
     weight = _take(rest, f"{module}.weight")
     if module in (EMBEDDING.removesuffix(".weight"), "output_layer") or not target.has_bias:
         return {"weight": weight}
-    bias = _take(rest, f"{module}.bias") if config.model.use_bias else weight.new_zeros(weight.shape[0])
+    bias = (
+        _take(rest, f"{module}.bias")
+        if config.model.use_bias
+        else weight.new_zeros(weight.shape[0])
+    )
     return {"weight": weight, "bias": bias}
 
 
 def _take(rest: dict[str, Tensor], name: str) -> Tensor:
     if name not in rest:
-        raise ConfigError(f"{name}: not among the weights, but the config needs it: another run's weights?")
+        raise ConfigError(
+            f"{name}: not among the weights, but the config needs it: another run's weights?"
+        )
     return rest.pop(name)
 
 
-def _settings(target: Target, config: RunConfig, tokenizer_model_path: str | Path, max_length: int) -> Any:
+def _settings(
+    target: Target, config: RunConfig, tokenizer_model_path: str | Path, max_length: int
+) -> Any:
     from transformers import AutoConfig
 
     settings = AutoConfig.for_model(
@@ -126,11 +144,15 @@ def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:
         theirs = AutoModelForCausalLM.from_config(settings).state_dict()
     if settings.tie_word_embeddings:
         theirs.pop("lm_head.weight")
-    wrong = sorted(n for n in theirs.keys() | tensors.keys() if _shape(theirs, n) != _shape(tensors, n))
+    wrong = sorted(
+        n for n in theirs.keys() | tensors.keys() if _shape(theirs, n) != _shape(tensors, n)
+    )
     if wrong:
         name, fits = wrong[0], settings.architectures[0]
-        raise ConfigError(f"{len(wrong)} tensors do not fit {fits}, first {name}: it has {_shape(theirs, name)}, the "
-                          f"weights give {_shape(tensors, name)}: another run's weights?")  # fmt: skip
+        raise ConfigError(
+            f"{len(wrong)} tensors do not fit {fits}, first {name}: it has {_shape(theirs, name)}, the "
+            f"weights give {_shape(tensors, name)}: another run's weights?"
+        )
 
 
 def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
@@ -138,7 +160,11 @@ def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
 
 
 def _write(
-    directory: Path, settings: Any, tensors: dict[str, Tensor], tokenizer_model_path: str | Path, max_length: int
+    directory: Path,
+    settings: Any,
+    tensors: dict[str, Tensor],
+    tokenizer_model_path: str | Path,
+    max_length: int,
 ) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -146,8 +172,10 @@ def _write(
 
     tokenizer = fast_tokenizer(tokenizer_model_path, max_length=max_length)
     if len(tokenizer) > settings.vocab_size:
-        raise ConfigError(f"{tokenizer_model_path}: {len(tokenizer)} pieces, but the model has {settings.vocab_size} "
-                          "embeddings: another run's tokenizer?")  # fmt: skip
+        raise ConfigError(
+            f"{tokenizer_model_path}: {len(tokenizer)} pieces, but the model has {settings.vocab_size} "
+            "embeddings: another run's tokenizer?"
+        )
     try:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:  # what it makes of a full disk

@@ -49,14 +49,18 @@ class ParityReport:
 
     def format(self) -> str:
         """A table for the terminal, the verdict on its last line."""
-        lines = [f"{'tokens':>8}  {'logits differ by':>16}  {'tolerance':>9}  {'perplexity':>10}  {'exported':>10}"]
+        lines = [
+            f"{'tokens':>8}  {'logits differ by':>16}  {'tolerance':>9}  {'perplexity':>10}  {'exported':>10}"
+        ]
         for r in self.lengths:
             lines.append(
                 f"{r.length:>8}  {r.max_logit_difference:>16.1e}  {r.logit_tolerance:>9.1e}  {r.perplexity:>10.4f}  "
                 f"{r.exported_perplexity:>10.4f}{'' if r.passed else '  differs'}"
             )
         verdict = (
-            "computes the same function" if self.passed else "DIFFERS from the trained model: do not use the export"
+            "computes the same function"
+            if self.passed
+            else "DIFFERS from the trained model: do not use the export"
         )
         return "\n".join([*lines, f"{self.class_name} in stock transformers {verdict}"])
 
@@ -79,8 +83,12 @@ def check_parity(
 
     disable_progress_bar()  # loading takes seconds, and a bar fills a log
     if not Path(hf_dir, "config.json").exists():
-        raise ConfigError(f"{hf_dir}: no exported model (config.json) there. `pretrain export` writes one")
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, local_files_only=True).eval()
+        raise ConfigError(
+            f"{hf_dir}: no exported model (config.json) there. `pretrain export` writes one"
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, local_files_only=True
+    ).eval()
     rows = []
     for ids in ids_by_length:
         length, difference, largest, nats, exported_nats = ids.shape[1], 0.0, 0.0, 0.0, 0.0
@@ -88,7 +96,10 @@ def check_parity(
             ours, theirs = logits_fn(row).cpu(), model(row.cpu(), use_cache=False).logits
             difference = _larger(difference, (ours - theirs).abs().max().item())
             largest = _larger(largest, ours.abs().max().item())
-            nats, exported_nats = nats + _nats(ours, row.cpu()), exported_nats + _nats(theirs, row.cpu())
+            nats, exported_nats = (
+                nats + _nats(ours, row.cpu()),
+                exported_nats + _nats(theirs, row.cpu()),
+            )
         scored = ids.shape[0] * (length - 1)
         tolerance = 2.0**-23 * max(length, model.config.hidden_size) * largest
         perplexities = math.exp(nats / scored), math.exp(exported_nats / scored)

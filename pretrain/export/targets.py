@@ -46,8 +46,14 @@ def stacked(config: RunConfig, fused: Tensor) -> tuple[Tensor]:
 BLOOM: Table = {
     "embedding.word_embeddings": (same, "transformer.word_embeddings"),
     "decoder.layers.{i}.input_layernorm": (same, "transformer.h.{i}.input_layernorm"),
-    "decoder.layers.{i}.self_attention.linear_qkv": (same, "transformer.h.{i}.self_attention.query_key_value"),
-    "decoder.layers.{i}.self_attention.linear_proj": (same, "transformer.h.{i}.self_attention.dense"),
+    "decoder.layers.{i}.self_attention.linear_qkv": (
+        same,
+        "transformer.h.{i}.self_attention.query_key_value",
+    ),
+    "decoder.layers.{i}.self_attention.linear_proj": (
+        same,
+        "transformer.h.{i}.self_attention.dense",
+    ),
     "decoder.layers.{i}.pre_mlp_layernorm": (same, "transformer.h.{i}.post_attention_layernorm"),
     "decoder.layers.{i}.mlp.linear_fc1": (same, "transformer.h.{i}.mlp.dense_h_to_4h"),
     "decoder.layers.{i}.mlp.linear_fc2": (same, "transformer.h.{i}.mlp.dense_4h_to_h"),
@@ -74,7 +80,10 @@ OPT: Table = {
         "model.decoder.layers.{i}.self_attn.k_proj",
         "model.decoder.layers.{i}.self_attn.v_proj",
     ),
-    "decoder.layers.{i}.self_attention.linear_proj": (same, "model.decoder.layers.{i}.self_attn.out_proj"),
+    "decoder.layers.{i}.self_attention.linear_proj": (
+        same,
+        "model.decoder.layers.{i}.self_attn.out_proj",
+    ),
     "decoder.layers.{i}.pre_mlp_layernorm": (same, "model.decoder.layers.{i}.final_layer_norm"),
     "decoder.layers.{i}.mlp.linear_fc1": (same, "model.decoder.layers.{i}.fc1"),
     "decoder.layers.{i}.mlp.linear_fc2": (same, "model.decoder.layers.{i}.fc2"),
@@ -84,7 +93,10 @@ OPT: Table = {
 GPT_NEOX: Table = {
     "embedding.word_embeddings": (same, "gpt_neox.embed_in"),
     "decoder.layers.{i}.input_layernorm": (same, "gpt_neox.layers.{i}.input_layernorm"),
-    "decoder.layers.{i}.self_attention.linear_qkv": (same, "gpt_neox.layers.{i}.attention.query_key_value"),
+    "decoder.layers.{i}.self_attention.linear_qkv": (
+        same,
+        "gpt_neox.layers.{i}.attention.query_key_value",
+    ),
     "decoder.layers.{i}.self_attention.linear_proj": (same, "gpt_neox.layers.{i}.attention.dense"),
     "decoder.layers.{i}.pre_mlp_layernorm": (same, "gpt_neox.layers.{i}.post_attention_layernorm"),
     "decoder.layers.{i}.mlp.linear_fc1": (same, "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
@@ -98,40 +110,68 @@ GPT_NEOX: Table = {
 def _bloom(c: RunConfig, max_length: int) -> dict[str, Any]:
     m = c.model
     return {
-        "hidden_size": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads,
-        "layer_norm_epsilon": m.layernorm_epsilon, "hidden_dropout": m.hidden_dropout,
-        "attention_dropout": m.attention_dropout, "seq_length": max_length,
-    }  # fmt: skip
+        "hidden_size": m.hidden_size,
+        "n_layer": m.num_layers,
+        "n_head": m.num_attention_heads,
+        "layer_norm_epsilon": m.layernorm_epsilon,
+        "hidden_dropout": m.hidden_dropout,
+        "attention_dropout": m.attention_dropout,
+        "seq_length": max_length,
+    }
 
 
 def _mpt(c: RunConfig, max_length: int) -> dict[str, Any]:
     m = c.model
     return {
-        "d_model": m.hidden_size, "n_layers": m.num_layers, "n_heads": m.num_attention_heads, "expansion_ratio": 4,
-        "max_seq_len": max_length, "layer_norm_epsilon": m.layernorm_epsilon, "no_bias": True,
-        "learned_pos_emb": False, "attn_config": {"alibi": True, "alibi_bias_max": 8}, "use_cache": True,
-    }  # fmt: skip
+        "d_model": m.hidden_size,
+        "n_layers": m.num_layers,
+        "n_heads": m.num_attention_heads,
+        "expansion_ratio": 4,
+        "max_seq_len": max_length,
+        "layer_norm_epsilon": m.layernorm_epsilon,
+        "no_bias": True,
+        "learned_pos_emb": False,
+        "attn_config": {"alibi": True, "alibi_bias_max": 8},
+        "use_cache": True,
+    }
 
 
 def _opt(c: RunConfig, max_length: int) -> dict[str, Any]:
     m = c.model
     return {
-        "hidden_size": m.hidden_size, "word_embed_proj_dim": m.hidden_size, "num_hidden_layers": m.num_layers,
-        "num_attention_heads": m.num_attention_heads, "ffn_dim": c.ffn_hidden_size,
-        "max_position_embeddings": max_length, "activation_function": m.hidden_act, "do_layer_norm_before": True,
-        "dropout": m.hidden_dropout, "attention_dropout": m.attention_dropout,
-    }  # fmt: skip
+        "hidden_size": m.hidden_size,
+        "word_embed_proj_dim": m.hidden_size,
+        "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_attention_heads,
+        "ffn_dim": c.ffn_hidden_size,
+        "max_position_embeddings": max_length,
+        "activation_function": m.hidden_act,
+        "do_layer_norm_before": True,
+        "dropout": m.hidden_dropout,
+        "attention_dropout": m.attention_dropout,
+    }
 
 
 def _gpt_neox(c: RunConfig, max_length: int) -> dict[str, Any]:
     m = c.model
-    rope = {"rope_type": "default", "rope_theta": float(c.position.rotary_base), "partial_rotary_factor": 1.0}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": float(c.position.rotary_base),
+        "partial_rotary_factor": 1.0,
+    }
     return {
-        "hidden_size": m.hidden_size, "num_hidden_layers": m.num_layers, "num_attention_heads": m.num_attention_heads,
-        "intermediate_size": c.ffn_hidden_size, "hidden_act": m.hidden_act, "rope_parameters": rope,
-        "use_parallel_residual": False, "layer_norm_eps": m.layernorm_epsilon, "max_position_embeddings": max_length,
-        "hidden_dropout": m.hidden_dropout, "attention_dropout": m.attention_dropout,
-    }  # fmt: skip
+        "hidden_size": m.hidden_size,
+        "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_attention_heads,
+        "intermediate_size": c.ffn_hidden_size,
+        "hidden_act": m.hidden_act,
+        "rope_parameters": rope,
+        "use_parallel_residual": False,
+        "layer_norm_eps": m.layernorm_epsilon,
+        "max_position_embeddings": max_length,
+        "hidden_dropout": m.hidden_dropout,
+        "attention_dropout": m.attention_dropout,
+    }
 
 
 # ---- tensors that only they have ----------------------------------------------------------------------------------
@@ -142,13 +182,17 @@ def _bloom_extra(c: RunConfig, embedding: Tensor, max_length: int) -> dict[str, 
     invisible to a pre-LN model, whose every reader is a LayerNorm.
     """
     a, eps = BLOOM_EMBEDDING_SCALE, c.model.layernorm_epsilon
-    error = 0.5 * embedding.var(dim=1, unbiased=False).max().item() / eps  # relative, of the rows times a already
+    error = (
+        0.5 * embedding.var(dim=1, unbiased=False).max().item() / eps
+    )  # relative, of the rows times a already
     if error > 2.0**-21:  # a few roundings of fp32
         reason = f"too small to neutralise Bloom's embedding LayerNorm (relative error {error:.1e})"
         remedy = "Train with 1e-5, or with model.use_bias = false and model.hidden_act = gelu (MptForCausalLM)"
         raise ConfigError(str(Refusal("model.layernorm_epsilon", eps, reason, remedy)))
     return {
-        "transformer.word_embeddings_layernorm.weight": torch.full((c.model.hidden_size,), math.sqrt(eps) / a),
+        "transformer.word_embeddings_layernorm.weight": torch.full(
+            (c.model.hidden_size,), math.sqrt(eps) / a
+        ),
         "transformer.word_embeddings_layernorm.bias": torch.zeros(c.model.hidden_size),
     }
 
@@ -183,22 +227,42 @@ class Target:
 
 
 TARGETS = {
-    "bloom": Target("bloom", "BloomForCausalLM", BLOOM, _bloom,
-                    embedding_scale=lambda c: BLOOM_EMBEDDING_SCALE, extra=_bloom_extra),
+    "bloom": Target(
+        "bloom",
+        "BloomForCausalLM",
+        BLOOM,
+        _bloom,
+        embedding_scale=lambda c: BLOOM_EMBEDDING_SCALE,
+        extra=_bloom_extra,
+    ),
     "mpt": Target("mpt", "MptForCausalLM", MPT, _mpt, has_bias=False),
-    "opt": Target("opt", "OPTForCausalLM", OPT, _opt,
-                  embedding_scale=lambda c: math.sqrt(c.model.hidden_size), extra=_opt_extra),
+    "opt": Target(
+        "opt",
+        "OPTForCausalLM",
+        OPT,
+        _opt,
+        embedding_scale=lambda c: math.sqrt(c.model.hidden_size),
+        extra=_opt_extra,
+    ),
     "gpt_neox": Target("gpt_neox", "GPTNeoXForCausalLM", GPT_NEOX, _gpt_neox),
-}  # fmt: skip
+}
 
 
 def check_exportable(config: RunConfig) -> Target:
     """The class that holds this model. Raises ConfigError with every reason why none does, and what would."""
     method, m = config.position.method, config.model
     if method in _WITHOUT_CLASS:
-        raise ConfigError(str(Refusal("position.method", method, _WITHOUT_CLASS[method],
-                                      "`pretrain evaluate` measures it here; to export, train with alibi, rotary or "
-                                      "sinusoidal")))  # fmt: skip
+        raise ConfigError(
+            str(
+                Refusal(
+                    "position.method",
+                    method,
+                    _WITHOUT_CLASS[method],
+                    "`pretrain evaluate` measures it here; to export, train with alibi, rotary or "
+                    "sinusoidal",
+                )
+            )
+        )
     if method == "alibi":
         # MPT has no biases and erf GELU, Bloom biases and tanh GELU; biases of zero make Bloom serve tanh without any.
         target = TARGETS["mpt" if m.hidden_act == "gelu" and not m.use_bias else "bloom"]
@@ -220,19 +284,39 @@ _WITHOUT_CLASS = {
 def _refusals(c: RunConfig, target: Target) -> Iterator[Refusal]:
     m, name = c.model, target.class_name
     if c.num_query_groups != m.num_attention_heads:
-        yield Refusal("model.num_query_groups", c.num_query_groups, f"{name} has a key and a value head per query head",
-                      f"Train with {m.num_attention_heads}, or leave it out")  # fmt: skip
+        yield Refusal(
+            "model.num_query_groups",
+            c.num_query_groups,
+            f"{name} has a key and a value head per query head",
+            f"Train with {m.num_attention_heads}, or leave it out",
+        )
     if target is TARGETS["opt"] and m.layernorm_epsilon != OPT_LAYERNORM_EPSILON:
-        yield Refusal("model.layernorm_epsilon", m.layernorm_epsilon, f"{name} knows {OPT_LAYERNORM_EPSILON} alone",
-                      f"Train with {OPT_LAYERNORM_EPSILON}")  # fmt: skip
+        yield Refusal(
+            "model.layernorm_epsilon",
+            m.layernorm_epsilon,
+            f"{name} knows {OPT_LAYERNORM_EPSILON} alone",
+            f"Train with {OPT_LAYERNORM_EPSILON}",
+        )
     if c.position.method != "alibi":
         return
     if c.position.trainable_slopes:
-        yield Refusal("position.trainable_slopes", True, f"{name} computes its slopes from the number of heads",
-                      "Train with fixed slopes")  # fmt: skip
+        yield Refusal(
+            "position.trainable_slopes",
+            True,
+            f"{name} computes its slopes from the number of heads",
+            "Train with fixed slopes",
+        )
     if c.ffn_hidden_size != 4 * m.hidden_size:
-        yield Refusal("model.ffn_hidden_size", c.ffn_hidden_size, f"{name} has 4 x hidden_size = {4 * m.hidden_size}",
-                      "Train with that, or leave it out; rotary (GPTNeoXForCausalLM) exports with any")  # fmt: skip
+        yield Refusal(
+            "model.ffn_hidden_size",
+            c.ffn_hidden_size,
+            f"{name} has 4 x hidden_size = {4 * m.hidden_size}",
+            "Train with that, or leave it out; rotary (GPTNeoXForCausalLM) exports with any",
+        )
     if target is TARGETS["bloom"] and m.hidden_act != "gelu_pytorch_tanh":
-        yield Refusal("model.hidden_act", m.hidden_act, f"{name} computes gelu_pytorch_tanh", "Train with that, or "
-                      "with gelu and model.use_bias = false (MptForCausalLM)")  # fmt: skip
+        yield Refusal(
+            "model.hidden_act",
+            m.hidden_act,
+            f"{name} computes gelu_pytorch_tanh",
+            "Train with that, or with gelu and model.use_bias = false (MptForCausalLM)",
+        )

@@ -13,10 +13,18 @@ NORMAL, USER_DEFINED = 1, 4
 """Types of a piece, from sentencepiece_model.proto."""
 
 PROBES = (
-    "", " ", "  two  spaces ", "\ttab\tand\nlines\r\n\n", "naïve café, 北京市 こんにちは",
-    "🙂🙃👩\u200d👩\u200d👧 flags 🇩🇪", "<s> and </s> and <unk>", "<0x41> bytes \x00\x07\x7f\ufeff",
-    "1234567890 3.14159", "▁literal underline▁", "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
-)  # fmt: skip
+    "",
+    " ",
+    "  two  spaces ",
+    "\ttab\tand\nlines\r\n\n",
+    "naïve café, 北京市 こんにちは",
+    "🙂🙃👩\u200d👩\u200d👧 flags 🇩🇪",
+    "<s> and </s> and <unk>",
+    "<0x41> bytes \x00\x07\x7f\ufeff",
+    "1234567890 3.14159",
+    "▁literal underline▁",
+    "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
+)
 """Odd strings that every exported tokenizer is tried on."""
 
 
@@ -31,11 +39,17 @@ def fast_tokenizer(model_path: str | Path, *, max_length: int) -> Any:
 
     proto = _read(Path(model_path))
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
-    special = {name: proto.pieces[i].piece for name, i in special_ids(model_path).items() if i is not None}
+    special = {
+        name: proto.pieces[i].piece for name, i in special_ids(model_path).items() if i is not None
+    }
     unknown = proto.pieces[proto.trainer_spec.unk_id].piece
-    tokenizer = Tokenizer(BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token=unknown,
@@ -54,7 +68,11 @@ def special_ids(model_path: str | Path) -> dict[str, int | None]:
     """bos_token_id, eos_token_id, pad_token_id of the model; without a pad piece EOS pads; what is absent is None."""
     spec = _read(Path(model_path)).trainer_spec
     bos, eos, pad = (i if i >= 0 else None for i in (spec.bos_id, spec.eos_id, spec.pad_id))
-    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad if pad is not None else eos}
+    return {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad if pad is not None else eos,
+    }
 
 
 def check_same_ids(model_path: str | Path, directory: Path) -> None:
@@ -67,7 +85,9 @@ def check_same_ids(model_path: str | Path, directory: Path) -> None:
     for text in PROBES:
         want, got = ours.encode(text), theirs(text)["input_ids"]
         if want != got:
-            raise RuntimeError(f"{model_path}: the exported tokenizer reads {text!r} as {got}, SentencePiece as {want}")
+            raise RuntimeError(
+                f"{model_path}: the exported tokenizer reads {text!r} as {got}, SentencePiece as {want}"
+            )
 
 
 def _read(path: Path) -> Any:
@@ -94,8 +114,10 @@ def _read(path: Path) -> Any:
     }
     wrong = [f"{name} must be {right}" for name, (holds, right) in wanted.items() if not holds]
     if wrong:
-        raise ConfigError(f"{path}: no Hugging Face tokenizer would give the same ids: {', '.join(wrong)}. "
-                          "`pretrain data build` trains one that exports")  # fmt: skip
+        raise ConfigError(
+            f"{path}: no Hugging Face tokenizer would give the same ids: {', '.join(wrong)}. "
+            "`pretrain data build` trains one that exports"
+        )
     return proto
 
 

@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from kernels import alibi_slopes
-from kernels.reference import attention_reference
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.reference import attention_reference
 from pretrain.model.attention import CoreAttention
 
 # Largest difference to the fp64 reference, relative to outputs of about 1: a few units in the last place of the dtype.
@@ -29,7 +29,9 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, CoreAttention)]
     expected_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
     if len(layers) != expected_layers:
-        raise RunFailed(f"{expected_layers - len(layers)} of {expected_layers} layers do not use our attention")
+        raise RunFailed(
+            f"{expected_layers - len(layers)} of {expected_layers} layers do not use our attention"
+        )
     if not layers:
         return
     query, key, value = _inputs(config)
@@ -42,11 +44,14 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         missing = float((actual - plain).abs().max()) <= tolerance
         raise RunFailed(
             f"position.method = {config.position.method}: attention differs from the dense reference by {error:.2g} "
-            f"(at most {tolerance:.0e} is rounding)" + (": the bias is absent" if missing and terms else "")
+            f"(at most {tolerance:.0e} is rounding)"
+            + (": the bias is absent" if missing and terms else "")
         )
 
 
-def _attend(config: RunConfig, core: CoreAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(
+    config: RunConfig, core: CoreAttention, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     """What `core` computes without dropout. Raises ConfigError where the config's backend cannot serve, with dropout or not."""
     training = core.training
     try:
@@ -54,7 +59,9 @@ def _attend(config: RunConfig, core: CoreAttention, query: Tensor, key: Tensor, 
             core.train()(query, key, value)
         return core.eval()(query, key, value)
     except ValueError as error:
-        raise ConfigError(f"model.attention_backend = {config.model.attention_backend}: {error}") from None
+        raise ConfigError(
+            f"model.attention_backend = {config.model.attention_backend}: {error}"
+        ) from None
     finally:
         core.train(training)
 
@@ -64,17 +71,25 @@ def _inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     heads = (config.model.num_attention_heads // tensor, *[config.num_query_groups // tensor] * 2)
     tensors = [torch.randn(LENGTH, 1, n, config.head_dim, generator=generator) for n in heads]
-    query, key, value = (t.to(platform.device(), platform.DTYPES[config.train.precision]) for t in tensors)
+    query, key, value = (
+        t.to(platform.device(), platform.DTYPES[config.train.precision]) for t in tensors
+    )
     return query, key, value
 
 
 def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict:
     """What should be added, from the global head numbers rather than through the position method."""
-    count = config.model.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+    count = (
+        config.model.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+    )
     first = parallel_state.get_tensor_model_parallel_rank() * count
     if config.position.method == "alibi":
-        slopes = alibi_slopes(config.model.num_attention_heads)[first : first + count].to(platform.device())
-        return {"slopes": chunk.position.slopes.float() if config.position.trainable_slopes else slopes}
+        slopes = alibi_slopes(config.model.num_attention_heads)[first : first + count].to(
+            platform.device()
+        )
+        return {
+            "slopes": chunk.position.slopes.float() if config.position.trainable_slopes else slopes
+        }
     if config.position.method == "t5":
         distance = config.position.relative_attention_max_distance
         table = chunk.position.relative_attention_bias

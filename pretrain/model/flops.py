@@ -21,7 +21,10 @@ _PEAK_TFLOPS = (
     ("A100", 312.0),  # A100 PCIe and SXM, 40 and 80 GB (A100 data sheet)
     ("H100 PCIe", 756.5),  # 1,513 with sparsity (H100 data sheet)
     ("H100 NVL", 835.5),  # 1,671 with sparsity (H100 NVL data sheet)
-    ("H100", 989.5),  # SXM5, which reports itself as "H100 80GB HBM3"; 1,979 with sparsity (H100 data sheet)
+    (
+        "H100",
+        989.5,
+    ),  # SXM5, which reports itself as "H100 80GB HBM3"; 1,979 with sparsity (H100 data sheet)
     ("H200 NVL", 835.5),  # 1,671 with sparsity (H200 data sheet)
     ("H200", 989.5),  # SXM, and GH200 with the same die; 1,979 with sparsity (H200 data sheet)
     ("GB200", 2500.0),  # 5,000 with sparsity, a GPU (GB200 NVL72 data sheet)
@@ -64,7 +67,9 @@ def peak_tflops_per_second(device_name: str) -> float | None:
     return next((peak for part, peak in _PEAK_TFLOPS if part.upper() in name), None)
 
 
-def model_flops_utilization(tokens_per_second: float, flops_per_token: float, peak_tflops: float) -> float:
+def model_flops_utilization(
+    tokens_per_second: float, flops_per_token: float, peak_tflops: float
+) -> float:
     """MFU in 0..1: `tokens_per_second` of `flops_per_token` against `peak_tflops` TFLOP/s.
 
     Rate and peak must belong to the same devices: both of one, or both of all.

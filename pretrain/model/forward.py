@@ -18,9 +18,14 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 def run_schedule(
-    chunks: list[GPTModel], batches: list[Tensor], loss_function: LossFunction, *, forward_only: bool = False,
-    engine: nn.Module | None = None, scored: list[int] | None = None,
-) -> list[Any]:  # fmt: skip
+    chunks: list[GPTModel],
+    batches: list[Tensor],
+    loss_function: LossFunction,
+    *,
+    forward_only: bool = False,
+    engine: nn.Module | None = None,
+    scored: list[int] | None = None,
+) -> list[Any]:
     """Runs every micro batch [B, S + 1] of token ids; returns what `loss_function` kept of each.
 
     `loss_function` takes the loss of every token [B, S] (fp32, in nats) and returns (what is differentiated, what is
@@ -32,17 +37,26 @@ def run_schedule(
     def forward_step(batch_iterator: Iterator[tuple[Tensor, int]], chunk: GPTModel):
         tokens, last = next(batch_iterator)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
-            return call_model(engine or chunk, tokens.to(platform.device(), non_blocking=True), last), loss_function
+            return call_model(
+                engine or chunk, tokens.to(platform.device(), non_blocking=True), last
+            ), loss_function
 
     micro_batch, length = batches[0].shape[0], batches[0].shape[1] - 1
-    if scored is None or chunks[0].config.sequence_parallel:  # there each rank holds other tokens than the last ones
+    if (
+        scored is None or chunks[0].config.sequence_parallel
+    ):  # there each rank holds other tokens than the last ones
         scored = [length] * len(batches)
     iterators = [iter(zip(batches, scored)) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(batches), seq_length=length,
-        micro_batch_size=micro_batch, decoder_seq_length=length, forward_only=forward_only,
-    )  # fmt: skip
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=micro_batch,
+        decoder_seq_length=length,
+        forward_only=forward_only,
+    )
 
 
 def call_model(model: nn.Module, tokens: Tensor, last: int) -> Tensor:
@@ -58,7 +72,9 @@ def _logits_of_last(chunk: GPTModel, last: int) -> Iterator[None]:
     if not chunk.post_process:
         yield
         return
-    hook = chunk.output_layer.register_forward_pre_hook(lambda _, arguments: (arguments[0][-last:], *arguments[1:]))
+    hook = chunk.output_layer.register_forward_pre_hook(
+        lambda _, arguments: (arguments[0][-last:], *arguments[1:])
+    )
     try:
         yield
     finally:

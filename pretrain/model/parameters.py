@@ -60,7 +60,9 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
 def is_pipeline_copy(parameter: nn.Parameter, name: str) -> bool:
     """True on the stages that repeat a parameter another stage owns: the tied output layer, the position method's."""
     tied_output = getattr(parameter, "shared", False)
-    repeated = name.startswith("position.") and not parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    repeated = name.startswith("position.") and not parallel_state.is_pipeline_first_stage(
+        ignore_virtual=True
+    )
     return tied_output or repeated
 
 

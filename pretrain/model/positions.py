@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from kernels import alibi_slopes
 from pretrain.config import RunConfig
+from pretrain.kernels.alibi import alibi_slopes
 
 
 class PositionMethod(nn.Module):
@@ -41,7 +41,7 @@ class PositionMethod(nn.Module):
         return None
 
     def score_terms(self, device: torch.device) -> dict[str, Any]:
-        """Keyword arguments for `kernels.attention`: what is added to this rank's scores."""
+        """Keyword arguments for `pretrain.kernels.dispatch.attention`: what is added to this rank's scores."""
         return {}
 
     def reset_parameters(self) -> None:
@@ -119,9 +119,13 @@ class Learned(PositionMethod):
 
 
 METHODS: dict[str, type[PositionMethod]] = {
-    "alibi": Alibi, "sinusoidal": Sinusoidal, "rotary": Rotary, "t5": T5Bias, "learned": Learned,
+    "alibi": Alibi,
+    "sinusoidal": Sinusoidal,
+    "rotary": Rotary,
+    "t5": T5Bias,
+    "learned": Learned,
     "none": PositionMethod,
-}  # fmt: skip
+}
 
 
 class SinusoidalTable(nn.Module):

@@ -35,7 +35,11 @@ def fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
     if not all(optimizer.zero.optimizer.state[flat] for flat in _flat_masters(optimizer)):
         create_adam_state(optimizer, steps=0)
     for named in named_parameters(optimizer.chunks):
-        found = _partition_of_stage3(optimizer, named) if optimizer.stage == 3 else _partition(optimizer, named)
+        found = (
+            _partition_of_stage3(optimizer, named)
+            if optimizer.stage == 3
+            else _partition(optimizer, named)
+        )
         if found is not None:
             yield Fragment(named, *found)
 
@@ -65,10 +69,16 @@ def copy_masters_to_partitions(optimizer: ZeroOptimizer) -> None:
 
 def _flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:
     zero = optimizer.zero
-    for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups"):
+    for name in (
+        "fp32_partitioned_groups_flat",
+        "fp32_groups_flat_partition",
+        "single_partition_of_fp32_groups",
+    ):
         if hasattr(zero, name):
             return list(getattr(zero, name))
-    raise RuntimeError(f"{type(zero).__name__} keeps its masters under a name this version does not know")
+    raise RuntimeError(
+        f"{type(zero).__name__} keeps its masters under a name this version does not know"
+    )
 
 
 def _partition(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str, Tensor]] | None:
@@ -84,7 +94,9 @@ def _partition(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str, T
     return mapping.lp_fragment_address.start, tensors
 
 
-def _partition_of_stage3(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str, Tensor]] | None:
+def _partition_of_stage3(
+    optimizer: ZeroOptimizer, named: Named
+) -> tuple[int, dict[str, Tensor]] | None:
     """Stage 3: each parameter is cut into equal parts, one a data rank, the last ones padded."""
     size = named.parameter.ds_tensor.numel()  # type: ignore[attr-defined]
     start = dist.get_rank(parallel_state.get_data_parallel_group()) * size

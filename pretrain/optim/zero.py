@@ -39,13 +39,21 @@ class ZeroOptimizer:
             _reduce_sequence_parallel_on_accumulation(chunks)
         o = config.optimizer
         adam = torch.optim.AdamW(
-            parameter_groups(config, chunks), lr=o.learning_rate, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps
+            parameter_groups(config, chunks),
+            lr=o.learning_rate,
+            betas=(o.adam_beta1, o.adam_beta2),
+            eps=o.adam_eps,
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
+        with contextlib.redirect_stdout(
+            io.StringIO()
+        ):  # its bf16 optimizer prints the memory in use
             self.engine: Any = deepspeed.initialize(
-                model=chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks), optimizer=adam,
-                config=deepspeed_config(config, topology), mpu=_Mpu(), dist_init_required=False,
-            )[0]  # fmt: skip
+                model=chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
+                optimizer=adam,
+                config=deepspeed_config(config, topology),
+                mpu=_Mpu(),
+                dist_init_required=False,
+            )[0]
         if self.is_fp16:
             # Megatron's schedule scales the loss (`scale_loss`); DeepSpeed must not ask for a scaling of its own.
             self.engine.optimizer.needs_scaler = lambda: False
@@ -127,7 +135,10 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         result["bf16"] = {"enabled": True, "immediate_grad_update": True}
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.train.precision == "fp16":
-        result["fp16"] = {"enabled": True, "initial_scale_power": config.optimizer.initial_loss_scale_power}
+        result["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": config.optimizer.initial_loss_scale_power,
+        }
     return result
 
 
@@ -140,14 +151,18 @@ def finalize_gradients(chunks: list[GPTModel]) -> None:
     """
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     if tensor_group.size() > 1:
-        partial = [p for c in chunks for p in c.parameters() if getattr(p, "sequence_parallel", False)]
+        partial = [
+            p for c in chunks for p in c.parameters() if getattr(p, "sequence_parallel", False)
+        ]
         _sum_flat([g for p in partial if (g := gradient(p)) is not None], tensor_group)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     if pipeline_group.size() == 1:
         return
     for parameter in chunks[0].position.parameters():
         _sum_flat([gradient(parameter)], pipeline_group)
-    if chunks[0].share_embeddings_and_output_weights and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+    if chunks[0].share_embeddings_and_output_weights and parallel_state.is_rank_in_embedding_group(
+        ignore_virtual=True
+    ):
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         weight = (chunks[0] if first else chunks[-1]).shared_embedding_or_output_weight()
         dist.all_reduce(gradient(weight), group=parallel_state.get_embedding_group())
@@ -195,10 +210,16 @@ class _Mpu:
     get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
     get_model_parallel_group = staticmethod(parallel_state.get_model_parallel_group)
     get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_world_size = staticmethod(
+        parallel_state.get_tensor_model_parallel_world_size
+    )
     get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
-    get_pipeline_model_parallel_group = staticmethod(parallel_state.get_pipeline_model_parallel_group)
-    get_pipeline_model_parallel_world_size = staticmethod(parallel_state.get_pipeline_model_parallel_world_size)
+    get_pipeline_model_parallel_group = staticmethod(
+        parallel_state.get_pipeline_model_parallel_group
+    )
+    get_pipeline_model_parallel_world_size = staticmethod(
+        parallel_state.get_pipeline_model_parallel_world_size
+    )
     get_pipeline_model_parallel_rank = staticmethod(parallel_state.get_pipeline_model_parallel_rank)
 
     @staticmethod

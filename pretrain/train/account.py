@@ -18,7 +18,13 @@ from pretrain.attempts import HEARTBEAT_SECONDS, RESTART, STOPPED, Attempt, Owne
 from pretrain.config import ConfigError, writing
 from pretrain.train.stopping import INTERRUPTED
 
-OUTCOMES = {0: "finished", 2: "refused", RESTART: "restart", STOPPED: "stopped", INTERRUPTED: "stopped"}
+OUTCOMES = {
+    0: "finished",
+    2: "refused",
+    RESTART: "restart",
+    STOPPED: "stopped",
+    INTERRUPTED: "stopped",
+}
 
 
 class Account:
@@ -71,7 +77,9 @@ class Account:
     def _lose(self) -> None:
         """The run is another's, and must not be written to any more: ends the process, whatever it is doing."""
         assert self._attempt is not None
-        reason = "another process has taken this run, because this one gave no sign of life for too long"
+        reason = (
+            "another process has taken this run, because this one gave no sign of life for too long"
+        )
         print(f"error: {self._attempt.directory}: {reason}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             self._attempt.end("superseded", 1, reason, self._step)
@@ -80,13 +88,18 @@ class Account:
     def __enter__(self) -> Account:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """After a failure, says so."""
         if isinstance(error, KeyboardInterrupt):
             self.end(INTERRUPTED, "interrupted")
         elif error is not None:
             lines = str(error).splitlines()
-            self.end(2 if isinstance(error, ConfigError) else 1, lines[0] if lines else type(error).__name__)
+            self.end(
+                2 if isinstance(error, ConfigError) else 1,
+                lines[0] if lines else type(error).__name__,
+            )
 
 
 class _Pulse(threading.Thread):

@@ -27,14 +27,18 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
     optimizer = ZeroOptimizer(config, place, chunks)
     clock = Clock()
     # DeepSpeed reduces gradients inside its step (stage 1), so its reduction is timed from within.
-    optimizer.engine.allreduce_gradients = clock.timed("gradient reduction", optimizer.engine.allreduce_gradients)
+    optimizer.engine.allreduce_gradients = clock.timed(
+        "gradient reduction", optimizer.engine.allreduce_gradients
+    )
     batches = _random_batches(config, place.layout.num_microbatches)
     for number in range(WARM_UP_STEPS + steps):
         if number == WARM_UP_STEPS:
             clock.times.clear()
         begin = clock.now()
         micro_batches = clock.timed("data", next)(batches)
-        losses = clock.timed("forward and backward", forward_backward)(chunks, optimizer, micro_batches)
+        losses = clock.timed("forward and backward", forward_backward)(
+            chunks, optimizer, micro_batches
+        )
         clock.timed("optimizer step", optimizer.step)(config.optimizer.learning_rate)
         average_loss(losses, place)
         clock.add("step", clock.now() - begin)
@@ -42,7 +46,11 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
     if "gradient reduction" in medians:
         medians["optimizer step"] -= medians["gradient reduction"]
     rate = config.tokens_per_step / medians["step"]
-    result = {**medians, "tokens_per_second": rate, "peak_memory_bytes": float(platform.peak_memory_bytes())}
+    result = {
+        **medians,
+        "tokens_per_second": rate,
+        "peak_memory_bytes": float(platform.peak_memory_bytes()),
+    }
     if place.is_main:
         print(_table(config, steps, place.layout.world_size, medians, rate))
     topology.finish()
@@ -78,10 +86,15 @@ def _random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[T
     generator = torch.Generator().manual_seed(config.run.seed)
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
     while True:
-        yield [torch.randint(0, config.data.vocab_size, shape, generator=generator) for _ in range(num_microbatches)]
+        yield [
+            torch.randint(0, config.data.vocab_size, shape, generator=generator)
+            for _ in range(num_microbatches)
+        ]
 
 
-def _table(config: RunConfig, steps: int, world_size: int, medians: dict[str, float], rate: float) -> str:
+def _table(
+    config: RunConfig, steps: int, world_size: int, medians: dict[str, float], rate: float
+) -> str:
     length, whole = config.data.sequence_length, medians["step"]
     lines = [
         f"{num_parameters(config):,} parameters, {config.position.method}, L = {length}, {config.train.precision}, "
@@ -92,7 +105,9 @@ def _table(config: RunConfig, steps: int, world_size: int, medians: dict[str, fl
     for name, causal in (("all of attention", False), ("causal attention", True)):
         flops = flops_per_token(config, length, causal=causal)
         mfu = f", MFU {model_flops_utilization(rate / world_size, flops, peak):.1%}" if peak else ""
-        lines.append(f"{'TFLOP/s a device':<22}{flops * rate / world_size / 1e12:>12.3f}  ({name} counted{mfu})")
+        lines.append(
+            f"{'TFLOP/s a device':<22}{flops * rate / world_size / 1e12:>12.3f}  ({name} counted{mfu})"
+        )
     for name, seconds in medians.items():
         lines.append(f"{name:<22}{seconds * 1e3:>9.2f} ms  {seconds / whole:>6.1%}")
     lines.append(f"{'peak memory':<22}{platform.peak_memory_bytes() / 2**20:>9,.0f} MiB")

@@ -40,7 +40,11 @@ class Hook(Protocol):
 
 def make_hooks(run: Run) -> list[Hook]:
     """The hooks of a run, in the order in which they are called; evaluations are logged before the step is saved."""
-    writer = MetricsWriter(run.config, run.config.directory, run.progress.step) if run.topology.is_main else None
+    writer = (
+        MetricsWriter(run.config, run.config.directory, run.progress.step)
+        if run.topology.is_main
+        else None
+    )
     return [Log(run, writer), Evaluate(run, writer), Save(run)]
 
 
@@ -51,8 +55,10 @@ class Log:
         self.writer = writer
         self.peak = peak_tflops_per_second(platform.device_name())
         length = run.config.data.sequence_length
-        self.flops = {name: flops_per_token(run.config, length, causal=causal) for name, causal in
-                      (("", False), ("_causal", True))}  # fmt: skip
+        self.flops = {
+            name: flops_per_token(run.config, length, causal=causal)
+            for name, causal in (("", False), ("_causal", True))
+        }
 
     def at_start(self, run: Run) -> None:
         """The step was logged before it was saved."""
@@ -67,7 +73,9 @@ class Log:
             rate_of_device = rate / run.topology.layout.world_size
             record[f"tflops_per_second{name}"] = flops * rate_of_device / 1e12
             if self.peak:
-                record[f"model_flops_utilization{name}"] = model_flops_utilization(rate_of_device, flops, self.peak)
+                record[f"model_flops_utilization{name}"] = model_flops_utilization(
+                    rate_of_device, flops, self.peak
+                )
         record["peak_memory_bytes"] = platform.peak_memory_bytes()
         if run.optimizer.is_fp16:
             record["loss_scale"] = float(run.optimizer.zero.loss_scale)
@@ -85,10 +93,14 @@ class Evaluate:
         c = run.config
         self.writer = writer
         self.evaluator = Evaluator(
-            run.chunks, run.topology, run.validation_stream, Tokenizer(c.data_directory / TOKENIZER).eos_id,
-            tokens_per_batch=c.evaluation.tokens_per_batch, max_tokens=c.evaluation.max_tokens,
+            run.chunks,
+            run.topology,
+            run.validation_stream,
+            Tokenizer(c.data_directory / TOKENIZER).eos_id,
+            tokens_per_batch=c.evaluation.tokens_per_batch,
+            max_tokens=c.evaluation.max_tokens,
             engine=None if run.optimizer.stage == 1 else run.optimizer.engine,
-        )  # fmt: skip
+        )
 
     def at_start(self, run: Run) -> None:
         """The evaluation in which the run was stopped."""
@@ -112,9 +124,13 @@ class Evaluate:
                 raise Interrupted
 
         with run.account.during("evaluating", step), contextlib.suppress(Interrupted):
-            results = [self.evaluator.evaluate(protocol, before_pass=before_pass) for protocol in those]
+            results = [
+                self.evaluator.evaluate(protocol, before_pass=before_pass) for protocol in those
+            ]
             if self.writer is not None:
-                self.writer.evaluation([{"step": step, "evaluation": True, **result.record()} for result in results])
+                self.writer.evaluation(
+                    [{"step": step, "evaluation": True, **result.record()} for result in results]
+                )
 
     def close(self) -> None:
         """Nothing to close."""
@@ -137,7 +153,9 @@ class Save:
         if run.requests.agreed or step % run.config.checkpoint.interval_steps == 0 or step == last:
             self._save(run)
         if self.saved == step < last and not run.requests.agreed:
-            agree(run.requests)  # asked while it saved: stops here, not a step and a second save later
+            agree(
+                run.requests
+            )  # asked while it saved: stops here, not a step and a second save later
 
     def _save(self, run: Run) -> None:
         step = run.progress.step

@@ -79,23 +79,34 @@ def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
     except RunFailed as failure:
         raise RunFailed(f"step {step + 1}: {failure}") from None
     loss = average_loss(losses, run.topology, run.requests)
-    run.progress = Progress(step + 1, run.progress.consumed_samples + run.config.batch.global_batch_size)
+    run.progress = Progress(
+        step + 1, run.progress.consumed_samples + run.config.batch.global_batch_size
+    )
     platform.synchronize()
     return {
-        "step": run.progress.step, "loss_nats": loss, "gradient_norm": norm, "learning_rate": rate,
-        "step_seconds": time.perf_counter() - begin, "data_wait_seconds": waited,
-    }  # fmt: skip
+        "step": run.progress.step,
+        "loss_nats": loss,
+        "gradient_norm": norm,
+        "learning_rate": rate,
+        "step_seconds": time.perf_counter() - begin,
+        "data_wait_seconds": waited,
+    }
 
 
 def step_batches(run: Run) -> Iterator[list[Tensor]]:
     """This rank's micro batches, step by step, from where the run stands."""
     c = run.config
     return batches(
-        run.training_stream, seed=c.run.seed, sequence_length=c.data.sequence_length,
-        global_batch_size=c.batch.global_batch_size, micro_batch_size=c.batch.micro_batch_size,
-        data_parallel_rank=run.topology.data_rank, data_parallel_size=run.topology.layout.data,
-        consumed_samples=run.progress.consumed_samples, num_workers=c.data.num_workers,
-    )  # fmt: skip
+        run.training_stream,
+        seed=c.run.seed,
+        sequence_length=c.data.sequence_length,
+        global_batch_size=c.batch.global_batch_size,
+        micro_batch_size=c.batch.micro_batch_size,
+        data_parallel_rank=run.topology.data_rank,
+        data_parallel_size=run.topology.layout.data,
+        consumed_samples=run.progress.consumed_samples,
+        num_workers=c.data.num_workers,
+    )
 
 
 def _outlook(config: RunConfig, place: Topology, standing: Standing) -> str:
@@ -121,9 +132,15 @@ def _ended(run: Run) -> int:
         run.account.end(0, _finished(step))
         return 0
     code = EXIT_CODES[asked]
-    reason = f"{asked.name}: step {step} is saved" if step else f"{asked.name} before the first step"
+    reason = (
+        f"{asked.name}: step {step} is saved" if step else f"{asked.name} before the first step"
+    )
     if run.topology.is_main:
-        print(f"{run.config.directory}: {reason}; the same command goes on from there", file=sys.stderr, flush=True)
+        print(
+            f"{run.config.directory}: {reason}; the same command goes on from there",
+            file=sys.stderr,
+            flush=True,
+        )
     run.account.end(code, reason)
     dist.barrier()
     return code

@@ -49,10 +49,14 @@ class MetricsWriter:
         if config.logging.wandb != "disabled":
             self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory)))
         if config.logging.tensorboard:
-            self._destinations.append(Guarded("TensorBoard", lambda: TensorBoard(run_directory, resume_step)))
+            self._destinations.append(
+                Guarded("TensorBoard", lambda: TensorBoard(run_directory, resume_step))
+            )
         # The console comes last: its progress bar starts after whatever the others had to say.
         num_steps, interval = config.train.num_steps, config.logging.interval_steps
-        self._destinations.append(ProgressBar(num_steps, resume_step) if _wide() else Lines(num_steps, interval))
+        self._destinations.append(
+            ProgressBar(num_steps, resume_step) if _wide() else Lines(num_steps, interval)
+        )
 
     def step(self, record: Record) -> None:
         """One training step's numbers."""
@@ -66,7 +70,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Writes out what is buffered and closes every destination."""
-        for destination in reversed(self._destinations):  # the progress bar ends before wandb waits for its uploads
+        for destination in reversed(
+            self._destinations
+        ):  # the progress bar ends before wandb waits for its uploads
             destination.close()
 
 
@@ -146,7 +152,9 @@ def evaluated(path: Path, step: int) -> set[tuple[str, int, int]]:
     """(protocol, stride, length) of every evaluation after `step` that a metrics.jsonl holds."""
     found = set()
     for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):  # a killed run leaves its last line half-written
+        with contextlib.suppress(
+            json.JSONDecodeError
+        ):  # a killed run leaves its last line half-written
             record = json.loads(line)
             if record["step"] == step and "evaluation" in record:
                 found.add((record["protocol"], record["stride"], record["length"]))
@@ -213,9 +221,13 @@ class TensorBoard:
     """TensorBoard event files in `run_directory`/tensorboard; on resume the steps that will be run again are purged."""
 
     def __init__(self, run_directory: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and tensorboard need not be there
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # slow to import, and tensorboard need not be there
 
-        self._writer = SummaryWriter(log_dir=str(run_directory / "tensorboard"), purge_step=resume_step + 1)
+        self._writer = SummaryWriter(
+            log_dir=str(run_directory / "tensorboard"), purge_step=resume_step + 1
+        )
 
     def step(self, record: Record) -> None:
         self._add(record, record["step"])
@@ -250,7 +262,9 @@ class ProgressBar:
     """A tqdm bar on a terminal's stderr."""
 
     def __init__(self, num_steps: int, resume_step: int) -> None:
-        self._bar = tqdm(total=num_steps, initial=resume_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        self._bar = tqdm(
+            total=num_steps, initial=resume_step, unit="step", dynamic_ncols=True, file=sys.stderr
+        )
 
     def step(self, record: Record) -> None:
         self._bar.set_postfix_str(_numbers(record), refresh=False)
@@ -303,16 +317,23 @@ def _thousands(value: float) -> str:
 
 def _clock(seconds: int) -> str:
     """42 -> '0:42', 4000 -> '1:06:40', 200000 -> '2 days, 7:33:20'."""
-    return f"{seconds // 60}:{seconds % 60:02d}" if seconds < 3600 else str(timedelta(seconds=seconds))
+    return (
+        f"{seconds // 60}:{seconds % 60:02d}" if seconds < 3600 else str(timedelta(seconds=seconds))
+    )
 
 
 def _evaluation_lines(records: list[Record]) -> list[str]:
     """A line a protocol: perplexity by length."""
     by_protocol: dict[str, list[str]] = {}
     for record in records:
-        by_protocol.setdefault(record["protocol"], []).append(f"{record['length']}: {record['perplexity']:.2f}")
+        by_protocol.setdefault(record["protocol"], []).append(
+            f"{record['length']}: {record['perplexity']:.2f}"
+        )
     step = records[0]["step"]
-    return [f"evaluation after step {step}, {p}, perplexity at  {'  '.join(v)}" for p, v in by_protocol.items()]
+    return [
+        f"evaluation after step {step}, {p}, perplexity at  {'  '.join(v)}"
+        for p, v in by_protocol.items()
+    ]
 
 
 def _say(line: str) -> None:

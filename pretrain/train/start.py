@@ -98,15 +98,22 @@ def take(config: RunConfig, resume: str, account: Account) -> Standing:
 
 
 def load(
-    config: RunConfig, streams: Streams, place: Topology, standing: Standing, requests: Requests, account: Account
-) -> Run:  # fmt: skip
+    config: RunConfig,
+    streams: Streams,
+    place: Topology,
+    standing: Standing,
+    requests: Requests,
+    account: Account,
+) -> Run:
     """Builds the model and its optimizer and loads the checkpoint. All ranks together."""
     if place.is_main:
         _show_log("kernels")  # which attention backend was chosen, and why
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, place, chunks)
-    progress = load_checkpoint(standing.checkpoint, optimizer) if standing.checkpoint else Progress(0, 0)
+    progress = (
+        load_checkpoint(standing.checkpoint, optimizer) if standing.checkpoint else Progress(0, 0)
+    )
     return Run(config, place, chunks, optimizer, *streams, progress, standing, requests, account)
 
 
@@ -124,15 +131,22 @@ def find_standing(config: RunConfig, resume: str) -> Standing:
         return Standing()
     step = read_state(checkpoint)["step"]
     done = evaluated(config.directory / METRICS, step)
-    owed = tuple(p for p in protocols(config) if p.key not in done) if is_evaluated_after(config, step) else ()
+    owed = (
+        tuple(p for p in protocols(config) if p.key not in done)
+        if is_evaluated_after(config, step)
+        else ()
+    )
     own = checkpoint.resolve().parent == (config.directory / "checkpoints").resolve()
     return Standing(checkpoint, step, owed, step if own else None)
 
 
 def protocols(config: RunConfig) -> list[Protocol]:
     """What the evaluations in the loop measure."""
-    return [Protocol(name, length, config.evaluation_stride)
-            for name in config.evaluation.protocols for length in config.evaluation_lengths]  # fmt: skip
+    return [
+        Protocol(name, length, config.evaluation_stride)
+        for name in config.evaluation.protocols
+        for length in config.evaluation_lengths
+    ]
 
 
 def is_evaluated_after(config: RunConfig, step: int) -> bool:
@@ -145,8 +159,10 @@ def checkpoint_to_resume(config: RunConfig, resume: str) -> Path | None:
     """The checkpoint that `resume` names. Raises ConfigError when it is another model's, or would be written over."""
     if resume == "none":
         if complete_checkpoints(config.directory):
-            raise ConfigError(f"{config.directory}: has checkpoints, and --resume none would write over them. Resume "
-                              "(--resume auto), remove them, or set another run.directory")  # fmt: skip
+            raise ConfigError(
+                f"{config.directory}: has checkpoints, and --resume none would write over them. Resume "
+                "(--resume auto), remove them, or set another run.directory"
+            )
         return None
     if resume == "auto":
         found = complete_checkpoints(config.directory)

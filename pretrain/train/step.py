@@ -17,18 +17,26 @@ from pretrain.topology import Topology
 from pretrain.train.stopping import Requests
 
 
-def forward_backward(chunks: list[GPTModel], optimizer: ZeroOptimizer, batches: list[Tensor]) -> list[Tensor]:
+def forward_backward(
+    chunks: list[GPTModel], optimizer: ZeroOptimizer, batches: list[Tensor]
+) -> list[Tensor]:
     """Gradients of the mean loss over `batches`, accumulated; returns each micro batch's mean loss (last stage only)."""
     engine = None if optimizer.stage == 1 else optimizer.engine
     return run_schedule(chunks, batches, _mean_loss, engine=engine)
 
 
-def average_loss(losses: list[Tensor], topology: Topology, requests: Requests | None = None) -> float:
+def average_loss(
+    losses: list[Tensor], topology: Topology, requests: Requests | None = None
+) -> float:
     """Mean loss in nats over all micro batches of all ranks; every rank gets it.
 
     The same reduction carries `requests`, so that agreeing on them costs a step nothing.
     """
-    total = torch.tensor([0.0, *(requests.votes() if requests else ())], dtype=torch.float64, device=platform.device())
+    total = torch.tensor(
+        [0.0, *(requests.votes() if requests else ())],
+        dtype=torch.float64,
+        device=platform.device(),
+    )
     if is_reporting_rank():
         total[0] = torch.stack(losses).double().mean() / topology.layout.data
     dist.all_reduce(total)

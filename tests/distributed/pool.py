@@ -38,7 +38,9 @@ class Pool:
         self._processes = []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, self.world_size, port, self.cuda), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, rank, self.world_size, port, self.cuda), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -50,7 +52,9 @@ class Pool:
             pipe.send((task, args, kwargs))
         results: dict[int, Any] = {}
         while len(results) < self.world_size:
-            ready = wait([p for r, p in enumerate(self._pipes) if r not in results], timeout=TIMEOUT_SECONDS)
+            ready = wait(
+                [p for r, p in enumerate(self._pipes) if r not in results], timeout=TIMEOUT_SECONDS
+            )
             if not ready:
                 self._restart()
                 raise WorkerFailed(f"{task.__name__}: no answer within {TIMEOUT_SECONDS} s")
@@ -80,8 +84,13 @@ class Pool:
 
 def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -> None:
     warnings.simplefilter("ignore")
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

@@ -37,7 +37,9 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
     return {"loss": loss, "logits": torch.cat(rows), "gradients": full}
 
 
-def train_steps(config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]) -> dict[str, Any] | None:
+def train_steps(
+    config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
+) -> dict[str, Any] | None:
     """Losses, gradient norms and final weights of one optimizer step on each of `steps` [global batch, S + 1]; rank 0."""
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
@@ -57,13 +59,18 @@ def train_steps(config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
     return {"losses": losses, "norms": norms, "weights": weights} if place.is_main else None
 
 
-def train_steps_in_fp16_on_cpu(config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]) -> Any:
+def train_steps_in_fp16_on_cpu(
+    config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
+) -> Any:
     """`train_steps` with DeepSpeed told that this CPU does fp16 (torch does), and whether the first step moved anything."""
     platform.prepare(0)
     from deepspeed.accelerator import get_accelerator
 
     check, supported = platform.check_precision, type(get_accelerator()).is_fp16_supported
-    platform.check_precision, type(get_accelerator()).is_fp16_supported = lambda precision: None, lambda self: True
+    platform.check_precision, type(get_accelerator()).is_fp16_supported = (
+        lambda precision: None,
+        lambda self: True,
+    )
     try:
         first = train_steps(config, state, steps[:1])
         result = train_steps(config, state, steps)
@@ -81,9 +88,13 @@ def full_weights(optimizer) -> dict[str, Tensor]:
 
     mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments(optimizer)]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine])
+    dist.all_gather_object(
+        gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine]
+    )
     full: dict[str, Tensor] = {}
-    for name, shape, global_shape, offset, start, flat in (item for part in gathered for item in part):
+    for name, shape, global_shape, offset, start, flat in (
+        item for part in gathered for item in part
+    ):
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))
         local = torch.full(shape, float("nan"))
         local.view(-1)[start : start + flat.numel()] = flat
@@ -105,7 +116,9 @@ def _model(config: RunConfig, state: dict[str, Tensor]):
 
 
 def _share(config: RunConfig, place, tokens: Tensor) -> list[Tensor]:
-    return list(tokens.chunk(place.layout.data)[place.data_rank].split(config.batch.micro_batch_size))
+    return list(
+        tokens.chunk(place.layout.data)[place.data_rank].split(config.batch.micro_batch_size)
+    )
 
 
 def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
@@ -121,10 +134,15 @@ def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
     shape = batches[0].shape
     with torch.no_grad():
         kept = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-            model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(batches), seq_length=shape[1] - 1,
-            micro_batch_size=shape[0], decoder_seq_length=shape[1] - 1, forward_only=True,
-        )  # fmt: skip
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=shape[1] - 1,
+            micro_batch_size=shape[0],
+            decoder_seq_length=shape[1] - 1,
+            forward_only=True,
+        )
     return torch.cat(kept) if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
@@ -146,7 +164,9 @@ def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
     for name, global_shape, offset, tensor in (item for part in gathered for item in part):
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))
         target = whole[tuple(slice(o, o + s) for o, s in zip(offset, tensor.shape))]
-        assert target.isnan().all() or torch.allclose(target, tensor, atol=1e-6), f"copies of {name} differ"
+        assert target.isnan().all() or torch.allclose(target, tensor, atol=1e-6), (
+            f"copies of {name} differ"
+        )
         target.copy_(tensor)
     return full
 
@@ -174,7 +194,9 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     return result if run.topology.is_main else None
 
 
-def evaluate(config: RunConfig, state: dict[str, Tensor], protocols: list, tokens_per_batch: int) -> list[Any]:
+def evaluate(
+    config: RunConfig, state: dict[str, Tensor], protocols: list, tokens_per_batch: int
+) -> list[Any]:
     """Evaluations of a model with given weights on the validation stream, by every rank."""
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
@@ -183,7 +205,12 @@ def evaluate(config: RunConfig, state: dict[str, Tensor], protocols: list, token
     place, chunks = _model(config, state)
     optimizer = ZeroOptimizer(config, place, chunks) if config.parallel.zero_stage == 3 else None
     evaluator = Evaluator(
-        chunks, place, open_stream(config, "validation"), eos_id=2, tokens_per_batch=tokens_per_batch,
-        max_tokens=config.evaluation.max_tokens, engine=optimizer.engine if optimizer else None,
-    )  # fmt: skip
+        chunks,
+        place,
+        open_stream(config, "validation"),
+        eos_id=2,
+        tokens_per_batch=tokens_per_batch,
+        max_tokens=config.evaluation.max_tokens,
+        engine=optimizer.engine if optimizer else None,
+    )
     return [evaluator.evaluate(protocol) for protocol in protocols]

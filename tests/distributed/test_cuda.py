@@ -17,7 +17,9 @@ from tests.distributed.test_parallel_equals_dense import _expected as expected_o
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU path was not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: the GPU path was not run"
+    ),
 ]
 
 
@@ -44,7 +46,9 @@ def test_fp32_gradients_equal_the_dense_reference_on_the_cpu(gpu, variant, heads
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_twenty_steps_on_the_gpu_equal_adamw_on_the_cpu(gpu, stage):
     state, batches, losses, norms, _ = _expected("alibi")
-    actual = gpu.run(tasks.train_steps, tiny_config(parallel={"zero_stage": stage}), state, batches)[0]
+    actual = gpu.run(
+        tasks.train_steps, tiny_config(parallel={"zero_stage": stage}), state, batches
+    )[0]
     assert actual["losses"] == pytest.approx(losses, rel=10 * LOSS["rel"])
     assert actual["norms"] == pytest.approx(norms, rel=10 * NORM["rel"])
 

@@ -23,7 +23,9 @@ CASES = {**LAYOUTS, "one": (1, {}), "zero3-dp2": (2, {"zero_stage": 3})}
 
 
 def _config(data, parallel=None):
-    return tiny_config(data={"directory": str(data)}, parallel=parallel or {}, evaluation={"max_tokens": TOKENS})
+    return tiny_config(
+        data={"directory": str(data)}, parallel=parallel or {}, evaluation={"max_tokens": TOKENS}
+    )
 
 
 @functools.cache
@@ -31,7 +33,9 @@ def _token_losses(data, length: int) -> np.ndarray:
     """Loss of each token scored alone, with a full window of context before it (the stream starts after an EOS)."""
     config = _config(data)
     model = DenseGPT(config).load_global_state(random_state(config, seed=3))
-    stream = torch.from_numpy(np.concatenate([[2], TokenStream(data / "validation").read(0, TOKENS)]))
+    stream = torch.from_numpy(
+        np.concatenate([[2], TokenStream(data / "validation").read(0, TOKENS)])
+    )
     losses = []
     with torch.no_grad():
         for t in range(TOKENS):
@@ -55,7 +59,10 @@ def test_stride_one_scores_each_token_alone_with_its_full_window(pools, tiny_dat
 
 def test_stride_of_the_window_is_nonoverlapping(pools, tiny_data):
     sliding, nonoverlapping = _evaluate(
-        pools, tiny_data, "one", [Protocol("sliding", LENGTH, LENGTH), Protocol("nonoverlapping", LENGTH, LENGTH)]
+        pools,
+        tiny_data,
+        "one",
+        [Protocol("sliding", LENGTH, LENGTH), Protocol("nonoverlapping", LENGTH, LENGTH)],
     )[0]
     assert sliding.loss_nats == nonoverlapping.loss_nats
     np.testing.assert_array_equal(sliding.loss_by_position, nonoverlapping.loss_by_position)
@@ -66,14 +73,23 @@ def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
     result = _evaluate(pools, tiny_data, "one", [Protocol("nonoverlapping", LENGTH, LENGTH)])[0][0]
     config = _config(tiny_data)
     model = DenseGPT(config).load_global_state(random_state(config, seed=3))
-    stream = torch.from_numpy(np.concatenate([[2], TokenStream(tiny_data / "validation").read(0, TOKENS)]))
+    stream = torch.from_numpy(
+        np.concatenate([[2], TokenStream(tiny_data / "validation").read(0, TOKENS)])
+    )
     by_position = [[] for _ in range(LENGTH)]
     with torch.no_grad():
         for piece in range(0, TOKENS, LENGTH):
-            inputs, targets = stream[piece : piece + LENGTH][: TOKENS - piece], stream[piece + 1 : piece + 1 + LENGTH]
-            for position, loss in enumerate(F.cross_entropy(model(inputs[None])[0], targets, reduction="none")):
+            inputs, targets = (
+                stream[piece : piece + LENGTH][: TOKENS - piece],
+                stream[piece + 1 : piece + 1 + LENGTH],
+            )
+            for position, loss in enumerate(
+                F.cross_entropy(model(inputs[None])[0], targets, reduction="none")
+            ):
                 by_position[position].append(loss.item())
-    np.testing.assert_allclose(result.loss_by_position, [np.mean(p) for p in by_position], rtol=1e-5)
+    np.testing.assert_allclose(
+        result.loss_by_position, [np.mean(p) for p in by_position], rtol=1e-5
+    )
     assert result.loss_nats == pytest.approx(np.mean(np.concatenate(by_position)), **LOSS)
 
 
@@ -81,10 +97,16 @@ def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
 @pytest.mark.parametrize("tokens_per_batch", [1, 500])
 def test_every_layout_and_batch_gives_the_same(pools, tiny_data, layout, tokens_per_batch):
     """Longer than the training length too (128 = 4 L), in batches smaller than a window and larger than several."""
-    protocols = [Protocol("nonoverlapping", 32, 32), Protocol("sliding", 64, 24), Protocol("nonoverlapping", 128, 128)]
+    protocols = [
+        Protocol("nonoverlapping", 32, 32),
+        Protocol("sliding", 64, 24),
+        Protocol("nonoverlapping", 128, 128),
+    ]
     expected = _evaluate(pools, tiny_data, "one", protocols, 96)[0]
     for rank in _evaluate(pools, tiny_data, layout, protocols, tokens_per_batch):
         for result, reference in zip(rank, expected):
             assert result.tokens == TOKENS
             assert result.loss_nats == pytest.approx(reference.loss_nats, **LOSS)
-            np.testing.assert_allclose(result.loss_by_position, reference.loss_by_position, rtol=2e-4)
+            np.testing.assert_allclose(
+                result.loss_by_position, reference.loss_by_position, rtol=2e-4
+            )

@@ -23,8 +23,14 @@ WEIGHT = {"rtol": 0, "atol": 5e-4}
 ZERO_LAYOUTS = {
     "zero2-dp2": (2, {"zero_stage": 2}),
     "zero3-dp2": (2, {"zero_stage": 3}),
-    "zero2-tp2sp-dp2": (4, {"zero_stage": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "zero3-tp2sp-dp2": (4, {"zero_stage": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "zero2-tp2sp-dp2": (
+        4,
+        {"zero_stage": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "zero3-tp2sp-dp2": (
+        4,
+        {"zero_stage": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
     "zero1-tp2-dp2": (4, {"tensor_model_parallel_size": 2}),
     "zero1-pp2-dp2": (4, {"pipeline_model_parallel_size": 2}),
 }
@@ -33,10 +39,15 @@ METHODS = {
     "alibi": {"position": {"method": "alibi"}},
     "alibi-trainable": {"position": {"method": "alibi", "trainable_slopes": True}},
     "t5": {"position": {"method": "t5"}},
-    "learned-untied": {"position": {"method": "learned"}, "model": {"tie_word_embeddings": False},
-                       "evaluation": {"lengths": [32]}},
-}  # fmt: skip
-CASES = [(method, layout) for method in METHODS for layout in LAYOUTS] + [("alibi", layout) for layout in ZERO_LAYOUTS]
+    "learned-untied": {
+        "position": {"method": "learned"},
+        "model": {"tie_word_embeddings": False},
+        "evaluation": {"lengths": [32]},
+    },
+}
+CASES = [(method, layout) for method in METHODS for layout in LAYOUTS] + [
+    ("alibi", layout) for layout in ZERO_LAYOUTS
+]
 CASES += [("t5", "zero2-tp2sp-dp2"), ("alibi-trainable", "zero1-pp2-dp2")]
 
 
@@ -66,7 +77,9 @@ def test_twenty_steps_equal_adamw(pools, method, layout):
     assert losses[-1] < losses[0] - 0.2, "nothing was learned, so nothing was compared"
     assert max(norms) > config.optimizer.clip_grad, "nothing was clipped"
     for name, expected in weights.items():
-        torch.testing.assert_close(actual["weights"][name], expected, **WEIGHT, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual["weights"][name], expected, **WEIGHT, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2pp2sp"])
@@ -77,10 +90,16 @@ def test_recomputing_replays_the_same_dropout(pools, layout):
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     results = {}
     for granularity in ("none", "selective", "full"):
-        config = tiny_config(parallel=parallel, model=dropout, train={"recompute_granularity": granularity})
-        results[granularity] = pools(processes).run(tasks.train_steps, config, state, batches[:4])[0]["losses"]
+        config = tiny_config(
+            parallel=parallel, model=dropout, train={"recompute_granularity": granularity}
+        )
+        results[granularity] = pools(processes).run(tasks.train_steps, config, state, batches[:4])[
+            0
+        ]["losses"]
     assert results["none"] == results["selective"] == results["full"]
-    without = pools(processes).run(tasks.train_steps, tiny_config(parallel=parallel), state, batches[:4])[0]["losses"]
+    without = pools(processes).run(
+        tasks.train_steps, tiny_config(parallel=parallel), state, batches[:4]
+    )[0]["losses"]
     assert results["none"] != without
 
 
@@ -96,7 +115,9 @@ def test_fp16_scales_its_loss(pools, layout):
 
     def run(power: int):
         config = tiny_config(
-            parallel=parallel, train={"precision": "fp16"}, optimizer={"initial_loss_scale_power": power}
+            parallel=parallel,
+            train={"precision": "fp16"},
+            optimizer={"initial_loss_scale_power": power},
         )
         return pools(processes).run(tasks.train_steps_in_fp16_on_cpu, config, state, batches)[0]
 

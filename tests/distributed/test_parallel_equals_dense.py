@@ -55,12 +55,16 @@ def _expected(variant: str, heads: int):
 def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, heads):
     processes, parallel = LAYOUTS[layout]
     state, tokens, logits, loss, gradients = _expected(variant, heads)
-    actual = pools(processes).run(tasks.gradients, _config(variant, heads, parallel), state, tokens)[0]
+    actual = pools(processes).run(
+        tasks.gradients, _config(variant, heads, parallel), state, tokens
+    )[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
     assert actual["gradients"].keys() == gradients.keys()
     for name, expected in gradients.items():
-        torch.testing.assert_close(actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_comparison_would_notice_slopes_of_local_heads(pools):

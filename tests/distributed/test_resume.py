@@ -19,7 +19,12 @@ CASES = {
 
 def _config(directory, data, parallel, **sections):
     sections.setdefault("model", {}).update(hidden_dropout=0.1, attention_dropout=0.1)
-    return tiny_config(run={"directory": str(directory)}, data={"directory": str(data)}, parallel=parallel, **sections)
+    return tiny_config(
+        run={"directory": str(directory)},
+        data={"directory": str(data)},
+        parallel=parallel,
+        **sections,
+    )
 
 
 def _state(directory, step):
@@ -67,10 +72,20 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
         return made.model_copy(update={"model": made.model.model_copy(update=off["model"])})
 
     expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 9)[0]
-    tp2pp2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+    tp2pp2 = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+    }
     losses = []
-    for processes, parallel, until in [(4, tp2pp2, 3), (2, {}, 6), (2, {"tensor_model_parallel_size": 2}, 9)]:
-        part = pools(processes).run(tasks.continue_run, config("moving", parallel), "auto", until)[0]
+    for processes, parallel, until in [
+        (4, tp2pp2, 3),
+        (2, {}, 6),
+        (2, {"tensor_model_parallel_size": 2}, 9),
+    ]:
+        part = pools(processes).run(tasks.continue_run, config("moving", parallel), "auto", until)[
+            0
+        ]
         assert part["began"] == until - 3
         losses += part["losses"]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)

@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 300
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """The environment of every command: two processes need no second GPU, and give the same bits everywhere."""
 PRETRAIN = (sys.executable, "-m", "pretrain")
-LAUNCHER = (sys.executable, "-c", "from launcher.cli import main; main()")
+LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.cli import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -51,12 +51,19 @@ def fresh(command: Sequence[str], environment: Mapping[str, str] | None = None) 
     return ended(started(command, environment))
 
 
-def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def started(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """The process of a command line, as a terminal starts it: a shell's background, where the tests may run, ignores Ctrl-C."""
     return subprocess.Popen(
-        list(command), cwd=ROOT, env=os.environ | ON_CPU | dict(environment or {}), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+        list(command),
+        cwd=ROOT,
+        env=os.environ | ON_CPU | dict(environment or {}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> Done:
@@ -65,7 +72,9 @@ def ended(process: subprocess.Popen[str]) -> Done:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()
-        raise AssertionError(f"still running after {TIMEOUT_SECONDS} s: {' '.join(map(str, process.args))}") from None  # type: ignore[arg-type]
+        raise AssertionError(
+            f"still running after {TIMEOUT_SECONDS} s: {' '.join(map(str, process.args))}"
+        ) from None  # type: ignore[arg-type]
     return Done(process.returncode, out, err)
 
 
@@ -75,12 +84,15 @@ def pretrain(*arguments: object, largest_file: int | None = None) -> Done:
 
 
 def ranks(
-    arguments: Sequence[object], environments: Sequence[Mapping[str, str]], largest_file: int | None = None
+    arguments: Sequence[object],
+    environments: Sequence[Mapping[str, str]],
+    largest_file: int | None = None,
 ) -> list[Done]:
     """`pretrain` with these arguments once in each environment, at the same time, forked."""
     with TemporaryDirectory() as folder:
         processes = [
-            _start(arguments, env, Path(folder) / str(rank), largest_file) for rank, env in enumerate(environments)
+            _start(arguments, env, Path(folder) / str(rank), largest_file)
+            for rank, env in enumerate(environments)
         ]
         return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
 
@@ -101,7 +113,9 @@ class Started(NamedTuple):
 
     def done(self) -> list[Done]:
         """Waits for all ranks to end."""
-        return [_end(process, self.folder / str(rank)) for rank, process in enumerate(self.processes)]
+        return [
+            _end(process, self.folder / str(rank)) for rank, process in enumerate(self.processes)
+        ]
 
 
 @contextmanager
@@ -109,10 +123,19 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
     """`pretrain` with these arguments on `world_size` ranks, forked; what still runs afterwards is killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        place = {
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+        }
     with TemporaryDirectory() as folder:
         processes = [
-            _start(arguments, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, Path(folder) / str(rank), None)
+            _start(
+                arguments,
+                place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                Path(folder) / str(rank),
+                None,
+            )
             for rank in range(world_size)
         ]
         try:
@@ -125,10 +148,15 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
 
 
 def _start(
-    arguments: Sequence[object], environment: Mapping[str, str], output: Path, largest_file: int | None
+    arguments: Sequence[object],
+    environment: Mapping[str, str],
+    output: Path,
+    largest_file: int | None,
 ) -> BaseProcess:
     words = [str(argument) for argument in arguments]
-    process = _SERVER.Process(target=_main, args=(words, dict(environment), str(output), largest_file))
+    process = _SERVER.Process(
+        target=_main, args=(words, dict(environment), str(output), largest_file)
+    )
     process.start()
     return process
 
@@ -137,11 +165,17 @@ def _end(process: BaseProcess, output: Path) -> Done:
     process.join(TIMEOUT_SECONDS)
     if process.exitcode is None:
         process.kill()
-        raise AssertionError(f"still running after {TIMEOUT_SECONDS} s: {Path(f'{output}.err').read_text()}")
-    return Done(process.exitcode, Path(f"{output}.out").read_text(), Path(f"{output}.err").read_text())
+        raise AssertionError(
+            f"still running after {TIMEOUT_SECONDS} s: {Path(f'{output}.err').read_text()}"
+        )
+    return Done(
+        process.exitcode, Path(f"{output}.out").read_text(), Path(f"{output}.err").read_text()
+    )
 
 
-def _main(arguments: list[str], environment: dict[str, str], output: str, largest_file: int | None) -> None:
+def _main(
+    arguments: list[str], environment: dict[str, str], output: str, largest_file: int | None
+) -> None:
     """In the forked process: becomes `python -m pretrain ARGUMENTS` from the project's root."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)

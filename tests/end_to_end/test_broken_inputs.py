@@ -36,9 +36,13 @@ SETTINGS = {
     "train.num_steps=0": ["train.num_steps = 0", "greater than 0"],
     "position.method=alibii": ["position.method = 'alibii'", "'alibi'", "'rotary'"],
     "train.num_steps": ["--set train.num_steps: want section.key=value"],
-    "model.num_attention_heads=5": ["model.hidden_size = 32", "not divisible by num_attention_heads = 5", "multiple"],
+    "model.num_attention_heads=5": [
+        "model.hidden_size = 32",
+        "not divisible by num_attention_heads = 5",
+        "multiple",
+    ],
     "parallel.sequence_parallel=true": ["parallel.sequence_parallel = True", "Leave it out"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", CONFIG_COMMANDS)
@@ -60,7 +64,10 @@ FILES: dict[str, tuple[bytes | None, list[str]]] = {
     "torn.toml": (b"[model\nnum_layers = 2", ["not valid TOML", "line 1"]),
     "latin1.toml": (b"# caf\xe9\n", ["not a readable config file", "utf-8"]),
     "empty.toml": (b"", ["model: missing", "train: missing"]),
-    "flat.toml": (b"num_layers = 2\n", ["num_layers: no such key", "did you mean model.num_layers?"]),
+    "flat.toml": (
+        b"num_layers = 2\n",
+        ["num_layers: no such key", "did you mean model.num_layers?"],
+    ),
 }
 
 
@@ -70,7 +77,12 @@ def test_a_config_file_that_cannot_be_read(tmp_path, command, name):
     content, words = FILES[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    explained(pretrain(*CONFIG_COMMANDS[command], tmp_path / name), 2, f"error: {tmp_path / name}: ", *words)
+    explained(
+        pretrain(*CONFIG_COMMANDS[command], tmp_path / name),
+        2,
+        f"error: {tmp_path / name}: ",
+        *words,
+    )
 
 
 def test_a_directory_is_no_config_file(refused, workspace):
@@ -117,18 +129,43 @@ def test_a_wrong_command_line(arguments, word):
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 def test_processes_that_cannot_share_a_run(refused, workspace, config):
     tensor = ["--set", "parallel.tensor_model_parallel_size=2"]
-    refused(["train", config, *tensor], "parallel.tensor_model_parallel_size", "does not divide the 1 process", "Start")
+    refused(
+        ["train", config, *tensor],
+        "parallel.tensor_model_parallel_size",
+        "does not divide the 1 process",
+        "Start",
+    )
     planned = ["--set", "parallel.world_size=2"]
-    refused(["train", config, *planned], "parallel.world_size = 2", "the run was started with 1 process", "Start 2")
-    refused(["train", config, "--set", "train.precision=fp16"], "train.precision = fp16", "Use bf16 or fp32")
+    refused(
+        ["train", config, *planned],
+        "parallel.world_size = 2",
+        "the run was started with 1 process",
+        "Start 2",
+    )
+    refused(
+        ["train", config, "--set", "train.precision=fp16"],
+        "train.precision = fp16",
+        "Use bf16 or fp32",
+    )
     before = contents(workspace)
     done = fresh([*LAUNCHER, "local", str(config), "--nproc", "3"])
-    explained(done, 2, "batch.global_batch_size = 8: not divisible by", "3 data-parallel ranks", "Choose a multiple")
+    explained(
+        done,
+        2,
+        "batch.global_batch_size = 8: not divisible by",
+        "3 data-parallel ranks",
+        "Choose a multiple",
+    )
     assert contents(workspace) == before
 
 
 def test_slurm_without_a_first_host(config):
-    environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": ""}
+    environment = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "",
+    }
     done = ranks(["train", config], [environment])[0]
     explained(done, 2, "SLURM_JOB_NODELIST = ''", "Set MASTER_ADDR")
 
@@ -136,10 +173,18 @@ def test_slurm_without_a_first_host(config):
 # ---- data ------------------------------------------------------------------------------------------------------------
 def test_data_that_is_not_built(refused, config, run, tmp_path):
     setting = ["--set", f"data.directory={tmp_path}/none"]
-    remedy = f"{tmp_path}/none/train/manifest.json", "no finished data set", "`pretrain data build CONFIG`"
+    remedy = (
+        f"{tmp_path}/none/train/manifest.json",
+        "no finished data set",
+        "`pretrain data build CONFIG`",
+    )
     refused(["train", config, *setting], *remedy)
     refused(["data", "verify", config, *setting], *remedy)
-    refused(["evaluate", run, *setting], f"{tmp_path}/none/validation/manifest.json", "`pretrain data build CONFIG`")
+    refused(
+        ["evaluate", run, *setting],
+        f"{tmp_path}/none/validation/manifest.json",
+        "`pretrain data build CONFIG`",
+    )
     assert not (tmp_path / "none").exists()
 
 
@@ -149,7 +194,10 @@ def test_a_truncated_shard(refused, config, run, data_copy):
         shard = data_copy / split / last
         whole = shard.read_bytes()
         replace(shard, whole[:-512])
-        words = f"{shard}: truncated: {len(whole) - 512} bytes found, {len(whole)} expected", "Restore it"
+        words = (
+            f"{shard}: truncated: {len(whole) - 512} bytes found, {len(whole)} expected",
+            "Restore it",
+        )
         for command in (["train", config], ["data", "verify", config], ["data", "build", config]):
             refused([*command, *setting], *words)
         if split == "validation":
@@ -158,10 +206,16 @@ def test_a_truncated_shard(refused, config, run, data_copy):
     assert pretrain("data", "verify", config, *setting).code == 0
 
 
-@pytest.mark.parametrize("name", ["train/shard-000003.tar", "validation/index.npy", "train/manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["train/shard-000003.tar", "validation/index.npy", "train/manifest.json"]
+)
 def test_a_missing_file_of_the_data(refused, config, data_copy, name):
     (data_copy / name).unlink()
-    refused(["train", config, "--set", f"data.directory={data_copy}"], data_copy / name, "data build CONFIG")
+    refused(
+        ["train", config, "--set", f"data.directory={data_copy}"],
+        data_copy / name,
+        "data build CONFIG",
+    )
 
 
 def test_a_flipped_bit_in_the_data(refused, config, data_copy):
@@ -176,38 +230,66 @@ def test_a_flipped_bit_in_the_data(refused, config, data_copy):
 
 
 def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_path):
-    settings = ["data.source=text", f'data.paths=["{ROOT}/LICENSE"]', f"data.directory={tmp_path}/other",
-                "data.validation_fraction=0.3"]  # fmt: skip
+    settings = [
+        "data.source=text",
+        f'data.paths=["{ROOT}/LICENSE"]',
+        f"data.directory={tmp_path}/other",
+        "data.validation_fraction=0.3",
+    ]
     done = pretrain("data", "build", config, *(word for s in settings for word in ("--set", s)))
     assert done.code == 0, done.err
     replace(data_copy / "tokenizer.model", (tmp_path / "other/tokenizer.model").read_bytes())
     setting = ["--set", f"data.directory={data_copy}"]
     words = f"{data_copy}/tokenizer.model: wrong tokenizer", "SHA-256", "Restore it"
-    for command in (["train", config], ["evaluate", run], ["data", "verify", config], ["data", "build", config]):
+    for command in (
+        ["train", config],
+        ["evaluate", run],
+        ["data", "verify", config],
+        ["data", "build", config],
+    ):
         refused([*command, *setting], *words)
 
 
 def test_a_vocabulary_that_is_not_the_datas(refused, config, tiny_data):
     setting = ["--set", "data.vocab_size=600"]
-    refused(["train", config, *setting], "data.vocab_size = 600", "has 512", "Set data.vocab_size=512")
-    refused(["data", "build", config, *setting], f"data.directory = {tiny_data}", "data.vocab_size was 512, is 600")
+    refused(
+        ["train", config, *setting], "data.vocab_size = 600", "has 512", "Set data.vocab_size=512"
+    )
+    refused(
+        ["data", "build", config, *setting],
+        f"data.directory = {tiny_data}",
+        "data.vocab_size was 512, is 600",
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (['data.paths=["none/*.txt"]'], ["data.paths = 'none/*.txt': no such file", "glob pattern"]),
+        (
+            ['data.paths=["none/*.txt"]'],
+            ["data.paths = 'none/*.txt': no such file", "glob pattern"],
+        ),
         (['data.paths=["{folder}/binary.txt"]'], ["binary.txt: byte 2 is not UTF-8", "iconv"]),
         (['data.paths=["{folder}/few.txt"]'], ["data.vocab_size = 512", "or less, or add text"]),
-        (['data.paths=["{folder}/bad.jsonl"]', "data.source=jsonl"], ["bad.jsonl:1", '{"text": "..."}']),
-        (['data.paths=["{folder}/few.txt"]', "data.tokenizer={folder}/few.txt"], ["few.txt: not a SentencePiece model"]),
+        (
+            ['data.paths=["{folder}/bad.jsonl"]', "data.source=jsonl"],
+            ["bad.jsonl:1", '{"text": "..."}'],
+        ),
+        (
+            ['data.paths=["{folder}/few.txt"]', "data.tokenizer={folder}/few.txt"],
+            ["few.txt: not a SentencePiece model"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_text_that_cannot_be_built_from(refused, config, tmp_path, settings, words):
     (tmp_path / "binary.txt").write_bytes(b"ab\xff")
     (tmp_path / "few.txt").write_text("to be or not to be\n" * 20)
     (tmp_path / "bad.jsonl").write_text('{"txt": "a"}\n{"text": "b"}\n')
-    settings = ["data.source=text", f"data.directory={tmp_path}/built", *(s.format(folder=tmp_path) for s in settings)]
+    settings = [
+        "data.source=text",
+        f"data.directory={tmp_path}/built",
+        *(s.format(folder=tmp_path) for s in settings),
+    ]
     refused(["data", "build", config, *(word for s in settings for word in ("--set", s))], *words)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "binary.txt", "few.txt"]
 
@@ -215,5 +297,10 @@ def test_text_that_cannot_be_built_from(refused, config, tmp_path, settings, wor
 def test_a_data_directory_that_is_something_else(refused, config, tmp_path):
     (tmp_path / "mine").write_text("kept")
     setting = ["--set", f"data.directory={tmp_path}/mine"]
-    refused(["data", "build", config, *setting], f"data.directory = {tmp_path}/mine", "no finished data set", "Choose")
+    refused(
+        ["data", "build", config, *setting],
+        f"data.directory = {tmp_path}/mine",
+        "no finished data set",
+        "Choose",
+    )
     assert (tmp_path / "mine").read_text() == "kept"

@@ -17,8 +17,15 @@ WEIGHTS = "__0_0.distcp"
 
 def trained(workspace: Path, name: str, *settings: str) -> Path:
     """A run of two steps under its own name."""
-    overrides = [f"run.directory={workspace}/runs/{name}", "train.num_steps=2", "evaluation.lengths=[16]", *settings]
-    done = pretrain("train", workspace / "run.toml", *(word for o in overrides for word in ("--set", o)))
+    overrides = [
+        f"run.directory={workspace}/runs/{name}",
+        "train.num_steps=2",
+        "evaluation.lengths=[16]",
+        *settings,
+    ]
+    done = pretrain(
+        "train", workspace / "run.toml", *(word for o in overrides for word in ("--set", o))
+    )
     assert done.code == 0, done.err
     return workspace / "runs" / name
 
@@ -56,8 +63,13 @@ def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
     train = ["train", config, "--set", f"run.directory={copy}", "--set", "train.num_steps=12"]
     explained(pretrain(*train), 2, copy / STEP_8 / file, *words, remedy)
     assert contents(copy / "checkpoints") == before
-    for attempt in read_attempts(copy)[len(attempts) :]:  # one, where the damage shows in loading alone
-        assert (attempt.ended.code, attempt.ended.outcome) == (2, "refused") and file in attempt.ended.reason
+    for attempt in read_attempts(copy)[
+        len(attempts) :
+    ]:  # one, where the damage shows in loading alone
+        assert (attempt.ended.code, attempt.ended.outcome) == (
+            2,
+            "refused",
+        ) and file in attempt.ended.reason
 
 
 def test_the_remedy_for_a_damaged_checkpoint(config, run):
@@ -81,7 +93,10 @@ def test_a_damaged_checkpoint_without_an_earlier_one(refused, run):
 def test_an_incomplete_checkpoint_is_passed_over(refused, run):
     copy = damaged_run(run, "incomplete")
     (copy / STEP_8 / "manifest.json").unlink()
-    refused(["evaluate", copy / STEP_8], f"{copy / STEP_8}: not a complete checkpoint, it has no manifest.json")
+    refused(
+        ["evaluate", copy / STEP_8],
+        f"{copy / STEP_8}: not a complete checkpoint, it has no manifest.json",
+    )
     done = pretrain("evaluate", copy, "--lengths", "32", "--out", copy / "report/curve.json")
     assert done.code == 0 and str(copy / STEP_4) in (copy / "report/curve.json").read_text()
 
@@ -94,30 +109,59 @@ def test_an_incomplete_checkpoint_is_passed_over(refused, run):
     ],
 )
 def test_another_model_than_the_checkpoints(refused, config, run, setting, words):
-    refused(["train", config, "--set", setting], *words, run / STEP_8, "Keep it", "another run.directory")
+    refused(
+        ["train", config, "--set", setting],
+        *words,
+        run / STEP_8,
+        "Keep it",
+        "another run.directory",
+    )
     refused(["evaluate", run, "--set", setting], *words, run / STEP_8)
 
 
 @pytest.mark.parametrize("setting", ["run.seed=8", "data.sequence_length=16"])
 def test_another_order_of_the_data_than_the_checkpoints(refused, config, run, setting):
     key, value = setting.split("=")
-    refused(["train", config, "--set", setting], f"{key} = {value}", "was trained with", run / STEP_8, "Keep it")
+    refused(
+        ["train", config, "--set", setting],
+        f"{key} = {value}",
+        "was trained with",
+        run / STEP_8,
+        "Keep it",
+    )
 
 
 def test_resume(refused, config, run, tmp_path):
-    refused(["train", config, "--resume", "none"], f"{run}: has checkpoints", "--resume auto", "another run.directory")
-    refused(["train", config, "--resume", tmp_path / "gone"], f"{tmp_path}/gone: no such directory", "Give a run's")
-    refused(["train", config, "--resume", tmp_path], f"{tmp_path}: neither a run nor a checkpoint", "Give a run's")
+    refused(
+        ["train", config, "--resume", "none"],
+        f"{run}: has checkpoints",
+        "--resume auto",
+        "another run.directory",
+    )
+    refused(
+        ["train", config, "--resume", tmp_path / "gone"],
+        f"{tmp_path}/gone: no such directory",
+        "Give a run's",
+    )
+    refused(
+        ["train", config, "--resume", tmp_path],
+        f"{tmp_path}: neither a run nor a checkpoint",
+        "Give a run's",
+    )
 
 
 # ---- what is written to ----------------------------------------------------------------------------------------------
 def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
     for directory in (config, config / "below"):
         refused(
-            ["train", config, "--set", f"run.directory={directory}"], f"run.directory = {directory}", "Choose another"
+            ["train", config, "--set", f"run.directory={directory}"],
+            f"run.directory = {directory}",
+            "Choose another",
         )
     before = contents(workspace)
-    done = fresh([*LAUNCHER, "local", str(config), "--nproc", "2", "--set", f"run.directory={config}"])
+    done = fresh(
+        [*LAUNCHER, "local", str(config), "--nproc", "2", "--set", f"run.directory={config}"]
+    )
     explained(done, 2, "run.directory: cannot make", config, "Choose another")
     assert contents(workspace) == before
 
@@ -126,14 +170,21 @@ def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
 def test_a_forced_attention_backend_that_cannot_serve(workspace, config, backend):
     settings = f"model.attention_backend={backend}", f"run.directory={workspace}/runs/{backend}"
     done = pretrain("train", config, *(word for setting in settings for word in ("--set", setting)))
-    explained(done, 2, f"model.attention_backend = {backend}: ", "cannot serve", "Choose auto or sdpa")
+    explained(
+        done, 2, f"model.attention_backend = {backend}: ", "cannot serve", "Choose auto or sdpa"
+    )
 
 
 def test_a_full_disk_while_training(workspace, config):
     """Exit code 1; no checkpoint is half there, and once there is room the same command goes on."""
     directory = workspace / "runs/full"
     command = ["train", config, "--set", f"run.directory={directory}"]
-    explained(pretrain(*command, largest_file=800), 1, f"{directory}: cannot be written (File too large", "Make room")
+    explained(
+        pretrain(*command, largest_file=800),
+        1,
+        f"{directory}: cannot be written (File too large",
+        "Make room",
+    )
     done = pretrain(*command, largest_file=20_000)
     explained(done, 1, f"{directory / STEP_4}: cannot be written", "Make room")
     assert not list((directory / "checkpoints").iterdir())
@@ -153,9 +204,18 @@ def test_a_full_disk_while_exporting(run, tmp_path):
     out = tmp_path / "hf"
     assert pretrain("export", run, out).code == 0
     before = contents(tmp_path)
-    explained(pretrain("export", run, out, largest_file=20_000), 1, f"{out}: cannot be written", "File too large")
+    explained(
+        pretrain("export", run, out, largest_file=20_000),
+        1,
+        f"{out}: cannot be written",
+        "File too large",
+    )
     assert contents(tmp_path) == before  # the earlier export, whole
-    explained(pretrain("export", run, out / "config.json/hf"), 1, f"{out}/config.json/hf: cannot be written")
+    explained(
+        pretrain("export", run, out / "config.json/hf"),
+        1,
+        f"{out}/config.json/hf: cannot be written",
+    )
     assert contents(tmp_path) == before
 
 
@@ -169,8 +229,11 @@ def test_a_full_disk_while_reporting(run, tmp_path):
 
 # ---- evaluation and export -------------------------------------------------------------------------------------------
 def test_what_is_no_run(refused, workspace, config, tmp_path):
-    for path, what in ((tmp_path / "gone", "no such directory"), (workspace, "neither a run nor a checkpoint"),
-                       (config, "neither a run nor a checkpoint")):  # fmt: skip
+    for path, what in (
+        (tmp_path / "gone", "no such directory"),
+        (workspace, "neither a run nor a checkpoint"),
+        (config, "neither a run nor a checkpoint"),
+    ):
         refused(["evaluate", path], f"{path}: {what}", "Give a run's directory")
         refused(["export", path, tmp_path / "hf"], f"{path}: {what}", "Give a run's directory")
     assert not list(tmp_path.iterdir())
@@ -183,16 +246,27 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
         (["--lengths", ""], ["--lengths : want tokens"]),
         (["--lengths", "32,0"], ["evaluation.lengths = 0", "Choose 1 or more"]),
         (["--protocols", "foo"], ["--protocols foo: there are nonoverlapping and sliding"]),
-        (["--lengths", "32,64", "--stride", "48"], ["evaluation.stride = 48", "shortest window of 32", "no longer"]),
+        (
+            ["--lengths", "32,64", "--stride", "48"],
+            ["evaluation.stride = 48", "shortest window of 32", "no longer"],
+        ),
         (["--stride", "0"], ["--stride 0: want 1 or more"]),
         (["--max-tokens", "-5"], ["--max-tokens -5: want 1 or more"]),
         (["--out", "{folder}/report"], ["--out {folder}/report: want a file that ends in .json"]),
-        (["--out", "{folder}/run.toml/curve.json"], ["--out {folder}/run.toml/curve.json", "Choose another"]),
-        (["--set", "data.sequence_length=64"], ["data.sequence_length = 64", "trained at 32", "--lengths"]),
+        (
+            ["--out", "{folder}/run.toml/curve.json"],
+            ["--out {folder}/run.toml/curve.json", "Choose another"],
+        ),
+        (
+            ["--set", "data.sequence_length=64"],
+            ["data.sequence_length = 64", "trained at 32", "--lengths"],
+        ),
     ],
 )
 def test_what_cannot_be_evaluated(refused, workspace, run, options, words):
-    options, words = ([text.format(folder=workspace) for text in texts] for texts in (options, words))
+    options, words = (
+        [text.format(folder=workspace) for text in texts] for texts in (options, words)
+    )
     refused(["evaluate", run, *options], *words)
 
 
@@ -203,7 +277,11 @@ def test_training_lengths_are_not_mixed(refused, workspace, run):
 
 def test_a_learned_table_has_an_end(refused, workspace):
     learned = trained(workspace, "learned", "position.method=learned")
-    words = "evaluation.lengths = 64", "the learned position table holds 32 positions", "Evaluate within it"
+    words = (
+        "evaluation.lengths = 64",
+        "the learned position table holds 32 positions",
+        "Evaluate within it",
+    )
     refused(["evaluate", learned, "--lengths", "32,64"], *words)
     assert pretrain("evaluate", learned, "--lengths", "16,32").code == 0
 
@@ -211,16 +289,32 @@ def test_a_learned_table_has_an_end(refused, workspace):
 @pytest.mark.parametrize("method", ["t5", "learned"])
 def test_what_has_no_stock_class_is_not_exported(refused, workspace, tmp_path, method):
     source = trained(workspace, f"export-{method}", f"position.method={method}")
-    refused(["export", source, tmp_path / "hf"], f"position.method = {method}: ", "to export, train with alibi")
+    refused(
+        ["export", source, tmp_path / "hf"],
+        f"position.method = {method}: ",
+        "to export, train with alibi",
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_no_export(refused, workspace, run, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    refused(["export", run, tmp_path], f"{tmp_path}: exists and is no earlier export", "Choose another folder")
-    refused(["export", run, tmp_path / "notes.txt"], "exists and is no earlier export", "Choose another folder")
+    refused(
+        ["export", run, tmp_path],
+        f"{tmp_path}: exists and is no earlier export",
+        "Choose another folder",
+    )
+    refused(
+        ["export", run, tmp_path / "notes.txt"],
+        "exists and is no earlier export",
+        "Choose another folder",
+    )
     curve = ["--curve", tmp_path / "notes.txt"]
     refused(
-        ["export", run, tmp_path / "hf", *curve], f"--curve {tmp_path}/notes.txt: not a curve.json", "evaluate --out"
+        ["export", run, tmp_path / "hf", *curve],
+        f"--curve {tmp_path}/notes.txt: not a curve.json",
+        "evaluate --out",
     )
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"] and (tmp_path / "notes.txt").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"] and (
+        tmp_path / "notes.txt"
+    ).read_text() == "mine"

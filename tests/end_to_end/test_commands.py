@@ -28,9 +28,23 @@ from tests.end_to_end.commands import (
 STEPS = 200
 STEP_RECORD = {"step", "loss_nats", "gradient_norm", "learning_rate", "tokens_per_second"}
 EVALUATION_RECORD = {"step", "evaluation", "length", "protocol", "loss_nats", "perplexity"}
-CURVE_RECORD = {"method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens", "checkpoint"}
-SETTINGS = [f"train.num_steps={STEPS}", "checkpoint.interval_steps=20", "checkpoint.keep=2",
-            "evaluation.interval_steps=100", "logging.interval_steps=50"]  # fmt: skip
+CURVE_RECORD = {
+    "method",
+    "protocol",
+    "stride",
+    "length",
+    "perplexity",
+    "loss_nats",
+    "tokens",
+    "checkpoint",
+}
+SETTINGS = [
+    f"train.num_steps={STEPS}",
+    "checkpoint.interval_steps=20",
+    "checkpoint.keep=2",
+    "evaluation.interval_steps=100",
+    "logging.interval_steps=50",
+]
 
 
 def options(*settings: str) -> list[str]:
@@ -80,15 +94,22 @@ def test_data_is_built_once(config, tmp_path):
     said = first.out.splitlines()
     assert said[0] == f"{tmp_path}/data: tokenizer of 512 pieces"
     assert re.match(
-        rf"{tmp_path}/data/train: 71 documents, [\d,]+ bytes of text, [\d,]+ tokens \(1\.\d\d bytes", said[1]
+        rf"{tmp_path}/data/train: 71 documents, [\d,]+ bytes of text, [\d,]+ tokens \(1\.\d\d bytes",
+        said[1],
     )
     assert said[2].startswith(f"{tmp_path}/data/validation: 3 documents, ") and len(said) == 3
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     second = pretrain(*command)
-    assert second.code == 0 and second.out == f"{tmp_path}/data: up to date (same settings, same text), nothing to do\n"
+    assert (
+        second.code == 0
+        and second.out == f"{tmp_path}/data: up to date (same settings, same text), nothing to do\n"
+    )
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
     verified = pretrain("data", "verify", config, *options(f"data.directory={tmp_path}/data"))
-    assert (verified.code, verified.out) == (0, f"{tmp_path}/data: every shard is as it was written\n")
+    assert (verified.code, verified.out) == (
+        0,
+        f"{tmp_path}/data: every shard is as it was written\n",
+    )
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -96,7 +117,10 @@ def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
     assert names == {"attempts", "config.toml", "metrics.jsonl", "checkpoints", "logs"}
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000180", "step-00000200"]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
+        "step-00000180",
+        "step-00000200",
+    ]
     assert (directory / "logs/rank-1.log").read_text() == ""
     resolved = load_config(config, [*SETTINGS, f"run.directory={directory}"])
     assert load_config(directory / "config.toml") == resolved
@@ -109,12 +133,20 @@ def test_the_numbers_of_a_run(whole):
     assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
     assert all(r.keys() >= STEP_RECORD for r in steps)
     assert all(math.isfinite(r[name]) and r[name] > 0 for r in steps for name in STEP_RECORD)
-    assert steps[0]["loss_nats"] == pytest.approx(math.log(512), rel=0.02)  # it has learned nothing yet
+    assert steps[0]["loss_nats"] == pytest.approx(
+        math.log(512), rel=0.02
+    )  # it has learned nothing yet
     assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
     evaluations = [r for r in records if "evaluation" in r]
-    assert [(r["step"], r["length"]) for r in evaluations] == [(s, n) for s in (100, 200) for n in (32, 64)]
+    assert [(r["step"], r["length"]) for r in evaluations] == [
+        (s, n) for s in (100, 200) for n in (32, 64)
+    ]
     for r in evaluations:
-        assert r.keys() >= EVALUATION_RECORD and r["evaluation"] is True and r["protocol"] == "nonoverlapping"
+        assert (
+            r.keys() >= EVALUATION_RECORD
+            and r["evaluation"] is True
+            and r["protocol"] == "nonoverlapping"
+        )
         assert r["perplexity"] == pytest.approx(math.exp(r["loss_nats"]))
 
 
@@ -131,7 +163,8 @@ def test_what_a_run_says_in_a_log(whole):
         expected = rf"step {step}/200  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  eta \d+:\d\d"
         assert re.fullmatch(expected, line), line
     assert re.fullmatch(
-        rf"evaluation after step 200, nonoverlapping, perplexity at  32: {number}  64: {number}", lines[-4]
+        rf"evaluation after step 200, nonoverlapping, perplexity at  32: {number}  64: {number}",
+        lines[-4],
     )
     assert lines[-3].startswith(f"{directory}: finished at step 200 of 200, 1 attempt, ")
     assert lines[-2].startswith("time: ") and lines[-1].startswith("goodput: ")
@@ -143,7 +176,12 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
     written = directory / "metrics.jsonl"
     process = started(launch(config, directory))
     try:  # well after the first checkpoint, and well before the end
-        wait_for(lambda: (written.exists() and written.read_text().count("\n") > 25) or process.poll() is not None)
+        wait_for(
+            lambda: (
+                (written.exists() and written.read_text().count("\n") > 25)
+                or process.poll() is not None
+            )
+        )
     finally:
         process.send_signal(signal.SIGINT)
     done = ended(process)
@@ -163,7 +201,10 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
     )
     timed = {"step_seconds", "data_wait_seconds", "tokens_per_second", "peak_memory_bytes"}
     same = [
-        [{k: v for k, v in r.items() if k not in timed and not k.startswith("tflops")} for r in metrics(d)]
+        [
+            {k: v for k, v in r.items() if k not in timed and not k.startswith("tflops")}
+            for r in metrics(d)
+        ]
         for d in (whole[0], directory)
     ]
     assert same[0] == same[1]  # each step once, and bit for bit
@@ -174,21 +215,42 @@ def test_a_finished_run_does_nothing(config, whole):
     directory, _ = whole
     before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
     done = pretrain("train", config, *options(*SETTINGS, f"run.directory={directory}"))
-    assert (done.code, done.out, done.err) == (0, "", f"{directory}: already at step 200 of 200; nothing to train\n")
+    assert (done.code, done.out, done.err) == (
+        0,
+        "",
+        f"{directory}: already at step 200 of 200; nothing to train\n",
+    )
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
-EVALUATE = ["--lengths", "32,64,128", "--protocols", "nonoverlapping,sliding", "--stride", "16", "--max-tokens", "1000"]
+EVALUATE = [
+    "--lengths",
+    "32,64,128",
+    "--protocols",
+    "nonoverlapping,sliding",
+    "--stride",
+    "16",
+    "--max-tokens",
+    "1000",
+]
 
 
 def test_evaluate(tmp_path, whole):
     """A curve of exactly the promised shape, by one process and, from the run's other checkpoint too, by two."""
     directory, _ = whole
-    newest, earlier = directory / "checkpoints/step-00000200", directory / "checkpoints/step-00000180"
+    newest, earlier = (
+        directory / "checkpoints/step-00000200",
+        directory / "checkpoints/step-00000180",
+    )
     done = pretrain("evaluate", directory, *EVALUATE, "--out", tmp_path / "one/curve.json")
     assert done.code == 0 and done.err == "", done.text
-    assert {p.name for p in (tmp_path / "one").iterdir()} >= {"curve.json", "curve.csv", "curve.png", "report.md"}
+    assert {p.name for p in (tmp_path / "one").iterdir()} >= {
+        "curve.json",
+        "curve.csv",
+        "curve.png",
+        "report.md",
+    }
     curve = json.loads((tmp_path / "one/curve.json").read_text())
     assert curve.keys() == {"train_length", "records"} and curve["train_length"] == 32
     asked = [(p, n) for p in ("nonoverlapping", "sliding") for n in (32, 64, 128)]
@@ -200,9 +262,22 @@ def test_evaluate(tmp_path, whole):
         assert r["perplexity"] == pytest.approx(math.exp(r["loss_nats"]))
         assert f"{r['perplexity']:.2f}" in done.out
     table = done.out[done.out.index("Perplexity by length") :].splitlines()
-    assert table[0].endswith("(training length L = 32)") and table[1].split("  ")[-1].strip() == "128 = 4 L"
+    assert (
+        table[0].endswith("(training length L = 32)")
+        and table[1].split("  ")[-1].strip() == "128 = 4 L"
+    )
 
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain", "evaluate", newest, earlier]
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "pretrain",
+        "evaluate",
+        newest,
+        earlier,
+    ]
     two = fresh([*map(str, command), *EVALUATE, "--out", str(tmp_path / "two/curve.json")])
     assert two.code == 0 and two.out.count("Perplexity by length") == 1, two.text
     records = json.loads((tmp_path / "two/curve.json").read_text())["records"]
@@ -218,9 +293,21 @@ def test_evaluate(tmp_path, whole):
 
 def test_evaluation_in_the_loop_is_the_commands(tmp_path, whole):
     directory, _ = whole
-    assert pretrain("evaluate", directory, "--protocols", "nonoverlapping", "--out", tmp_path / "curve.json").code == 0
-    found = {r["length"]: r["loss_nats"] for r in json.loads((tmp_path / "curve.json").read_text())["records"]}
-    logged = {r["length"]: r["loss_nats"] for r in metrics(directory) if "evaluation" in r and r["step"] == STEPS}
+    assert (
+        pretrain(
+            "evaluate", directory, "--protocols", "nonoverlapping", "--out", tmp_path / "curve.json"
+        ).code
+        == 0
+    )
+    found = {
+        r["length"]: r["loss_nats"]
+        for r in json.loads((tmp_path / "curve.json").read_text())["records"]
+    }
+    logged = {
+        r["length"]: r["loss_nats"]
+        for r in metrics(directory)
+        if "evaluation" in r and r["step"] == STEPS
+    }
     assert found == pytest.approx(logged, rel=1e-6)
 
 
@@ -232,7 +319,13 @@ def test_export(whole, exported):
     assert lines[-1] == "BloomForCausalLM in stock transformers computes the same function"
     assert [line.split()[0] for line in lines[2:-1]] == ["32", "128"]
     names = {p.name for p in folder.iterdir()}
-    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert names >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "README.md",
+    }
     last = [r for r in metrics(whole[0]) if "evaluation" in r and r["step"] == STEPS]
     assert all(f"{r['perplexity']:.2f}" in (folder / "README.md").read_text() for r in last)
 
@@ -251,8 +344,12 @@ print("pretrain" in sys.modules)
 
 def test_the_export_needs_nothing_of_ours(exported):
     """Stock transformers in a process of its own, which imports no module of this project."""
-    done = fresh([PRETRAIN[0], "-W", "ignore", "-c", STOCK, str(exported[0])], {"HF_HUB_OFFLINE": "1"})
-    assert done.code == 0 and done.out.splitlines() == ["BloomForCausalLM True 8", "False"], done.text
+    done = fresh(
+        [PRETRAIN[0], "-W", "ignore", "-c", STOCK, str(exported[0])], {"HF_HUB_OFFLINE": "1"}
+    )
+    assert done.code == 0 and done.out.splitlines() == ["BloomForCausalLM True 8", "False"], (
+        done.text
+    )
 
 
 # ---- other launchers, other commands ---------------------------------------------------------------------------------
@@ -267,7 +364,15 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     def arguments(name: str) -> list[str]:
         return ["train", str(config), *options(f"run.directory={workspace}/runs/{name}")]
 
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain", *arguments("torchrun")]
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "pretrain",
+        *arguments("torchrun"),
+    ]
     done = fresh(command)
     assert done.code == 0, done.text
     assert losses(workspace / "runs/torchrun") == expected
@@ -275,11 +380,19 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[003-004]", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": port}  # fmt: skip
+    job = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "gpu[003-004]",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     tasks = ranks(arguments("srun"), [job | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in "01"])
     assert [task.code for task in tasks] == [0, 0], tasks
-    assert "from scratch, to step 8; tensor 1 x pipeline 1 x data 2" in tasks[0].err and tasks[1].text == ""
+    assert (
+        "from scratch, to step 8; tensor 1 x pipeline 1 x data 2" in tasks[0].err
+        and tasks[1].text == ""
+    )
     assert losses(workspace / "runs/srun") == expected
 
     alone = pretrain(*arguments("alone"))
@@ -288,7 +401,10 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     assert losses(workspace / "runs/alone") == pytest.approx(expected, rel=1e-5)
 
     on = pretrain(*arguments("srun"), *options("train.num_steps=10"))
-    assert on.code == 0 and "going on from step 8, to step 10; tensor 1 x pipeline 1 x data 1" in on.err, on.text
+    assert (
+        on.code == 0
+        and "going on from step 8, to step 10; tensor 1 x pipeline 1 x data 1" in on.err
+    ), on.text
     assert losses(workspace / "runs/srun") == pytest.approx(losses(whole[0])[:10], rel=1e-5)
 
 
@@ -297,12 +413,22 @@ def test_bench(workspace, config):
     done = pretrain("bench", "train", config, "--steps", "3")
     assert done.code == 0 and done.err == "", done.text
     lines = done.out.splitlines()
-    assert re.fullmatch(r"[\d,]+ parameters, alibi, L = 32, fp32, 1 x cpu; medians of 3 steps", lines[0])
-    rows = {m[1]: float(m[2].replace(",", "")) for line in lines[1:] if (m := re.match(r"(.+?) {2,}([\d,.]+)", line))}
+    assert re.fullmatch(
+        r"[\d,]+ parameters, alibi, L = 32, fp32, 1 x cpu; medians of 3 steps", lines[0]
+    )
+    rows = {
+        m[1]: float(m[2].replace(",", ""))
+        for line in lines[1:]
+        if (m := re.match(r"(.+?) {2,}([\d,.]+)", line))
+    }
     parts = ["data", "forward and backward", "gradient reduction", "optimizer step"]
     assert rows.keys() >= {"tokens/s", "step", "peak memory", *parts}
-    assert rows["tokens/s"] == pytest.approx(8 * 32 / (rows["step"] / 1e3), rel=0.01)  # as printed, with two decimals
-    assert 0 < sum(rows[part] for part in parts) < 1.5 * rows["step"]  # medians of parts need not add up
+    assert rows["tokens/s"] == pytest.approx(
+        8 * 32 / (rows["step"] / 1e3), rel=0.01
+    )  # as printed, with two decimals
+    assert (
+        0 < sum(rows[part] for part in parts) < 1.5 * rows["step"]
+    )  # medians of parts need not add up
     assert set(workspace.rglob("*")) == before
 
 

@@ -28,10 +28,18 @@ from tests.end_to_end.damage import contents
 
 STEPS = 24
 # Sixty passes an evaluation, so that a signal can come between two; dropout, whose masks must be the same again.
-LONG = [f"train.num_steps={STEPS}", "checkpoint.interval_steps=100", "evaluation.interval_steps=12", "evaluation.lengths=[32]",
-        "evaluation.tokens_per_batch=32", "evaluation.max_tokens=4000", "model.hidden_dropout=0.1",
-        "model.attention_dropout=0.1", "parallel.tensor_model_parallel_size=2",
-        "parallel.pipeline_model_parallel_size=2"]  # fmt: skip
+LONG = [
+    f"train.num_steps={STEPS}",
+    "checkpoint.interval_steps=100",
+    "evaluation.interval_steps=12",
+    "evaluation.lengths=[32]",
+    "evaluation.tokens_per_batch=32",
+    "evaluation.max_tokens=4000",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+    "parallel.tensor_model_parallel_size=2",
+    "parallel.pipeline_model_parallel_size=2",
+]
 
 
 @pytest.fixture
@@ -52,20 +60,28 @@ def last_attempt(run: Path) -> AttemptRecord | None:
 def phase(run: Path) -> tuple[str, int]:
     """The phase that the newest attempt is in, and the steps done."""
     attempt = last_attempt(run)
-    return (attempt.phases[-1].phase, attempt.phases[-1].step) if attempt and attempt.phases else ("", 0)
+    return (
+        (attempt.phases[-1].phase, attempt.phases[-1].step)
+        if attempt and attempt.phases
+        else ("", 0)
+    )
 
 
 def wait_for_running(group: Started, condition: Callable[[], Any]) -> None:
     """Returns when condition() is true; fails when the ranks end before it."""
     wait_for(lambda: condition() or not all(p.is_alive() for p in group.processes))
-    assert all(p.is_alive() for p in group.processes), [group.said(rank) for rank in range(len(group.processes))]
+    assert all(p.is_alive() for p in group.processes), [
+        group.said(rank) for rank in range(len(group.processes))
+    ]
 
 
 def hold(process_ids: list[int]) -> None:
     """Stops processes; returns when every thread of theirs stands."""
     for process in process_ids:
         os.kill(process, signal.SIGSTOP)
-    stats = [stat for process in process_ids for stat in Path(f"/proc/{process}/task").glob("*/stat")]
+    stats = [
+        stat for process in process_ids for stat in Path(f"/proc/{process}/task").glob("*/stat")
+    ]
     wait_for(lambda: all(stat.read_text().rpartition(") ")[2].startswith("T") for stat in stats))
 
 
@@ -86,7 +102,12 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
     with running_ranks(train("undisturbed", *LONG), 4) as group:
         assert [done.code for done in group.done()] == [0] * 4
     stops = [
-        (signal.SIGUSR1, 3, RESTART, lambda: (parts / "metrics.jsonl").exists() and len(untimed(parts)) >= 3),
+        (
+            signal.SIGUSR1,
+            3,
+            RESTART,
+            lambda: (parts / "metrics.jsonl").exists() and len(untimed(parts)) >= 3,
+        ),
         (signal.SIGUSR1, 1, RESTART, lambda: phase(parts) == ("evaluating", 12)),
         (signal.SIGTERM, 0, STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
     ]
@@ -100,10 +121,20 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
         step = int(newest.name.removeprefix("step-"))
         line = f"{parts}: {name.name}: step {step} is saved; the same command goes on from there"
         assert done[0].err.splitlines()[-1] == line and done[1].err == ""
-        assert [r["step"] for r in untimed(parts) if "evaluation" not in r] == list(range(1, step + 1))
+        assert [r["step"] for r in untimed(parts) if "evaluation" not in r] == list(
+            range(1, step + 1)
+        )
         ended = last_attempt(parts).ended
-        assert (ended.code, ended.outcome, ended.step) == (code, "restart" if code == RESTART else "stopped", step)
-    assert step == STEPS and untimed(parts)[-1]["step"] == STEPS and "evaluation" not in untimed(parts)[-1]
+        assert (ended.code, ended.outcome, ended.step) == (
+            code,
+            "restart" if code == RESTART else "stopped",
+            step,
+        )
+    assert (
+        step == STEPS
+        and untimed(parts)[-1]["step"] == STEPS
+        and "evaluation" not in untimed(parts)[-1]
+    )
 
     with running_ranks(train("disturbed", *LONG), 4) as group:
         done = group.done()
@@ -116,7 +147,9 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
     assert last_attempt(parts).ended.outcome == "finished"
 
     before = contents(parts)
-    assert "nothing to train" in pretrain(*train("disturbed", *LONG[:-2])).err  # any layout may look
+    assert (
+        "nothing to train" in pretrain(*train("disturbed", *LONG[:-2])).err
+    )  # any layout may look
     assert contents(parts) == before
 
 
@@ -144,7 +177,11 @@ def test_a_signal_in_the_middle_of_a_save(workspace, train):
 def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
     """A run that neither saves nor evaluates: the ranks agree over the steps alone. Rank 1 gets the signals."""
     run = workspace / "runs/steps"
-    endless = "train.num_steps=100000", "checkpoint.interval_steps=100000", "evaluation.interval_steps=100000"
+    endless = (
+        "train.num_steps=100000",
+        "checkpoint.interval_steps=100000",
+        "evaluation.interval_steps=100000",
+    )
     with running_ranks(train("steps", *endless), 2) as group:
         wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and len(untimed(run)) > 1)
         os.kill(group.process_ids[1], signal.SIGUSR2)
@@ -160,7 +197,9 @@ def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
 
 def test_who_loses_a_rank_says_so_in_a_line(workspace, train):
     run = workspace / "runs/lost"
-    with running_ranks(train("lost", "train.num_steps=100000", "checkpoint.interval_steps=100000"), 2) as group:
+    with running_ranks(
+        train("lost", "train.num_steps=100000", "checkpoint.interval_steps=100000"), 2
+    ) as group:
         wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and len(untimed(run)) > 1)
         os.kill(group.process_ids[1], signal.SIGKILL)
         left, killed = group.done()
@@ -186,12 +225,16 @@ def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
         shutil.copytree(run, directory)
     before = contents(directory / "checkpoints")
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(SIGNAL_IN_IMPORT.format(number=int(name), folder=str(tmp_path)))
+    (tmp_path / "torch/__init__.py").write_text(
+        SIGNAL_IN_IMPORT.format(number=int(name), folder=str(tmp_path))
+    )
     command = [*PRETRAIN, *map(str, train(directory.name, "train.num_steps=12"))]
     done = fresh(command, {"PYTHONPATH": str(tmp_path)})
     assert done.code == code, done.text
     reason = f"{name.name}: step 8 is saved" if resumed else f"{name.name} before the first step"
-    assert done.err.splitlines()[-1] == f"{directory}: {reason}; the same command goes on from there"
+    assert (
+        done.err.splitlines()[-1] == f"{directory}: {reason}; the same command goes on from there"
+    )
     assert contents(directory / "checkpoints") == before
     assert len(untimed(directory)) == (len(untimed(run)) if resumed else 0)
     assert last_attempt(directory).ended.code == code
@@ -230,7 +273,9 @@ def test_a_killed_holder_is_no_obstacle(workspace, train):
     assert last_attempt(run).ended is None
     step = int(complete_checkpoints(run)[-1].name.removeprefix("step-"))
     done = pretrain(*train("killed", f"train.num_steps={step + 1}"))
-    assert done.code == 0 and f"going on from step {step}, to step {step + 1}" in done.err, done.text
+    assert done.code == 0 and f"going on from step {step}, to step {step + 1}" in done.err, (
+        done.text
+    )
     ended = last_attempt(run).ended
     assert (ended.code, ended.outcome, ended.step) == (0, "finished", step + 1)
 
@@ -243,13 +288,25 @@ def test_under_a_supervisor_its_attempt_is_joined(workspace, train):
         [done] = ranks(train("supervised", steps), [{"PRETRAIN_ATTEMPT": str(held.directory)}])
         assert done.code == 0, done.err
         record = read_attempts(run)[-1]
-        assert record.number == held.number and record.ended is None and record.phases[-1].phase == "ending"
+        assert (
+            record.number == held.number
+            and record.ended is None
+            and record.phases[-1].phase == "ending"
+        )
         assert record.phases[-1].step == record.progress.step == 4
         held.end("finished", 0, "", 4)
     first, second = read_attempts(run)
     said = [(p.phase, p.step, p.saved) for p in first.phases]
-    assert said == [("starting", 0, None), ("loading", 0, None), ("training", 0, None), ("evaluating", 4, None),
-                    ("training", 4, None), ("saving", 4, None), ("training", 4, 4), ("ending", 4, None)]  # fmt: skip
+    assert said == [
+        ("starting", 0, None),
+        ("loading", 0, None),
+        ("training", 0, None),
+        ("evaluating", 4, None),
+        ("training", 4, None),
+        ("saving", 4, None),
+        ("training", 4, 4),
+        ("ending", 4, None),
+    ]
     assert [p.phase for p in second.phases] == ["starting", "ending"]
 
 
@@ -278,11 +335,15 @@ def test_a_save_that_was_killed_between_its_two_renames(run, train, written):
     final.rename(final.with_name(f".{final.name}.replaced"))
     done = pretrain(*train(copy.name))
     assert done.code == 0 and "already at step 8 of 8; nothing to train" in done.err, done.text
-    assert contents(final).keys() == {str(final / p.name) for p in (run / "checkpoints/step-00000008").iterdir()}
+    assert contents(final).keys() == {
+        str(final / p.name) for p in (run / "checkpoints/step-00000008").iterdir()
+    }
     assert last_attempt(copy).ended.outcome == "finished"
     done = pretrain(*train(copy.name, "train.num_steps=9"))
     assert done.code == 0 and "going on from step 8, to step 9" in done.err, done.text
-    assert not list(final.parent.glob(".*")) and weights(final) == weights(run / "checkpoints/step-00000008")
+    assert not list(final.parent.glob(".*")) and weights(final) == weights(
+        run / "checkpoints/step-00000008"
+    )
 
 
 def test_a_checkpoint_is_kept_until_it_is_evaluated(workspace, train):

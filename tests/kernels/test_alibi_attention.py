@@ -9,12 +9,13 @@ import logging
 import pytest
 import torch
 
-from kernels import alibi_attention, alibi_slopes, attention, attention_reference
-from kernels.alibi_attention import Blocks, Schedule, attention_triton, visited_tiles
-from kernels.bias import ScoreBias
-from kernels.dispatch import _say_once
-from kernels.reference import dropout_keep
-from kernels.skipping import key_runs, share_visited
+from pretrain.kernels import alibi_attention
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.alibi_attention import Blocks, Schedule, attention_triton, visited_tiles
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.dispatch import _say_once, attention
+from pretrain.kernels.reference import attention_reference, dropout_keep
+from pretrain.kernels.skipping import key_runs, share_visited
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,14 +43,28 @@ CASES = {  # queries, keys, batch, heads, key heads, width, causal, bias, furthe
     "dropout, symmetric, trained": (40, 60, 1, 2, 2, 16, False, "trained", {"dropout_p": 0.3}),
     "dropout, table": (50, 50, 1, 2, 2, 16, True, "table", {"dropout_p": 0.3}),
     "scale": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": 0.7}),
-    "negative scale, no skipping": (65, 65, 1, 2, 2, 16, True, "slopes", {"scale": -0.7, "skip": False}),
+    "negative scale, no skipping": (
+        65,
+        65,
+        1,
+        2,
+        2,
+        16,
+        True,
+        "slopes",
+        {"scale": -0.7, "skip": False},
+    ),
 }
 
 
 def make(queries, keys, batch, heads, groups, width, causal, added, dtype, length=1.0):
     """(q, k, v, ScoreBias, leaves)"""
     generator = torch.Generator().manual_seed(queries * keys + width)
-    shapes = [(queries, batch, heads, width), (keys, batch, groups, width), (keys, batch, groups, width)]
+    shapes = [
+        (queries, batch, heads, width),
+        (keys, batch, groups, width),
+        (keys, batch, groups, width),
+    ]
     q, k, v = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
     qkv = [x.requires_grad_() for x in (q * length, k, v)]
     slopes = table = None
@@ -64,14 +79,21 @@ def make(queries, keys, batch, heads, groups, width, causal, added, dtype, lengt
 
 
 def differentiate(output, leaves):
-    towards = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, leaves[0].dtype)
-    return [x.detach() for x in (output, *torch.autograd.grad((output * towards.to(output.dtype)).sum(), leaves))]
+    towards = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(
+        DEVICE, leaves[0].dtype
+    )
+    return [
+        x.detach()
+        for x in (output, *torch.autograd.grad((output * towards.to(output.dtype)).sum(), leaves))
+    ]
 
 
 def triton(q, k, v, bias, leaves, scale=None, dropout_p=0.0, skip=True, schedule=SMALL):
     """[output, every gradient]"""
     torch.manual_seed(5)
-    return differentiate(attention_triton(q, k, v, bias, scale, dropout_p, skip=skip, schedule=schedule), leaves)
+    return differentiate(
+        attention_triton(q, k, v, bias, scale, dropout_p, skip=skip, schedule=schedule), leaves
+    )
 
 
 def oracle(q, k, v, bias, leaves, dtype, scale=None, dropout_p=0.0, **unused):
@@ -81,9 +103,18 @@ def oracle(q, k, v, bias, leaves, dtype, scale=None, dropout_p=0.0, **unused):
     seed = int(torch.randint(2**62, (1,), device=DEVICE)) if dropout_p > 0 else 0
     keep = dropout_keep(seed, shape, dropout_p).to(DEVICE) if dropout_p > 0 else None
     output = attention_reference(
-        q, k, v, slopes=bias.slopes, relative_attention_bias=bias.table, relative_attention_max_distance=TABLE_DISTANCE,
-        causal=bias.causal, scale=scale, dropout_p=dropout_p, keep=keep, dtype=dtype,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        slopes=bias.slopes,
+        relative_attention_bias=bias.table,
+        relative_attention_max_distance=TABLE_DISTANCE,
+        causal=bias.causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        keep=keep,
+        dtype=dtype,
+    )
     return [x.double() for x in differentiate(output, leaves)]
 
 
@@ -100,13 +131,17 @@ def test_exact_forward_and_backward(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["odd length, odd width", "slopes with gradient", "table", "dropout", "symmetric"])
+@pytest.mark.parametrize(
+    "case", ["odd length, odd width", "slopes with gradient", "table", "dropout", "symmetric"]
+)
 def test_half_precision_is_exact(case, dtype):
     *shape, arguments = CASES[case]
     assert_exact(make(*shape, dtype), dtype, **arguments)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (200, torch.float32)])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (200, torch.float32)]
+)
 def test_blocks_of_the_tables_are_exact(width, dtype):
     """The schedules that models run with, for every width they are made for."""
     assert_exact(make(150, 190, 1, 1, 1, width, True, "slopes", dtype), dtype, schedule=None)
@@ -114,18 +149,31 @@ def test_blocks_of_the_tables_are_exact(width, dtype):
 
 def test_weights_far_from_one_are_exact():
     """Scores to +-30, so that the running softmax meets new maxima late."""
-    assert_exact(make(97, 97, 1, 2, 2, 16, True, "slopes", torch.float32, length=8.0), torch.float32)
+    assert_exact(
+        make(97, 97, 1, 2, 2, 16, True, "slopes", torch.float32, length=8.0), torch.float32
+    )
 
 
 INPUTS = {
     "gaussian": lambda q, k, v: (q, k, v),
     "scale 8": lambda q, k, v: (q * 8, k, v),
     "constant": lambda q, k, v: (torch.full_like(q, 0.5), torch.full_like(k, 0.5), v),
-    "one-hot": lambda q, k, v: (torch.zeros_like(q).index_fill_(3, torch.tensor([1], device=DEVICE), 4.0), k.sign(), v),
-    "giant key": lambda q, k, v: (q, k * (1 + 1e4 * (torch.arange(len(k), device=DEVICE) == 3))[:, None, None, None], v),
+    "one-hot": lambda q, k, v: (
+        torch.zeros_like(q).index_fill_(3, torch.tensor([1], device=DEVICE), 4.0),
+        k.sign(),
+        v,
+    ),
+    "giant key": lambda q, k, v: (
+        q,
+        k * (1 + 1e4 * (torch.arange(len(k), device=DEVICE) == 3))[:, None, None, None],
+        v,
+    ),
     "giant value": lambda q, k, v: (
-        q, k, v * (1 + 1e9 * (torch.arange(len(k), device=DEVICE) == 3))[:, None, None, None]),
-}  # fmt: skip
+        q,
+        k,
+        v * (1 + 1e9 * (torch.arange(len(k), device=DEVICE) == 3))[:, None, None, None],
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", INPUTS)
@@ -158,7 +206,9 @@ def test_forward_and_backward_leave_out_the_same_tiles():
     """Seen from one tile of queries: what it skips gets no gradient at all from it, and is not read."""
     q, k, v, _, _ = make(192, 192, 1, 1, 1, 16, True, None, torch.float32)
     q = q.detach().clone()
-    q[128:160] *= 1e4  # the next tile visits all keys, so that for the first of them this one is a gap in their run
+    q[128:160] *= (
+        1e4  # the next tile visits all keys, so that for the first of them this one is a gap in their run
+    )
     bias = ScoreBias(torch.tensor([0.75], device=DEVICE), None, 0, True)
     queries = slice(96, 128)
     first = visited_tiles(q, k, v, bias.slopes, schedule=SMALL)[0].first_BHT[0, 0]
@@ -192,13 +242,21 @@ def test_nan_propagates_through_skipped_tiles(name, bad):
     clean = attention_triton(q, k, v, bias, None, 0.0, skip=True, schedule=SMALL)
     assert torch.equal(out[:, :, 0], clean[:, :, 0]), "the other head is not concerned"
     hit = ~out[:, 0, 1].isfinite().all(dim=1)
-    seen = torch.arange(160, device=DEVICE) >= where if name != "q" else torch.arange(160, device=DEVICE) == where
-    if name == "k" and bad == float("inf"):  # -inf in a score is a weight of zero, as in plain attention
+    seen = (
+        torch.arange(160, device=DEVICE) >= where
+        if name != "q"
+        else torch.arange(160, device=DEVICE) == where
+    )
+    if name == "k" and bad == float(
+        "inf"
+    ):  # -inf in a score is a weight of zero, as in plain attention
         seen &= inputs["q"][:, 0, 1, 3] > 0
     assert hit[seen].all() and not hit[: where // 32 * 32].any()
 
 
-@pytest.mark.parametrize("case", ["keys from before", "symmetric table", "dropout, symmetric, trained"])
+@pytest.mark.parametrize(
+    "case", ["keys from before", "symmetric table", "dropout, symmetric, trained"]
+)
 def test_every_element_is_written_and_runs_agree_to_the_last_bit(case, monkeypatch):
     *shape, arguments = CASES[case]
     made = make(*shape, torch.float32)
@@ -212,7 +270,9 @@ def test_every_element_is_written_and_runs_agree_to_the_last_bit(case, monkeypat
 
 
 def poison(x):
-    return x.fill_(float("nan") if x.is_floating_point() else 2**31 - 1 if x.dtype == torch.int32 else 0)
+    return x.fill_(
+        float("nan") if x.is_floating_point() else 2**31 - 1 if x.dtype == torch.int32 else 0
+    )
 
 
 def test_views_of_a_fused_projection_are_read_where_they_lie():
@@ -222,12 +282,20 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
     views = fused.split(16, dim=3)
     assert not any(x.is_contiguous() for x in views)
     bias = ScoreBias(alibi_slopes(2).to(DEVICE), None, 0, True)
-    strided = differentiate(attention_triton(*views, bias, None, 0.0, skip=True, schedule=SMALL), [fused])
+    strided = differentiate(
+        attention_triton(*views, bias, None, 0.0, skip=True, schedule=SMALL), [fused]
+    )
     whole = [x.detach().contiguous().requires_grad_() for x in views]
-    dense = differentiate(attention_triton(*whole, bias, None, 0.0, skip=True, schedule=SMALL), whole)
-    assert torch.equal(strided[0], dense[0]) and torch.equal(strided[1], torch.cat(dense[1:], dim=3))
+    dense = differentiate(
+        attention_triton(*whole, bias, None, 0.0, skip=True, schedule=SMALL), whole
+    )
+    assert torch.equal(strided[0], dense[0]) and torch.equal(
+        strided[1], torch.cat(dense[1:], dim=3)
+    )
     q, k, v = (x.detach() for x in views)
-    across = v.transpose(0, 1).contiguous().transpose(0, 1)  # batch first, as other strides than q and k have
+    across = (
+        v.transpose(0, 1).contiguous().transpose(0, 1)
+    )  # batch first, as other strides than q and k have
     out = attention_triton(q, k, across, bias, None, 0.0, skip=True, schedule=SMALL)
     assert torch.equal(out, dense[0])
     across[3, 1, 1] *= 1e15
@@ -236,8 +304,12 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
     tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
     model = key_runs(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
     assert torch.equal(runs.first_BHT.cpu(), model.first_BHT)
-    assert not torch.equal(model.first_BHT[0], model.first_BHT[1]), "only that head of that sequence visits them"
-    expanded = attention_triton(*(x[:, :1].expand(-1, 2, -1, -1) for x in views), bias, None, 0.0, schedule=SMALL)
+    assert not torch.equal(model.first_BHT[0], model.first_BHT[1]), (
+        "only that head of that sequence visits them"
+    )
+    expanded = attention_triton(
+        *(x[:, :1].expand(-1, 2, -1, -1) for x in views), bias, None, 0.0, schedule=SMALL
+    )
     assert torch.equal(expanded[:, 0], expanded[:, 1]), "a stride of zero"
 
 

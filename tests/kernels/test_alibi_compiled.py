@@ -12,8 +12,9 @@ import json, re, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from kernels import alibi_attention, alibi_slopes
-from kernels.bias import ScoreBias
+from pretrain.kernels import alibi_attention
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
 
 capability, width, dtype, arguments = json.loads(sys.argv[1])
 
@@ -60,13 +61,19 @@ def test_compiles_to_tensor_cores_without_upcast(capability, width, dtype, argum
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps([capability, width, dtype, arguments])],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = {kernel["name"]: kernel for kernel in map(json.loads, result.stdout.splitlines())}
-    products = {"_forward_kernel", "_dkdv_kernel", "_dq_kernel"} | ({"_row_gradient_kernel"} & kernels.keys())
+    products = {"_forward_kernel", "_dkdv_kernel", "_dq_kernel"} | (
+        {"_row_gradient_kernel"} & kernels.keys()
+    )
     others = {"_delta_kernel"} | (set() if "table" in arguments else {"_norms_kernel"})
-    assert products | others == kernels.keys() and ("table" in arguments) == ("_row_gradient_kernel" in kernels)
+    assert products | others == kernels.keys() and ("table" in arguments) == (
+        "_row_gradient_kernel" in kernels
+    )
     limit = 227 if capability == 90 else 99
     for kernel in kernels.values():
         assert kernel["cubin"] > 0 and kernel["atomics"] == 0

@@ -4,23 +4,36 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from kernels import alibi_slopes
-from kernels.bias import relative_buckets
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import relative_buckets
 
 EIGHT = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-ODD_SIXTEENTHS = [0.70710678, 0.35355339, 0.17677670, 0.08838835, 0.04419417, 0.02209709, 0.01104854, 0.00552427]
+ODD_SIXTEENTHS = [
+    0.70710678,
+    0.35355339,
+    0.17677670,
+    0.08838835,
+    0.04419417,
+    0.02209709,
+    0.01104854,
+    0.00552427,
+]
 
 
 def test_slopes_of_powers_of_two_are_the_papers():
     assert alibi_slopes(8).tolist() == EIGHT
     # sixteen heads: 2^-0.5, 2^-1, .. 2^-8, the two rows of the table above taken in turn
     expected = [slope for pair in zip(ODD_SIXTEENTHS, EIGHT) for slope in pair]
-    torch.testing.assert_close(alibi_slopes(16), torch.tensor(expected), rtol=1e-6, atol=0)  # eight digits written
+    torch.testing.assert_close(
+        alibi_slopes(16), torch.tensor(expected), rtol=1e-6, atol=0
+    )  # eight digits written
 
 
 def test_slopes_of_twelve_heads_are_those_of_the_authors_code():
     """Eight heads' slopes, then every second of sixteen; the plain formula would begin with 2^(-2/3)."""
-    torch.testing.assert_close(alibi_slopes(12), torch.tensor(EIGHT + ODD_SIXTEENTHS[:4]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        alibi_slopes(12), torch.tensor(EIGHT + ODD_SIXTEENTHS[:4]), rtol=1e-6, atol=0
+    )
     assert alibi_slopes(1).tolist() == [2.0**-8]
 
 
@@ -33,7 +46,9 @@ def test_slopes_of_no_heads_are_refused():
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (16, 64), (8, 1000)])
 def test_buckets_equal_those_of_transformers(causal, num_buckets, max_distance):
     distances = torch.arange(-3000, 3001)
-    theirs = T5Attention._relative_position_bucket(-distances, not causal, num_buckets, max_distance)
+    theirs = T5Attention._relative_position_bucket(
+        -distances, not causal, num_buckets, max_distance
+    )
     assert torch.equal(relative_buckets(distances, num_buckets, max_distance, causal), theirs)
 
 

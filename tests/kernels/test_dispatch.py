@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 
-from kernels import alibi_slopes, attention, attention_reference
-from kernels.bias import ScoreBias
-from kernels.dispatch import _say_once
-from kernels.flex import attention_flex
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.dispatch import _say_once, attention
+from pretrain.kernels.flex import attention_flex
+from pretrain.kernels.reference import attention_reference
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -40,28 +41,44 @@ def make(case, dtype, device="cpu"):
     """(q, k, v), the bias arguments, all of them leaves that want gradients."""
     queries, keys, batch, heads, groups, width, causal, added = CASES[case]
     generator = torch.Generator().manual_seed(queries * keys)
-    shapes = [(queries, batch, heads, width), (keys, batch, groups, width), (keys, batch, groups, width)]
-    qkv = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    shapes = [
+        (queries, batch, heads, width),
+        (keys, batch, groups, width),
+        (keys, batch, groups, width),
+    ]
+    qkv = [
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in shapes
+    ]
     arguments = {"causal": causal}
     if added == "slopes":
         arguments["slopes"] = alibi_slopes(heads).to(device).requires_grad_()
     if added == "table":
-        arguments["relative_attention_bias"] = torch.randn(heads, 32, generator=generator).to(device).requires_grad_()
+        arguments["relative_attention_bias"] = (
+            torch.randn(heads, 32, generator=generator).to(device).requires_grad_()
+        )
     return qkv, arguments
 
 
 def run(function, qkv, arguments, **more):
     """[output, every gradient] in double precision, of a loss that weighs every output differently."""
-    leaves = [*qkv, *(x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+    leaves = [
+        *qkv,
+        *(x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad),
+    ]
     output = function(*qkv, **arguments, **more)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.device, qkv[0].dtype)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(
+        output.device, qkv[0].dtype
+    )
     gradients = torch.autograd.grad((output * weights.to(output.dtype)).sum(), leaves)
     return [x.detach().double() for x in (output, *gradients)]
 
 
 def assert_as_good_as_plain_torch(ours, plain, exact, dtype):
     for name, x, y, truth in zip(("output", "q", "k", "v", "bias"), ours, plain, exact):
-        units = 16 if name == "bias" else 4  # a slope's gradient sums every score, so the order of adding shows
+        units = (
+            16 if name == "bias" else 4
+        )  # a slope's gradient sums every score, so the order of adding shows
         allowed = 2 * (y - truth).abs().max() + units * torch.finfo(dtype).eps * truth.abs().max()
         error = (x - truth).abs().max()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
@@ -73,14 +90,18 @@ def test_sdpa_is_exact_forward_and_backward(case, dtype):
     qkv, arguments = make(case, dtype)
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=dtype)
-    assert_as_good_as_plain_torch(run(attention, qkv, arguments, backend="sdpa"), plain, exact, dtype)
+    assert_as_good_as_plain_torch(
+        run(attention, qkv, arguments, backend="sdpa"), plain, exact, dtype
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_fused_sdpa_is_exact_with_fixed_bias(case):
     """Fixed slopes take torch's fused kernel, another path than trained ones: with the overlapping mask, both ways."""
     qkv, arguments = make(case, torch.float32)
-    arguments = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+    arguments = {
+        key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()
+    }
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=torch.float32)
     assert_as_good_as_plain_torch(run(attention, qkv, arguments), plain, exact, torch.float32)
@@ -92,7 +113,9 @@ def test_half_precision_does_not_blur_far_keys():
     length, block = 2048, 256
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(length, 1, 4, 16, generator=generator).bfloat16() for _ in range(3))
-    slopes = torch.tensor([0.011, 0.007, 0.005, 0.003])  # shallow ones look far back; none is a power of two
+    slopes = torch.tensor(
+        [0.011, 0.007, 0.005, 0.003]
+    )  # shallow ones look far back; none is a power of two
     exact = attention_reference(q, k, v, slopes=slopes)
     error = (attention(q, k, v, slopes=slopes).double() - exact).abs().mean(dim=(1, 2, 3))
     # An average over more keys is smaller, and so is its rounding: the error falls along the sequence.
@@ -100,9 +123,13 @@ def test_half_precision_does_not_blur_far_keys():
 
     scores = (q.permute(1, 2, 0, 3).double() @ k.permute(1, 2, 3, 0).double()) / 4
     positions = torch.arange(length)
-    rounded = (slopes[:, None] * positions).bfloat16().double()  # absolute positions, rounded: the trap
+    rounded = (
+        (slopes[:, None] * positions).bfloat16().double()
+    )  # absolute positions, rounded: the trap
     causal = positions[:, None] < positions
-    wrong = (scores + rounded[:, None]).masked_fill(causal, -torch.inf).softmax(-1) @ v.permute(1, 2, 0, 3).double()
+    wrong = (scores + rounded[:, None]).masked_fill(causal, -torch.inf).softmax(-1) @ v.permute(
+        1, 2, 0, 3
+    ).double()
     trap = (wrong.permute(2, 0, 1, 3) - exact).abs().mean(dim=(1, 2, 3))
     assert trap[-block:].mean() > 2 * error[-block:].mean()
 
@@ -111,23 +138,33 @@ def test_slices_of_the_slopes_give_slices_of_the_heads():
     """Two tensor-parallel ranks, each with its heads and its slice of the global slopes."""
     (q, k, v), _ = make("odd lengths, several blocks", torch.float32)
     slopes = alibi_slopes(8)
-    halves = [attention(q[:, :, s], k[:, :, s], v[:, :, s], slopes=slopes[s]) for s in (slice(0, 4), slice(4, 8))]
+    halves = [
+        attention(q[:, :, s], k[:, :, s], v[:, :, s], slopes=slopes[s])
+        for s in (slice(0, 4), slice(4, 8))
+    ]
     whole = attention(q, k, v, slopes=slopes)
     torch.testing.assert_close(torch.cat(halves, dim=2), whole, rtol=0, atol=0)  # heads never meet
     local = attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], slopes=alibi_slopes(4))
-    assert (local - whole[:, :, 4:]).abs().max() > 0.1  # slopes of the local head count are another model
+    assert (
+        local - whole[:, :, 4:]
+    ).abs().max() > 0.1  # slopes of the local head count are another model
 
 
 def test_scale_leaves_the_bias_alone():
     (q, k, v), arguments = make("one block", torch.float32)
     for scale in (0.1, 1.0):
-        exact = attention_reference(q.detach() * scale * 4, k, v, **arguments)  # the default divides by sqrt(16)
-        torch.testing.assert_close(attention(q, k, v, scale=scale, **arguments).double(), exact, rtol=0, atol=1e-5)
+        exact = attention_reference(
+            q.detach() * scale * 4, k, v, **arguments
+        )  # the default divides by sqrt(16)
+        torch.testing.assert_close(
+            attention(q, k, v, scale=scale, **arguments).double(), exact, rtol=0, atol=1e-5
+        )
 
 
 MEASURE = """
 import resource, torch
-from kernels import alibi_slopes, attention
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.dispatch import attention
 torch.set_num_threads(1)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 slopes, table = alibi_slopes(8), torch.randn(8, 32).requires_grad_()
@@ -147,7 +184,9 @@ print(peak() - before)
 
 def test_memory_grows_with_the_length_not_its_square():
     """4096 tokens, 8 heads: scores of [heads, length, length] would take 512 MiB; q, k, v and the like 2 MiB each."""
-    result = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
+    )
     assert float(result.stdout) < 128, f"{result.stdout.strip()} MiB more for 4096 tokens"
 
 
@@ -158,7 +197,9 @@ def test_dropout_replays_and_keeps_the_mean():
         outputs = []
         for seed in (5, 5, 6):
             torch.manual_seed(seed)
-            outputs.append(attention(q, k, ones, dropout_p=0.25, backend=backend, **arguments).detach())
+            outputs.append(
+                attention(q, k, ones, dropout_p=0.25, backend=backend, **arguments).detach()
+            )
         assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
         # every row of weights sums to 1 on average; 331 * 8 rows of spread at most sqrt(p / (1 - p)) = 0.58: 5 sigma
         assert abs(outputs[0].mean() - 1) < 5 * 0.58 / (331 * 8) ** 0.5
@@ -171,7 +212,9 @@ def test_choice_is_said_once_and_why(caplog):
         for _ in range(3):
             attention(q, k, v, **arguments)
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1 and "through sdpa" in messages[0] and "flex cannot serve" in messages[0]
+    assert (
+        len(messages) == 1 and "through sdpa" in messages[0] and "flex cannot serve" in messages[0]
+    )
 
 
 def test_forced_backend_serves_or_refuses():
@@ -180,7 +223,9 @@ def test_forced_backend_serves_or_refuses():
     assert torch.equal(attention(q, k, v, backend="reference", **arguments), exact.float())
     with pytest.raises(ValueError, match="flex cannot serve: it has no backward on CPU"):
         attention(q, k, v, backend="flex", **arguments)
-    with pytest.raises(ValueError, match="'flash': there are auto, triton, flash2, flex, sdpa and reference"):
+    with pytest.raises(
+        ValueError, match="'flash': there are auto, triton, flash2, flex, sdpa and reference"
+    ):
         attention(q, k, v, backend="flash", **arguments)
 
 
@@ -189,7 +234,10 @@ def test_forced_backend_serves_or_refuses():
     [
         ({"slopes": alibi_slopes(4)}, "one for each of the 8 heads"),
         ({"slopes": alibi_slopes(8).bfloat16()}, "want fp32"),
-        ({"slopes": alibi_slopes(8), "relative_attention_bias": torch.zeros(8, 32)}, "one or the other"),
+        (
+            {"slopes": alibi_slopes(8), "relative_attention_bias": torch.zeros(8, 32)},
+            "one or the other",
+        ),
         ({"relative_attention_bias": torch.zeros(32, 8)}, "want \\[8 heads, num_buckets\\]"),
         ({"dropout_p": 1.0}, "dropout_p = 1.0"),
         ({"k": torch.zeros(5, 2, 3, 16)}, "8 query heads on 3 key heads"),
@@ -211,7 +259,9 @@ def test_what_flex_computes_is_exact(case):
     """Its bias and mask run on a CPU uncompiled, forward only: the same arithmetic that CUDA compiles."""
     (q, k, v), arguments = make(case, torch.float32)
     q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it refuses inputs that want gradients
-    bias = ScoreBias(arguments.get("slopes"), arguments.get("relative_attention_bias"), 128, arguments["causal"])
+    bias = ScoreBias(
+        arguments.get("slopes"), arguments.get("relative_attention_bias"), 128, arguments["causal"]
+    )
     ours = attention_flex(q, k, v, bias, scale=None, compiled=False)
     exact = attention_reference(q, k, v, **arguments)
     plain = attention_reference(q, k, v, **arguments, dtype=torch.float32)
@@ -226,4 +276,6 @@ def test_cuda_is_exact_forward_and_backward(case, backend):
     qkv, arguments = make(case, torch.bfloat16, "cuda")
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=torch.bfloat16)
-    assert_as_good_as_plain_torch(run(attention, qkv, arguments, backend=backend), plain, exact, torch.bfloat16)
+    assert_as_good_as_plain_torch(
+        run(attention, qkv, arguments, backend=backend), plain, exact, torch.bfloat16
+    )

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from kernels import alibi_slopes, skipping
-from kernels.skipping import KeyRuns, key_runs, share_visited
+from pretrain.kernels import skipping
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.skipping import KeyRuns, key_runs, share_visited
 
 TILES = {"query_tile": 128, "key_tile": 128}
 
@@ -23,7 +24,9 @@ def attend(q, k, v, slopes, causal, seen=None):
     """(output [S, B, H, D], weights [B, H, queries, keys]) in fp64, over the keys in `seen`. As many key heads as heads."""
     num_queries, num_keys = len(q), len(k)
     q, k, v = (x.double().permute(1, 2, 0, 3) for x in (q, k, v))
-    distance = (torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)).double()
+    distance = (
+        torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    ).double()
     scores = q @ k.mT / q.shape[3] ** 0.5 - slopes.double()[:, None, None] * distance.abs()
     if causal:
         scores = scores.masked_fill(distance < 0, -torch.inf)
@@ -53,7 +56,9 @@ def draw(kind, length, heads, width=64, seed=0):
         k[255] *= 1e12
     if kind == "giant queries":
         q[length // 2 :] *= 1e6
-    if kind == "key against its query":  # the own key has the worst score there is, the first keys the best
+    if (
+        kind == "key against its query"
+    ):  # the own key has the worst score there is, the first keys the best
         k = -q
         k[:64] = q[-64:] * 1.5
     return q, k, v
@@ -77,7 +82,9 @@ def assert_skipping_changes_nothing(q, k, v, slopes, runs, query_tile, key_tile,
     tile = torch.arange(len(k) - len(q), len(k)).clamp(min=0) // key_tile
     own_value, own_key = (skipping.longest_rows(x.detach(), key_tile)[:, :, tile] for x in (v, k))
     assert (rows(skipped - out) <= 2.0**-20 * own_value).all()
-    assert (rows(skipped_grads[0] - grads[0]) <= 2.0**-20 * own_value * own_key * rows(towards)).all()
+    assert (
+        rows(skipped_grads[0] - grads[0]) <= 2.0**-20 * own_value * own_key * rows(towards)
+    ).all()
     return dropped
 
 
@@ -85,8 +92,18 @@ def rows(x_SBHD):
     return x_SBHD.detach().norm(dim=3).permute(1, 2, 0)
 
 
-KINDS = ["scale 1", "scale 3", "scale 8", "constant", "one-hot", "giant key", "giant key, faint queries",
-         "giant value", "giant queries", "key against its query"]  # fmt: skip
+KINDS = [
+    "scale 1",
+    "scale 3",
+    "scale 8",
+    "constant",
+    "one-hot",
+    "giant key",
+    "giant key, faint queries",
+    "giant value",
+    "giant queries",
+    "key against its query",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +129,8 @@ def test_skipping_changes_nothing_at_length_4096(kind, head):
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "causal"), [(300, 1000, True), (700, 700, False), (900, 300, False), (200, 900, False)]
+    ("queries", "keys", "causal"),
+    [(300, 1000, True), (700, 700, False), (900, 300, False), (200, 900, False)],
 )
 def test_other_shapes(queries, keys, causal):
     """Queries that are not the keys, symmetric attention, tiles of unequal sizes, lengths that no tile divides."""
@@ -128,7 +146,11 @@ def test_bound_holds_where_it_is_tight():
     """Every key before the last tile has the length at which that tile just is skipped, and lies along the query: what
     is dropped is as much as may be, and one bit less of need would be too little."""
     length, tile, slope, own_score = 2048, 64, 2.0**-10, 60.0
-    q, k, v = torch.zeros(length, 1, 1, 64), torch.zeros(length, 1, 1, 64), torch.ones(length, 1, 1, 64)
+    q, k, v = (
+        torch.zeros(length, 1, 1, 64),
+        torch.zeros(length, 1, 1, 64),
+        torch.ones(length, 1, 1, 64),
+    )
     q[-tile:, :, :, 0] = 8.0  # so that a score, scaled by 1 / 8, is the first number of its key
     k[-tile:, :, :, 0] = own_score
     slopes = torch.tensor([slope])
@@ -140,7 +162,9 @@ def test_bound_holds_where_it_is_tight():
         k[:-tile, 0, 0, 0] = (longest - short).repeat_interleave(tile)
         return key_runs(q, k, v, slopes, query_tile=tile, key_tile=tile)
 
-    assert (runs_of(short=-0.1).first_BHT[0, 0, -1] == 0).all(), "a little longer, and nothing is skipped"
+    assert (runs_of(short=-0.1).first_BHT[0, 0, -1] == 0).all(), (
+        "a little longer, and nothing is skipped"
+    )
     runs = runs_of(short=0.1)
     assert runs.first_BHT[0, 0, -1] == length // tile - 1, "a little shorter, and all of it is"
     seen = visited(runs, length, length, tile, tile)[:, :, -tile:]
@@ -154,18 +178,25 @@ def test_share_is_that_of_the_closed_form(length):
     """All scores equal: a key matters up to the distance where slope * distance reaches 24 + log2(length) bits."""
     q, k, _ = draw("constant", length, 8, width=32)
     slopes = alibi_slopes(8)
-    share = share_visited(key_runs(q, k, torch.ones_like(k), slopes, **TILES), length, length, causal=True, **TILES)
+    share = share_visited(
+        key_runs(q, k, torch.ones_like(k), slopes, **TILES), length, length, causal=True, **TILES
+    )
     tiles = length // 128
     for head, slope in enumerate(slopes.tolist()):
         window = (24 + math.log2(length)) * math.log(2) / slope
-        before = [min(tile, int((window - 1) // 128) + 1) for tile in range(tiles)]  # tile t ends t * 128 keys before
+        before = [
+            min(tile, int((window - 1) // 128) + 1) for tile in range(tiles)
+        ]  # tile t ends t * 128 keys before
         expected = sum(1 + x for x in before) / (tiles * (tiles + 1) / 2)
         assert share[0, head] == pytest.approx(expected, abs=1e-12), head
 
 
 def test_what_is_never_skipped():
     q, k, v = draw("scale 0.1", 512, 4)
-    k[:-64], k[-64:] = 0, q[-64:] * 1e4  # so that for the last queries only a slope speaks for keys far away
+    k[:-64], k[-64:] = (
+        0,
+        q[-64:] * 1e4,
+    )  # so that for the last queries only a slope speaks for keys far away
     runs = key_runs(q, k, v, torch.tensor([0.5, 0.0, -0.01, math.nan]), query_tile=64, key_tile=64)
     assert (runs.first_BHT[0, 0, 2:] > 0).all()
     assert (runs.first_BHT[0, 1:] == 0).all(), "slopes that are not positive"
@@ -174,7 +205,9 @@ def test_what_is_never_skipped():
         for x in (q, k, v):
             saved = x[7].clone()
             x[7, 0, 0, 3] = bad
-            first = key_runs(q, k, v, torch.full((4,), 0.5), query_tile=64, key_tile=64).first_BHT[0]
+            first = key_runs(q, k, v, torch.full((4,), 0.5), query_tile=64, key_tile=64).first_BHT[
+                0
+            ]
             x[7] = saved
             assert (first[0] == 0).all() if x is not q else first[0, 0] == 0
             assert (first[1:, 3:] > 0).all(), "the other heads are not concerned"
@@ -185,7 +218,9 @@ def test_trained_slopes_keep_more():
     q, k, v = draw("constant", 2048, 1)
     slopes = torch.tensor([0.1])
     fixed, trained = (
-        share_visited(key_runs(q, k, v, slopes, trained_slopes=x, **TILES), 2048, 2048, causal=True, **TILES)
+        share_visited(
+            key_runs(q, k, v, slopes, trained_slopes=x, **TILES), 2048, 2048, causal=True, **TILES
+        )
         for x in (False, True)
     )
     assert trained > fixed
@@ -198,7 +233,9 @@ def test_grouped_heads_have_the_keys_of_their_group():
     slopes = torch.full((4,), 0.5)
     grouped = key_runs(q, k, v, slopes, query_tile=64, key_tile=64)
     spread = (x.repeat_interleave(2, dim=2) for x in (k, v))
-    assert torch.equal(grouped.first_BHT, key_runs(q, *spread, slopes, query_tile=64, key_tile=64).first_BHT)
+    assert torch.equal(
+        grouped.first_BHT, key_runs(q, *spread, slopes, query_tile=64, key_tile=64).first_BHT
+    )
     assert not torch.equal(grouped.first_BHT[:, 1], grouped.first_BHT[:, 2])
 
 

@@ -46,11 +46,19 @@ class DenseGPT(nn.Module):
         bias = self._score_bias(ids.shape[1], p, x)
         for i in range(c.model.num_layers):
             layer = f"decoder.layers.{i}"
-            x = x + self._attention(self._norm(x, p, f"{layer}.input_layernorm"), bias, p, f"{layer}.self_attention")
-            hidden = _linear(self._norm(x, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1")
+            x = x + self._attention(
+                self._norm(x, p, f"{layer}.input_layernorm"), bias, p, f"{layer}.self_attention"
+            )
+            hidden = _linear(
+                self._norm(x, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1"
+            )
             x = x + _linear(ACTIVATIONS[c.model.hidden_act](hidden), p, f"{layer}.mlp.linear_fc2")
         x = self._norm(x, p, "decoder.final_layernorm")
-        output = "embedding.word_embeddings.weight" if c.model.tie_word_embeddings else "output_layer.weight"
+        output = (
+            "embedding.word_embeddings.weight"
+            if c.model.tie_word_embeddings
+            else "output_layer.weight"
+        )
         return x @ p[output].T
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -69,14 +77,22 @@ class DenseGPT(nn.Module):
         """Added to the scaled scores, [H or 1, S, S]: the position method's term, and -inf above the diagonal."""
         c = self.config
         position = torch.arange(length, device=like.device)
-        distance = position[:, None] - position[None, :]  # of query i (row) and key j (column): i - j
+        distance = (
+            position[:, None] - position[None, :]
+        )  # of query i (row) and key j (column): i - j
         bias = like.new_zeros(1, length, length)
         if c.position.method == "alibi":
-            slopes = p["position.slopes"] if c.position.trainable_slopes else alibi_slopes(c.model.num_attention_heads)
+            slopes = (
+                p["position.slopes"]
+                if c.position.trainable_slopes
+                else alibi_slopes(c.model.num_attention_heads)
+            )
             bias = -slopes.to(like)[:, None, None] * distance.to(like)
         if c.position.method == "t5":
             table = p["position.relative_attention_bias"]
-            bias = table[:, t5_buckets(distance, table.shape[1], c.position.relative_attention_max_distance)]
+            bias = table[
+                :, t5_buckets(distance, table.shape[1], c.position.relative_attention_max_distance)
+            ]
         return bias.masked_fill(distance < 0, -math.inf)
 
     def _attention(self, x: Tensor, bias: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
@@ -141,26 +157,39 @@ def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Global name -> full shape of every parameter."""
     m, h, vocabulary = config.model, config.model.hidden_size, config.padded_vocab_size
-    heads, inner, ffn = m.num_attention_heads, m.num_attention_heads * config.head_dim, config.ffn_hidden_size
+    heads, inner, ffn = (
+        m.num_attention_heads,
+        m.num_attention_heads * config.head_dim,
+        config.ffn_hidden_size,
+    )
     fused = inner + 2 * config.num_query_groups * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
     if config.position.method == "learned":
         shapes["embedding.position_embeddings.weight"] = (config.max_position_embeddings, h)
     for i in range(m.num_layers):
         weights = {
-            "input_layernorm": (h,), "self_attention.linear_qkv": (fused, h), "self_attention.linear_proj": (h, inner),
-            "pre_mlp_layernorm": (h,), "mlp.linear_fc1": (ffn, h), "mlp.linear_fc2": (h, ffn),
-        }  # fmt: skip
+            "input_layernorm": (h,),
+            "self_attention.linear_qkv": (fused, h),
+            "self_attention.linear_proj": (h, inner),
+            "pre_mlp_layernorm": (h,),
+            "mlp.linear_fc1": (ffn, h),
+            "mlp.linear_fc2": (h, ffn),
+        }
         shapes |= {f"decoder.layers.{i}.{name}.weight": shape for name, shape in weights.items()}
         if m.use_bias:
-            shapes |= {f"decoder.layers.{i}.{name}.bias": shape[:1] for name, shape in weights.items()}
+            shapes |= {
+                f"decoder.layers.{i}.{name}.bias": shape[:1] for name, shape in weights.items()
+            }
     shapes["decoder.final_layernorm.weight"] = (h,)
     if m.use_bias:
         shapes["decoder.final_layernorm.bias"] = (h,)
     if not m.tie_word_embeddings:
         shapes["output_layer.weight"] = (vocabulary, h)
     if config.position.method == "t5":
-        shapes["position.relative_attention_bias"] = (heads, config.position.relative_attention_num_buckets)
+        shapes["position.relative_attention_bias"] = (
+            heads,
+            config.position.relative_attention_num_buckets,
+        )
     if config.position.trainable_slopes:
         shapes["position.slopes"] = (heads,)
     return shapes
@@ -192,7 +221,10 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def train_dense(
-    config: RunConfig, state: dict[str, Tensor], batches: Iterable[Tensor], learning_rates: Sequence[float]
+    config: RunConfig,
+    state: dict[str, Tensor],
+    batches: Iterable[Tensor],
+    learning_rates: Sequence[float],
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Plain AdamW from `state` with config.optimizer's values: one step per batch (ids [B, S + 1]) and learning rate.
 
@@ -202,7 +234,10 @@ def train_dense(
     model = DenseGPT(config).load_global_state(state)
     named = dict(model.named_parameters())
     groups = [
-        {"params": [p for n, p in named.items() if is_decayed(n, p)], "weight_decay": o.weight_decay},
+        {
+            "params": [p for n, p in named.items() if is_decayed(n, p)],
+            "weight_decay": o.weight_decay,
+        },
         {"params": [p for n, p in named.items() if not is_decayed(n, p)], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)

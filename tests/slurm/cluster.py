@@ -24,7 +24,18 @@ from typing import Any
 
 from tests.slurm.settings import cgroup_conf, gres_conf, slurm_conf
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel", "unshare", "setpriv")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "squeue",
+    "scontrol",
+    "scancel",
+    "unshare",
+    "setpriv",
+)
 PACKAGES = "slurmctld slurmd slurm-client munge"
 START_SECONDS = 60
 STATE_SAVE_SECONDS = 6  # SAVE_MAX_WAIT (5) in Slurm's src/slurmctld/state_save.c, and the writing
@@ -42,7 +53,9 @@ def missing() -> str | None:
     absent = [program for program in PROGRAMS if not shutil.which(program, path=_search_path())]
     if absent:
         return f"no {', '.join(absent)} (Debian: apt-get install {PACKAGES})"
-    probe = subprocess.run(["unshare", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True, text=True)
+    probe = subprocess.run(
+        ["unshare", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True, text=True
+    )
     return f"unshare: {probe.stderr.strip()}" if probe.returncode else None
 
 
@@ -66,14 +79,29 @@ class Cluster:
     def start(self) -> None:
         """Starts everything; returns when every node is idle."""
         self._write()
-        self._spawn("munged", ["munged", "--foreground", f"--socket={self.root}/munge/socket",
-                               f"--key-file={self.root}/munge/key", f"--log-file={self.root}/log/munged.log",
-                               f"--pid-file={self.root}/munge/pid", f"--seed-file={self.root}/munge/seed"])  # fmt: skip
-        self._wait(lambda: (self.root / "munge/socket").exists(), "munged does not answer", "munged")
+        self._spawn(
+            "munged",
+            [
+                "munged",
+                "--foreground",
+                f"--socket={self.root}/munge/socket",
+                f"--key-file={self.root}/munge/key",
+                f"--log-file={self.root}/log/munged.log",
+                f"--pid-file={self.root}/munge/pid",
+                f"--seed-file={self.root}/munge/seed",
+            ],
+        )
+        self._wait(
+            lambda: (self.root / "munge/socket").exists(), "munged does not answer", "munged"
+        )
         self.start_controller()
         for node in self.nodes:
             self._spawn_node(node)
-        self._wait(lambda: set(self.node_states().values()) == {"idle"}, "the nodes are not up", *self.nodes)
+        self._wait(
+            lambda: set(self.node_states().values()) == {"idle"},
+            "the nodes are not up",
+            *self.nodes,
+        )
 
     def stop(self) -> None:
         """Ends every process of the cluster, its jobs' too, and removes its files."""
@@ -89,7 +117,11 @@ class Cluster:
     def start_node(self, node: str) -> None:
         """The node boots; returns when Slurm may use it again."""
         self._spawn_node(node)
-        self._wait(lambda: self.node_states().get(node) in ("idle", "mix", "alloc"), f"{node} is not up", node)
+        self._wait(
+            lambda: self.node_states().get(node) in ("idle", "mix", "alloc"),
+            f"{node} is not up",
+            node,
+        )
 
     def restore(self) -> None:
         """Starts what a test killed and left dead."""
@@ -109,8 +141,14 @@ class Cluster:
 
     def start_controller(self) -> None:
         """Starts slurmctld on the state that it saved; returns when it answers."""
-        self._spawn_in_namespace(CONTROLLER, ["slurmctld", "-D", "-f", str(self.root / "slurm.conf")])
-        self._wait(lambda: "is UP" in self.run("scontrol", "ping").stdout, "slurmctld does not answer", CONTROLLER)
+        self._spawn_in_namespace(
+            CONTROLLER, ["slurmctld", "-D", "-f", str(self.root / "slurm.conf")]
+        )
+        self._wait(
+            lambda: "is UP" in self.run("scontrol", "ping").stdout,
+            "slurmctld does not answer",
+            CONTROLLER,
+        )
 
     def node_states(self) -> dict[str, str]:
         """Node -> "idle", "mix", "alloc", "down", "down*", ... as sinfo calls it; {} while no controller answers."""
@@ -126,8 +164,13 @@ class Cluster:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
-                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")  # "" of a zombie
-                if words[0] not in ("", "bash", "slurmd") and os.readlink(path / "ns/pid") == namespace:
+                words = (
+                    (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                )  # "" of a zombie
+                if (
+                    words[0] not in ("", "bash", "slurmd")
+                    and os.readlink(path / "ns/pid") == namespace
+                ):
                     found[int(path.name)] = " ".join(words).strip()
         return found
 
@@ -138,7 +181,12 @@ class Cluster:
         """Runs a command on the cluster's "login node", which is this machine, and returns what it said."""
         variables = os.environ | self.environment | dict(environment or {})
         return subprocess.run(
-            [str(word) for word in command], env=variables, text=True, capture_output=True, timeout=120, **options
+            [str(word) for word in command],
+            env=variables,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            **options,
         )
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -146,13 +194,22 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for_job(self, job_id: str, states: Iterable[str] = ("COMPLETED",), seconds: float = 120) -> dict[str, str]:
+    def wait_for_job(
+        self, job_id: str, states: Iterable[str] = ("COMPLETED",), seconds: float = 120
+    ) -> dict[str, str]:
         """The job's fields as soon as it is in one of `states`. Fails when it ends in another, or after `seconds`."""
-        wanted, over = set(states), {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+        wanted, over = (
+            set(states),
+            {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"},
+        )
         deadline = time.monotonic() + seconds
         while (fields := self.job(job_id)).get("JobState") not in wanted:
-            assert fields.get("JobState") not in over, f"job {job_id}: {fields}, waited for {wanted}"
-            assert time.monotonic() < deadline, f"job {job_id}: {fields} after {seconds} s, waited for {wanted}"
+            assert fields.get("JobState") not in over, (
+                f"job {job_id}: {fields}, waited for {wanted}"
+            )
+            assert time.monotonic() < deadline, (
+                f"job {job_id}: {fields} after {seconds} s, waited for {wanted}"
+            )
             time.sleep(0.1)
         return fields
 
@@ -163,7 +220,9 @@ class Cluster:
             for pid, command in self.processes(node).items():
                 with contextlib.suppress(OSError):
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if f"SLURM_JOB_ID={job_id}".encode() in variables and all(word in command for word in words):
+                    if f"SLURM_JOB_ID={job_id}".encode() in variables and all(
+                        word in command for word in words
+                    ):
                         found[pid] = (node, command)
         return found
 
@@ -187,18 +246,32 @@ class Cluster:
         names = "".join(f"127.0.0.1 {name}\n" for name in [CONTROLLER, *self.nodes])
         (self.root / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         ports = _free_ports(len(self.nodes) + 1)
-        conf = slurm_conf(self.root, CONTROLLER, ports[0], dict(zip(self.nodes, ports[1:])), self.cpus, self.gpus)
+        conf = slurm_conf(
+            self.root, CONTROLLER, ports[0], dict(zip(self.nodes, ports[1:])), self.cpus, self.gpus
+        )
         (self.root / "slurm.conf").write_text(conf)
         (self.root / "gres.conf").write_text(gres_conf(self.root, self.gpus))
         (self.root / "cgroup.conf").write_text(cgroup_conf())
 
     def _spawn_node(self, node: str) -> None:
-        self._spawn_in_namespace(node, ["slurmd", "-D", "-N", node, "-f", str(self.root / "slurm.conf")])
+        self._spawn_in_namespace(
+            node, ["slurmd", "-D", "-N", node, "-f", str(self.root / "slurm.conf")]
+        )
 
     def _spawn_in_namespace(self, hostname: str, command: Sequence[str]) -> None:
         unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._spawn(
-            hostname, [*unshare, "bash", "-c", IN_NAMESPACE, "bash", hostname, str(self.root / "hosts"), *command]
+            hostname,
+            [
+                *unshare,
+                "bash",
+                "-c",
+                IN_NAMESPACE,
+                "bash",
+                hostname,
+                str(self.root / "hosts"),
+                *command,
+            ],
         )
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:
@@ -206,9 +279,14 @@ class Cluster:
         with open(self.root / f"log/{name}.out", "ab") as output:
             # The kernel ends it when these tests end in any way.
             self._daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *command], env=os.environ | self.environment, cwd=self.root,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            )  # fmt: skip
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env=os.environ | self.environment,
+                cwd=self.root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     def _kill(self, name: str) -> None:
         """SIGKILL to a daemon. One in a namespace takes all of the namespace with it, before this returns."""

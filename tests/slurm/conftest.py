@@ -48,7 +48,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         report.sections.append(("cluster", values["cluster"].report()))
         folders = [getattr(value, "folder", value) for value in values.values()]
         for log in sorted(
-            log for folder in folders if isinstance(folder, Path) for log in folder.rglob("*.log") if log.is_file()
+            log
+            for folder in folders
+            if isinstance(folder, Path)
+            for log in folder.rglob("*.log")
+            if log.is_file()
         ):
             tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             report.sections.append((str(log), "\n".join(tail)))

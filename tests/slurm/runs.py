@@ -11,10 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.accounting import account, total
 from pretrain.attempts import AttemptRecord, read_attempts
 from pretrain.checkpoint.manifest import complete_checkpoints
-from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, metrics, started, wait_for
+from pretrain.launcher.login.accounting import account, total
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    ON_CPU,
+    ROOT,
+    Done,
+    ended,
+    metrics,
+    started,
+    wait_for,
+)
 from tests.slurm.cluster import Cluster
 
 SITE = """
@@ -96,7 +105,11 @@ class Runs:
 
     def options(self, name: str, *settings: str) -> list[str]:
         """The options of `launcher submit` and `launcher local` that make it the run `name`."""
-        return [word for each in (f"run.directory={self.folder}/runs/{name}", *settings) for word in ("--set", each)]
+        return [
+            word
+            for each in (f"run.directory={self.folder}/runs/{name}", *settings)
+            for word in ("--set", each)
+        ]
 
     def submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Run:
         """Sends the run, on that many nodes."""
@@ -106,14 +119,32 @@ class Runs:
         self.job_ids.append(run.job_id)
         return run
 
-    def try_to_submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Done:
+    def try_to_submit(
+        self, name: str, *settings: str, nodes: int = 2, config: object = None
+    ) -> Done:
         """How `launcher submit` ends."""
-        return self.launcher("submit", config or self.config, "--site", self.site, "--nodes", nodes,
-                             *self.options(name, *settings))  # fmt: skip
+        return self.launcher(
+            "submit",
+            config or self.config,
+            "--site",
+            self.site,
+            "--nodes",
+            nodes,
+            *self.options(name, *settings),
+        )
 
-    def local(self, name: str, nproc: int, *settings: str, config: object = None) -> Callable[[], Path]:
+    def local(
+        self, name: str, nproc: int, *settings: str, config: object = None
+    ) -> Callable[[], Path]:
         """Starts the run on this machine; what is returned waits for its end and gives its directory."""
-        words = [*LAUNCHER, "local", config or self.config, "--nproc", nproc, *self.options(name, *settings)]
+        words = [
+            *LAUNCHER,
+            "local",
+            config or self.config,
+            "--nproc",
+            nproc,
+            *self.options(name, *settings),
+        ]
         process = started([str(word) for word in words])
 
         def directory() -> Path:
@@ -155,7 +186,11 @@ class Run:
             records = self.attempts
             assert len(records) <= attempt, f"attempt {attempt + 1} already"
             assert len(records) < attempt or records[-1].ended is None, records[-1].ended
-            if len(records) < attempt or records[-1].progress is None or records[-1].progress.phase != "training":
+            if (
+                len(records) < attempt
+                or records[-1].progress is None
+                or records[-1].progress.phase != "training"
+            ):
                 return False
             first = next(mark.step for mark in records[-1].phases if mark.phase == "training")
             return records[-1].progress.step >= first + steps
@@ -178,7 +213,9 @@ class Run:
             with contextlib.suppress(OSError, KeyError):
                 words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
                 variables = dict(word.split("=", 1) for word in words if "=" in word)
-                if os.readlink(f"/proc/{pid}/exe") != os.readlink(f"/proc/{_parent(pid)}/exe"):  # no rank's helper
+                if os.readlink(f"/proc/{pid}/exe") != os.readlink(
+                    f"/proc/{_parent(pid)}/exe"
+                ):  # no rank's helper
                     found[int(variables["SLURM_PROCID"])] = (pid, node)
         return found
 
@@ -208,7 +245,11 @@ def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
 
 def losses(run: Path) -> list[tuple[int, float]]:
     """(step, loss) of every step that metrics.jsonl has."""
-    return [(record["step"], record["loss_nats"]) for record in metrics(run) if "evaluation" not in record]
+    return [
+        (record["step"], record["loss_nats"])
+        for record in metrics(run)
+        if "evaluation" not in record
+    ]
 
 
 def parts(run: Path) -> dict[str, int]:

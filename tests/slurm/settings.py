@@ -10,7 +10,9 @@ MUNGE_SECONDS = 5
 """How long a credential lives, at least 5. A requeued job waits for the old ones to expire before it starts again."""
 
 
-def slurm_conf(root: Path, controller: str, port: int, nodes: Mapping[str, int], cpus: int, gpus: int) -> str:
+def slurm_conf(
+    root: Path, controller: str, port: int, nodes: Mapping[str, int], cpus: int, gpus: int
+) -> str:
     """slurm.conf of a cluster in `root` whose daemons listen on 127.0.0.1, `nodes` (name -> port) in partition "main"."""
     lines = [
         f"NodeName={node} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=64000 Gres=gpu:{gpus} State=UNKNOWN"
@@ -57,7 +59,11 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def gres_conf(root: Path, gpus: int) -> str:
     """gres.conf: the fake GPUs. Slurm numbers them in CUDA_VISIBLE_DEVICES."""
-    return f"AutoDetect=off\nName=gpu File={root}/dev/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n" if gpus else ""
+    return (
+        f"AutoDetect=off\nName=gpu File={root}/dev/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n"
+        if gpus
+        else ""
+    )
 
 
 def cgroup_conf() -> str:

@@ -13,19 +13,32 @@ def submit(cluster: Cluster, directory: Path, script: str, *options: str) -> str
     """Sends `script`, whose output goes to DIRECTORY/log; returns the job id."""
     path = directory / "script"
     path.write_text(f"#!/bin/bash\n{script}\n")
-    words = ["--parsable", f"--output={directory}/log", "--open-mode=append", "--ntasks-per-node=1", *options]
+    words = [
+        "--parsable",
+        f"--output={directory}/log",
+        "--open-mode=append",
+        "--ntasks-per-node=1",
+        *options,
+    ]
     done = cluster.run("sbatch", *words, path)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_tasks_run_on_their_nodes(cluster, tmp_path):
-    job = submit(cluster, tmp_path, "srun bash -c 'echo $(hostname) $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'",
-                 "--nodes=2", "--gres=gpu:3")  # fmt: skip
+    job = submit(
+        cluster,
+        tmp_path,
+        "srun bash -c 'echo $(hostname) $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'",
+        "--nodes=2",
+        "--gres=gpu:3",
+    )
     assert cluster.wait_for_job(job)["NumNodes"] == "2"
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert len({line[0] for line in lines}) == 2
-    assert all(line[0] == line[1] and line[0] in cluster.nodes and line[2] == "0,1,2" for line in lines), lines
+    assert all(
+        line[0] == line[1] and line[0] in cluster.nodes and line[2] == "0,1,2" for line in lines
+    ), lines
 
 
 def test_a_killed_node_takes_its_processes_along(cluster, tmp_path):
@@ -35,7 +48,9 @@ def test_a_killed_node_takes_its_processes_along(cluster, tmp_path):
     there = set(cluster.processes(node))
     assert len(there) >= 6  # the script, two slurmstepd, srun, and the two that sleep
     cluster.kill_node(node)
-    assert cluster.processes(node) == {} and not any(os.path.exists(f"/proc/{pid}") for pid in there)
+    assert cluster.processes(node) == {} and not any(
+        os.path.exists(f"/proc/{pid}") for pid in there
+    )
     assert cluster.run("scancel", job).returncode == 0
     cluster.start_node(node)
     cluster.wait_for_job(job, ["CANCELLED", "NODE_FAIL"])
@@ -43,7 +58,11 @@ def test_a_killed_node_takes_its_processes_along(cluster, tmp_path):
 
 
 def test_jobs_outlive_the_controller(cluster, tmp_path):
-    job = submit(cluster, tmp_path, f"srun bash -c 'until test -e {tmp_path}/go; do sleep .1; done; echo went on'")
+    job = submit(
+        cluster,
+        tmp_path,
+        f"srun bash -c 'until test -e {tmp_path}/go; do sleep .1; done; echo went on'",
+    )
     wait_for(lambda: cluster.step_processes(job, "go"), 30)
     cluster.kill_controller()
     assert cluster.node_states() == {}
@@ -61,7 +80,11 @@ def test_nothing_is_left_when_it_stops(cluster, tmp_path):
         wait_for(lambda: other.step_processes(job, "sleep 301"), 30)
     finally:
         other.stop()
-    named = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _holds(p, str(other.root)) or _holds(p, "sleep\x00301")]
+    named = [
+        p
+        for p in Path("/proc").glob("[0-9]*/cmdline")
+        if _holds(p, str(other.root)) or _holds(p, "sleep\x00301")
+    ]
     assert named == [] and not other.root.exists()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from launcher.job import JOBS, read_jobs
 from pretrain.attempts import read_attempts
+from pretrain.launcher.job import JOBS, read_jobs
 from tests.end_to_end.commands import Done, explained, metrics, wait_for
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
@@ -31,25 +31,58 @@ class Desk:
         self.site()
 
     def site(self, **values: str) -> None:
-        site = {"name": "tests", "partition": "main", "nodes": 2, "tasks_per_node": 1, "cpus_per_node": 1, "time_limit": "30",
-                "environment": {"CUDA_VISIBLE_DEVICES": ""}} | values  # fmt: skip
+        site = {
+            "name": "tests",
+            "partition": "main",
+            "nodes": 2,
+            "tasks_per_node": 1,
+            "cpus_per_node": 1,
+            "time_limit": "30",
+            "environment": {"CUDA_VISIBLE_DEVICES": ""},
+        } | values
         (self.folder / "site.toml").write_text(tomli_w.dumps(site))
 
     def launcher(self, *words: object) -> Done:
-        done = self.cluster.run(sys.executable, "-m", "launcher", *words, "--site", "site.toml", cwd=self.folder)
+        done = self.cluster.run(
+            sys.executable,
+            "-m",
+            "pretrain.launcher",
+            *words,
+            "--site",
+            "site.toml",
+            cwd=self.folder,
+        )
         return Done(done.returncode, done.stdout, done.stderr)
 
     def submit(self, steps: int) -> str:
         """Trains with a checkpoint, and in the loop the same evaluation, after every step; returns the job's id."""
-        settings = [f"train.num_steps={steps}", "checkpoint.interval_steps=1", "evaluation.interval_steps=1"]
-        done = self.launcher("submit", "run.toml", *(word for s in settings for word in ("--set", s)), "--nodes", 1,
-                             "--evaluate-checkpoints", "--lengths", "32,64")  # fmt: skip
+        settings = [
+            f"train.num_steps={steps}",
+            "checkpoint.interval_steps=1",
+            "evaluation.interval_steps=1",
+        ]
+        done = self.launcher(
+            "submit",
+            "run.toml",
+            *(word for s in settings for word in ("--set", s)),
+            "--nodes",
+            1,
+            "--evaluate-checkpoints",
+            "--lengths",
+            "32,64",
+        )
         assert done.code == 0, done.text
-        return next(record.job_id for record in reversed(read_jobs(self.run)) if record.kind == "train")
+        return next(
+            record.job_id for record in reversed(read_jobs(self.run)) if record.kind == "train"
+        )
 
     def jobs(self) -> dict[str, str]:
         """The evaluation jobs on record: checkpoint -> job id."""
-        return {str(record.checkpoint): record.job_id for record in read_jobs(self.run) if record.kind == "evaluate"}
+        return {
+            str(record.checkpoint): record.job_id
+            for record in read_jobs(self.run)
+            if record.kind == "evaluate"
+        }
 
     def state(self, job_id: str) -> tuple[str, str]:
         fields = self.cluster.job(job_id)
@@ -57,7 +90,9 @@ class Desk:
 
     def freeze(self, job_id: str, log: Path, *words: str) -> int:
         """Freezes the job's process whose command line holds `words`, as soon as its step, which writes `log`, starts."""
-        wait_for(log.exists)  # to look for processes is slow, and takes the time from those that start
+        wait_for(
+            log.exists
+        )  # to look for processes is slow, and takes the time from those that start
         found: dict[int, Any] = {}
 
         def is_there() -> bool:
@@ -105,31 +140,51 @@ def test_every_checkpoint_is_evaluated_once(desk):
     lines = (run / JOBS).read_text().splitlines(keepends=True)
     (run / JOBS).write_text("".join(line for line in lines if json.loads(line)["job_id"] != last))
     assert cluster.run("scontrol", "requeue", first).returncode == 0
-    wait_for(lambda: desk.jobs().get(NAMES[2], last) != last)  # sent a second time, by the first evaluation at its end
+    wait_for(
+        lambda: desk.jobs().get(NAMES[2], last) != last
+    )  # sent a second time, by the first evaluation at its end
     again = desk.jobs()[NAMES[2]]
     wait_for((run / "evaluations" / NAMES[2]).exists)
     for job_id in (first, desk.jobs()[NAMES[1]], last, again):
         cluster.wait_for_job(job_id)
 
     assert {name: outcomes(run, name) for name in NAMES} == {
-        NAMES[0]: [None, "evaluated"], NAMES[1]: ["evaluated"], NAMES[2]: ["evaluated"]
-    }  # fmt: skip
+        NAMES[0]: [None, "evaluated"],
+        NAMES[1]: ["evaluated"],
+        NAMES[2]: ["evaluated"],
+    }
     assert f"{NAMES[2]}: evaluated before" in (run / f"logs/slurm-{again}.log").read_text()
     assert len(desk.jobs()) == len([r for r in read_jobs(run) if r.kind == "evaluate"]) == 3
     curve = json.loads((run / "evaluations/curve.json").read_text())
-    found = {(r["step"], r["length"]): r["loss_nats"] for r in curve["records"] if r["protocol"] == "nonoverlapping"}
+    found = {
+        (r["step"], r["length"]): r["loss_nats"]
+        for r in curve["records"]
+        if r["protocol"] == "nonoverlapping"
+    }
     # The loop's own evaluation of the same weights; sums in another order.
     logged = {(r["step"], r["length"]): r["loss_nats"] for r in metrics(run) if r.get("evaluation")}
-    assert found == pytest.approx(logged, rel=1e-6) and sorted(found) == [(s, n) for s in (1, 2, 3) for n in LENGTHS]
+    assert found == pytest.approx(logged, rel=1e-6) and sorted(found) == [
+        (s, n) for s in (1, 2, 3) for n in LENGTHS
+    ]
     assert len(curve["records"]) == 12 and curve["train_length"] == 32
     assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
-        "plan.json", "asked.json", "curve.json", "curve.csv", "curve.png", "steps.png", "report.md"
-    }  # fmt: skip
+        "plan.json",
+        "asked.json",
+        "curve.json",
+        "curve.csv",
+        "curve.png",
+        "steps.png",
+        "report.md",
+    }
 
 
 def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(desk):
     checkpoint = desk.run / "checkpoints" / NAMES[0]
-    explained(desk.launcher("evaluate-checkpoints", "runs/alibi"), 2, "not a run's directory (no config.toml)")
+    explained(
+        desk.launcher("evaluate-checkpoints", "runs/alibi"),
+        2,
+        "not a run's directory (no config.toml)",
+    )
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
     (desk.run / "config.toml").write_text((desk.folder / "run.toml").read_text())
@@ -144,5 +199,7 @@ def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(d
         tries = [record.job_id for record in read_jobs(desk.run)][len(sent) :]
         assert json.loads(failed.read_text())["jobs"] == tries and len(tries) == 3
         sent += tries
-    assert f"{NAMES[0]}: not evaluated: rank 0" in (desk.run / f"logs/slurm-{sent[0]}.log").read_text()
+    assert (
+        f"{NAMES[0]}: not evaluated: rank 0" in (desk.run / f"logs/slurm-{sent[0]}.log").read_text()
+    )
     assert not (desk.run / "evaluations/curve.json").exists()

@@ -19,8 +19,8 @@ from typing import IO
 import pytest
 import tomli_w
 
-from launcher.job import JobRecord, append_job, read_jobs
 from pretrain.attempts import AttemptRecord, read_attempts
+from pretrain.launcher.job import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, Done, wait_for
 from tests.slurm.cluster import Cluster
 
@@ -69,8 +69,15 @@ class Desk:
         python = folder / "python"
         python.write_text(RANK.format(python=sys.executable, root=str(ROOT)))
         python.chmod(0o755)
-        site = {"name": "tests", "partition": "main", "nodes": 4, "tasks_per_node": 1, "cpus_per_node": 1, "time_limit": "30",
-                "python": str(python)}  # fmt: skip
+        site = {
+            "name": "tests",
+            "partition": "main",
+            "nodes": 4,
+            "tasks_per_node": 1,
+            "cpus_per_node": 1,
+            "time_limit": "30",
+            "python": str(python),
+        }
         (folder / "site.toml").write_text(tomli_w.dumps(site))
 
     def launcher(self, *words: object, code: int = 0) -> Done:
@@ -87,14 +94,22 @@ class Desk:
             "--set",
             "batch.micro_batch_size=8",
         ]
-        return self.launcher(command, ROOT / "configs/demo.toml", "--site", "site.toml", *settings, *words)
+        return self.launcher(
+            command, ROOT / "configs/demo.toml", "--site", "site.toml", *settings, *words
+        )
 
     @contextlib.contextmanager
     def started(self, *words: object, output: IO[str]) -> Iterator[subprocess.Popen[str]]:
         command = [str(word) for word in (*LAUNCHER, *words)]
-        process = subprocess.Popen(command, env=os.environ | self.cluster.environment, cwd=self.folder, text=True,
-                                   stdout=output, stderr=subprocess.STDOUT,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            env=os.environ | self.cluster.environment,
+            cwd=self.folder,
+            text=True,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         try:
             yield process
         finally:
@@ -106,7 +121,11 @@ class Desk:
 
         def trains() -> AttemptRecord | None:
             made = read_attempts(self.folder / run)
-            if len(made) < attempt or not made[-1].progress or made[-1].progress.phase != "training":
+            if (
+                len(made) < attempt
+                or not made[-1].progress
+                or made[-1].progress.phase != "training"
+            ):
                 return None
             first = next(mark.step for mark in made[-1].phases if mark.phase == "training")
             return made[-1] if made[-1].progress.step > first + 2 else None
@@ -115,7 +134,9 @@ class Desk:
         return read_attempts(self.folder / run)[-1]
 
     def job_states(self) -> dict[str, str]:
-        lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %T").stdout.split("\n")
+        lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %T").stdout.split(
+            "\n"
+        )
         return dict(line.split() for line in lines if line)  # type: ignore[misc]
 
 
@@ -131,9 +152,15 @@ def desk(cluster: Cluster, tmp_path: Path) -> Iterator[Desk]:
 def fields(text: str) -> dict[str, str]:
     """The table of one run: column -> value; a value begins or ends where its column's head does."""
     head, row = (
-        [(m[0], m.start(), m.end()) for m in re.finditer(r"\S+(?: \S+)*", line)] for line in text.splitlines()[-2:]
+        [(m[0], m.start(), m.end()) for m in re.finditer(r"\S+(?: \S+)*", line)]
+        for line in text.splitlines()[-2:]
     )
-    return {name: value for name, begin, end in head for value, first, last in row if begin == first or end == last}
+    return {
+        name: value
+        for name, begin, end in head
+        for value, first, last in row
+        if begin == first or end == last
+    }
 
 
 def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> None:
@@ -141,39 +168,67 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
     desk.wait_for_step(run, 1)
     row = fields(desk.launcher("status").out)
     assert row["RUN"] == run and row["STATE"] == "RUNNING" and row["RESTARTS"] == "0"
-    assert row["NODES"] == desk.cluster.job(job)["NodeList"] and row["TOKENS/S"] == "4.0k" and row["LOSS"] == "2.500"
+    assert (
+        row["NODES"] == desk.cluster.job(job)["NodeList"]
+        and row["TOKENS/S"] == "4.0k"
+        and row["LOSS"] == "2.500"
+    )
     assert 0 < int(row["STEP"].removesuffix("/320")) < 320
 
     log = desk.folder / "followed"
-    with log.open("w") as output, desk.started("logs", run, "--follow", "--rank", 1, output=output) as following:
+    with (
+        log.open("w") as output,
+        desk.started("logs", run, "--follow", "--rank", 1, output=output) as following,
+    ):
         wait_for(lambda: "attempt 1: rank 1 took step" in log.read_text(), 30)
         assert f"job {job}: asked to save" in desk.launcher("requeue", run).out
         second = desk.wait_for_step(run, 2)
         first = read_attempts(desk.folder / run)[0]
-        assert first.ended and first.ended.outcome == "restart" and second.owner.checkpoint_step == first.ended.step
-        assert desk.job_states()[job] == "RUNNING" and fields(desk.launcher("status").out)["RESTARTS"] == "1"
+        assert (
+            first.ended
+            and first.ended.outcome == "restart"
+            and second.owner.checkpoint_step == first.ended.step
+        )
+        assert (
+            desk.job_states()[job] == "RUNNING"
+            and fields(desk.launcher("status").out)["RESTARTS"] == "1"
+        )
 
-        evaluation = desk.cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 300").stdout.strip()
-        append_job(desk.folder / run, JobRecord(evaluation, "evaluate", "e", time.time(), "tests", 1, 1, run))
+        evaluation = desk.cluster.run(
+            "sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 300"
+        ).stdout.strip()
+        append_job(
+            desk.folder / run,
+            JobRecord(evaluation, "evaluate", "e", time.time(), "tests", 1, 1, run),
+        )
         done = desk.launcher("cancel", run, "--save")
         assert f"job {evaluation}: evaluates a checkpoint, left alone" in done.out
         step = max(int(path.name[5:]) for path in (desk.folder / run / "checkpoints").iterdir())
-        assert f"stopped after step {step}; newest checkpoint step-{step:08d}" in done.out and step > second.step
+        assert (
+            f"stopped after step {step}; newest checkpoint step-{step:08d}" in done.out
+            and step > second.step
+        )
         following.wait(60)
     said = [line for line in log.read_text().splitlines() if "took" in line]
     logs = [(desk.folder / run / f"logs/attempt-{number:04d}.log").read_text() for number in (1, 2)]
     printed = [re.findall(r"^ *1: (.* took .*)$", text, re.MULTILINE) for text in logs]
-    assert said == [*printed[0][-len(said) + len(printed[1]) :], *printed[1]] and said[0] in printed[0]
+    assert (
+        said == [*printed[0][-len(said) + len(printed[1]) :], *printed[1]] and said[0] in printed[0]
+    )
     assert f"{run}: stopped: saved at step {step}" in log.read_text()
 
     shown = desk.launcher("status", run).out
     assert "state       stopped" in shown and f"step-{step:08d}" in shown and "goodput: " in shown
-    assert [line.split()[0] for line in shown.splitlines() if " restart " in line or " stopped " in line][-2:] == [
+    assert [
+        line.split()[0] for line in shown.splitlines() if " restart " in line or " stopped " in line
+    ][-2:] == [
         "1",
         "2",
     ]
     whole = desk.launcher("logs", run, "--attempt", 1).out
-    assert {"0", "1"} == {line.split(":")[0].strip() for line in whole.splitlines() if " took " in line}
+    assert {"0", "1"} == {
+        line.split(":")[0].strip() for line in whole.splitlines() if " took " in line
+    }
     assert "attempts 1 to 2" in desk.launcher("logs", run, "--attempt", 3, code=2).err
     assert "ranks 0 to 1" in desk.launcher("logs", run, "--rank", 2, code=2).err
 
@@ -194,12 +249,19 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
 
 def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     desk.send("sweep", "--over", "data.sequence_length=128,256", "--concurrent", 1)
-    [one, two] = sorted(str(path.parent.relative_to(desk.folder)) for path in desk.folder.glob("runs/a/*/jobs.jsonl"))
+    [one, two] = sorted(
+        str(path.parent.relative_to(desk.folder))
+        for path in desk.folder.glob("runs/a/*/jobs.jsonl")
+    )
     first, second = (read_jobs(desk.folder / run)[0].job_id for run in (one, two))
     assert (first.split("_")[1], second.split("_")[1]) == ("0", "1")
     desk.wait_for_step(one, 1)
     rows = {line.split()[0]: line for line in desk.launcher("status").out.splitlines()}
-    assert " RUNNING " in rows[one] and " PENDING " in rows[two] and all(len(row) <= 120 for row in rows.values())
+    assert (
+        " RUNNING " in rows[one]
+        and " PENDING " in rows[two]
+        and all(len(row) <= 120 for row in rows.values())
+    )
     assert "It is PENDING" in desk.launcher("logs", two, code=2).err
     assert "starts by itself" in desk.launcher("requeue", two).out
 
@@ -214,7 +276,10 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
 
     assert f"job {second}: cancelled; it was waiting" in desk.launcher("cancel", two).out
     wait_for(lambda: second not in desk.job_states(), 30)
-    assert " ended " in {line.split()[0]: line for line in desk.launcher("status").out.splitlines()}[two]
+    assert (
+        " ended "
+        in {line.split()[0]: line for line in desk.launcher("status").out.splitlines()}[two]
+    )
     sent = desk.launcher("requeue", two).out
     again = read_jobs(desk.folder / two)[-1].job_id
     assert f"sent again as job {again}" in sent and again != second and again.endswith("_1")

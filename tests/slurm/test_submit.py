@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from launcher import slurm
 from pretrain.attempts import Attempt
 from pretrain.config import load_config
+from pretrain.launcher import slurm
 from tests.end_to_end.commands import ROOT, Done, explained, wait_for
 from tests.slurm.cluster import Cluster
 
@@ -37,7 +37,12 @@ class Desk:
     """A researcher's directory on the login node, with built data, a site file, and a home that should stay empty."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.work, self.home, self.notes = cluster, folder / "work", folder / "home", folder / "notes"
+        self.cluster, self.work, self.home, self.notes = (
+            cluster,
+            folder / "work",
+            folder / "home",
+            folder / "notes",
+        )
         for path in (self.work, self.home, self.notes):
             path.mkdir()
         self.python = folder / "python"
@@ -51,21 +56,44 @@ class Desk:
             (self.work / name / split / "manifest.json").touch()
 
     def site(self, name: str = "site.toml", **values: Any) -> Path:
-        site = {"name": "tests", "partition": "main", "nodes": 2, "tasks_per_node": 1, "cpus_per_node": 1, "time_limit": "30",
-                "python": str(self.python)} | values  # fmt: skip
+        site = {
+            "name": "tests",
+            "partition": "main",
+            "nodes": 2,
+            "tasks_per_node": 1,
+            "cpus_per_node": 1,
+            "time_limit": "30",
+            "python": str(self.python),
+        } | values
         site["environment"] = {"NOTES": str(self.notes)} | values.get("environment", {})
         (self.work / name).write_text(tomli_w.dumps(site))
         return self.work / name
 
     def launcher(self, *words: object, **environment: str) -> Done:
         """The command as a user types it, in the desk's directory."""
-        done = self.cluster.run(sys.executable, "-m", "launcher", *words, cwd=self.work,
-                                environment={"HOME": str(self.home), **environment})  # fmt: skip
+        done = self.cluster.run(
+            sys.executable,
+            "-m",
+            "pretrain.launcher",
+            *words,
+            cwd=self.work,
+            environment={"HOME": str(self.home), **environment},
+        )
         return Done(done.returncode, done.stdout, done.stderr)
 
     def submit(self, run: str, *words: object, data: str = "data", **environment: str) -> Done:
-        return self.launcher("submit", DEMO, "--site", self.work / "site.toml", "--set", f"run.directory={quoted(run)}",
-                             "--set", f"data.directory={quoted(data)}", *words, **environment)  # fmt: skip
+        return self.launcher(
+            "submit",
+            DEMO,
+            "--site",
+            self.work / "site.toml",
+            "--set",
+            f"run.directory={quoted(run)}",
+            "--set",
+            f"data.directory={quoted(data)}",
+            *words,
+            **environment,
+        )
 
     def wait_until_over(self, *ids: str) -> None:
         def is_over() -> bool:
@@ -79,10 +107,16 @@ class Desk:
     def noted(self, job_id: str, what: str = "arguments") -> dict[int, list[str]]:
         """What each rank of a job noted."""
         files = self.notes.glob(f"{job_id}.*.{what}")
-        return {int(path.suffixes[-2][1:]): path.read_bytes().decode().split("\0")[:-1] for path in files}
+        return {
+            int(path.suffixes[-2][1:]): path.read_bytes().decode().split("\0")[:-1]
+            for path in files
+        }
 
     def job_ids(self, run: str) -> list[str]:
-        return [json.loads(line)["job_id"] for line in (self.work / run / "jobs.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["job_id"]
+            for line in (self.work / run / "jobs.jsonl").read_text().splitlines()
+        ]
 
 
 @pytest.fixture
@@ -101,7 +135,9 @@ def files(folder: Path) -> set[str]:
 
 
 def all_jobs(cluster: Cluster) -> list[str]:
-    return sorted(cluster.run("squeue", "--noheader", "--array", "--states=all", "--format=%i").stdout.split())
+    return sorted(
+        cluster.run("squeue", "--noheader", "--array", "--states=all", "--format=%i").stdout.split()
+    )
 
 
 # ---- proof 5 ---------------------------------------------------------------------------------------------------------
@@ -116,17 +152,25 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster, desk):
     done = desk.launcher("submit", PAPER, "--site", "v100.toml", "--dry-run")
     assert done.code == 0, done.text
     assert "16 nodes x 8 ranks = tensor 1 x pipeline 1 x data 128, 8 micro batches of 2" in done.out
-    assert "#!/bin/bash" in done.out and "\nsbatch --requeue --job-name=cc100_roberta.alibi_1024 " in done.out
+    assert (
+        "#!/bin/bash" in done.out
+        and "\nsbatch --requeue --job-name=cc100_roberta.alibi_1024 " in done.out
+    )
     said = done.out.rsplit("# sbatch --test-only: ", 1)[1]
     assert "to start at" in said and "on nodes n[1-16] in partition main" in said
     assert "not built yet" in done.err
     more = desk.launcher("submit", PAPER, "--site", "v100.toml", "--nodes", 17)
     explained(more, 2, "nodes = 17", "site v100 has 16")
     explained(
-        desk.launcher("submit", PAPER, "--site", "v100.toml", "--set", "parallel.world_size=256"), 2, "nodes = 32"
+        desk.launcher("submit", PAPER, "--site", "v100.toml", "--set", "parallel.world_size=256"),
+        2,
+        "nodes = 32",
     )
     explained(
-        desk.launcher("submit", PAPER, "--site", "v100.toml", "--set", "train.precision='bf16'"), 2, "V100", "fp16"
+        desk.launcher("submit", PAPER, "--site", "v100.toml", "--set", "train.precision='bf16'"),
+        2,
+        "V100",
+        "fp16",
     )
     explained(desk.launcher("submit", PAPER, "--site", "v100.toml"), 2, "pretrain data build")
     assert files(desk.work) == before and all_jobs(cluster) == jobs
@@ -135,8 +179,16 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster, desk):
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster, desk):
     desk.site(gpus_per_node=2, tasks_per_node=2, cpus_per_node=4, environment={"COLOUR": "blue"})
-    done = desk.submit("runs/one", "--nodes", 2, "--set", "batch.micro_batch_size=8",
-                       WANDB_API_KEY=SECRET, RANK="7", SLURM_MEM_PER_CPU="1")  # fmt: skip
+    done = desk.submit(
+        "runs/one",
+        "--nodes",
+        2,
+        "--set",
+        "batch.micro_batch_size=8",
+        WANDB_API_KEY=SECRET,
+        RANK="7",
+        SLURM_MEM_PER_CPU="1",
+    )
     assert done.code == 0, done.text
     [job_id] = desk.job_ids("runs/one")
     assert f"job {job_id}: " in done.out and "launcher status runs/one" in done.out
@@ -158,8 +210,15 @@ def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster, desk):
     assert all(words == command for words in started.values())
     for rank, lines in environments.items():
         variables = dict(line.split("=", 1) for line in lines)
-        assert variables["SLURM_LOCALID"] == str(rank % 2) and variables["CUDA_VISIBLE_DEVICES"] == "0,1"
-        assert variables["OMP_NUM_THREADS"] == "2" and variables["COLOUR"] == "blue" and "RANK" not in variables
+        assert (
+            variables["SLURM_LOCALID"] == str(rank % 2)
+            and variables["CUDA_VISIBLE_DEVICES"] == "0,1"
+        )
+        assert (
+            variables["OMP_NUM_THREADS"] == "2"
+            and variables["COLOUR"] == "blue"
+            and "RANK" not in variables
+        )
         assert variables["WANDB_API_KEY"] == SECRET  # inherited, and written nowhere:
     holders = [
         path
@@ -179,7 +238,12 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(cluster, 
         assert desk.submit("run").code == 0
         [job_id] = desk.job_ids("run")
         sent = {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
-        explained(desk.submit("run", "--set", "train.num_steps=70"), 2, f"job {job_id} (PENDING)", "scancel")
+        explained(
+            desk.submit("run", "--set", "train.num_steps=70"),
+            2,
+            f"job {job_id} (PENDING)",
+            "scancel",
+        )
         assert sent == {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
         config = load_config(desk.work / "run/launch/config.toml")
         assert (config.run.directory, config.train.num_steps) == ("run", NUM_STEPS)
@@ -201,14 +265,21 @@ def test_what_slurm_refuses_leaves_no_trace(desk):
     assert files(desk.work) == before
     explained(desk.submit("new/run", "--dry-run"), 1, "sbatch", "invalid partition")
     explained(desk.submit("new/run", "--time", "2"), 2, "time limit 2", "--time", "--save-before")
-    assert "--signal=USR1@30 " in desk.submit("new/run", "--time", "2", "--save-before", 30, "--dry-run").out
+    assert (
+        "--signal=USR1@30 "
+        in desk.submit("new/run", "--time", "2", "--save-before", 30, "--dry-run").out
+    )
     assert files(desk.work) == before
 
 
 def test_while_slurmctld_is_away_nothing_is_sent_or_written(cluster, desk, tmp_path, monkeypatch):
     desk.site()  # and a slurm.conf that names a port nobody listens on
     conf = Path(cluster.environment["SLURM_CONF"]).read_text()
-    conf = re.sub(r"MessageTimeout=\d+", "MessageTimeout=1", re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", conf))
+    conf = re.sub(
+        r"MessageTimeout=\d+",
+        "MessageTimeout=1",
+        re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", conf),
+    )
     (tmp_path / "slurm.conf").write_text(conf)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     before = files(desk.work)
@@ -221,7 +292,9 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(cluster, desk, tmp_p
     ):
         with pytest.raises(slurm.SlurmAway):
             order(*words)
-    explained(desk.submit("run", SLURM_CONF=str(tmp_path / "slurm.conf")), 1, "sbatch", "squeue --me")
+    explained(
+        desk.submit("run", SLURM_CONF=str(tmp_path / "slurm.conf")), 1, "sbatch", "squeue --me"
+    )
     assert files(desk.work) == before
 
 
@@ -234,21 +307,43 @@ def test_forgotten_and_unknown_jobs_are_over(desk):
 def test_without_slurm_a_dry_run_still_shows_the_job(desk):
     desk.site()
     done = desk.submit("run", "--dry-run", PATH="/nowhere")
-    assert done.code == 0 and "exec " in done.out and "not asked: sbatch: no such command" in done.out
+    assert (
+        done.code == 0 and "exec " in done.out and "not asked: sbatch: no such command" in done.out
+    )
     explained(desk.submit("run", PATH="/nowhere"), 2, "sbatch: no such command", "launcher local")
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
 def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
     site = desk.site()
-    (finished := Attempt.begin(desk.work / "sw/rotary-64")).end("finished", 0, "all steps done", NUM_STEPS)
-    words = ["sweep", DEMO, "--site", site, "--set", "run.directory=sw", "--set", "data.directory=data",
-             "--over", "position.method=alibi,rotary", "--over", "data.sequence_length=64,128"]  # fmt: skip
+    (finished := Attempt.begin(desk.work / "sw/rotary-64")).end(
+        "finished", 0, "all steps done", NUM_STEPS
+    )
+    words = [
+        "sweep",
+        DEMO,
+        "--site",
+        site,
+        "--set",
+        "run.directory=sw",
+        "--set",
+        "data.directory=data",
+        "--over",
+        "position.method=alibi,rotary",
+        "--over",
+        "data.sequence_length=64,128",
+    ]
     before = files(desk.work)
     shown = desk.launcher(*words, "--concurrent", 1, "--dry-run")
-    assert shown.code == 0 and "--array=0-2%1 " in shown.out and "to start at" in shown.out, shown.text
-    explained(desk.launcher(*words, "--over", "train.precision=fp32,bf16"), 2, "train.precision = bf16")
-    explained(desk.launcher(*words, "--over", "parallel.world_size=1,2"), 2, "1 x 1 and 2 x 1 ranks")
+    assert shown.code == 0 and "--array=0-2%1 " in shown.out and "to start at" in shown.out, (
+        shown.text
+    )
+    explained(
+        desk.launcher(*words, "--over", "train.precision=fp32,bf16"), 2, "train.precision = bf16"
+    )
+    explained(
+        desk.launcher(*words, "--over", "parallel.world_size=1,2"), 2, "1 x 1 and 2 x 1 ranks"
+    )
     assert files(desk.work) == before
     cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
@@ -258,7 +353,9 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
         ids = [id for name in names for id in desk.job_ids(f"sw/{name}")]
         assert [id.split("_")[1] for id in ids] == ["0", "1", "2"]
         states = slurm.jobs(ids)
-        assert states is not None and [states[id].name for id in ids] == [f"sw.{name}" for name in names]
+        assert states is not None and [states[id].name for id in ids] == [
+            f"sw.{name}" for name in names
+        ]
         explained(desk.launcher(*words), 2, "sw/alibi-64", f"job {ids[0]} (PENDING)")
     finally:
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
@@ -268,23 +365,47 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
     for name in names:
         config = load_config(desk.work / f"sw/{name}/launch/config.toml")
         assert (
-            f"{config.position.method}-{config.data.sequence_length}" == name and config.run.directory == f"sw/{name}"
+            f"{config.position.method}-{config.data.sequence_length}" == name
+            and config.run.directory == f"sw/{name}"
         )
     assert not (finished.directory.parents[1] / "launch").exists()
-    assert all((desk.work / f"sw/{name}/logs/slurm-{id}.log").is_file() for name, id in zip(names, ids))
+    assert all(
+        (desk.work / f"sw/{name}/logs/slurm-{id}.log").is_file() for name, id in zip(names, ids)
+    )
     assert desk.launcher("status", *sorted((desk.work / "sw").glob("[!.]*"))).code == 0
-    other = ["sweep", DEMO, "--site", site, "--set", "run.directory=sw", "--set", "data.directory=data"]
+    other = [
+        "sweep",
+        DEMO,
+        "--site",
+        site,
+        "--set",
+        "run.directory=sw",
+        "--set",
+        "data.directory=data",
+    ]
     explained(
-        desk.launcher(*other, "--over", "position.method=alibi", "--over", "model.hidden_size=64"), 2, "is the run of"
+        desk.launcher(*other, "--over", "position.method=alibi", "--over", "model.hidden_size=64"),
+        2,
+        "is the run of",
     )
 
 
 # ---- proof 7: hostile names and values -------------------------------------------------------------------------------
 RUN_AS_THEY_ARE = [
-    "a b's", 'a"b', "$(touch canary)", "`touch canary`", "$HOME ${IFS}x", "x; touch canary; ", "x && touch canary | touch canary",
-    "x > canary", "' ; touch canary ; '", "%j %A %% 100%", "-dash --wrap=touch canary", "a,b=c *?[a-z] ~ !! #x {a,b}",
+    "a b's",
+    'a"b',
+    "$(touch canary)",
+    "`touch canary`",
+    "$HOME ${IFS}x",
+    "x; touch canary; ",
+    "x && touch canary | touch canary",
+    "x > canary",
+    "' ; touch canary ; '",
+    "%j %A %% 100%",
+    "-dash --wrap=touch canary",
+    "a,b=c *?[a-z] ~ !! #x {a,b}",
     "@COMMAND@ {job} é 名 " + "long " * 30,
-]  # fmt: skip
+]
 REFUSED_NAMES = [
     "new\nline",
     "carriage\rreturn",
@@ -295,14 +416,31 @@ REFUSED_NAMES = [
     "x" * 300,
     "y/" * 2000,
 ]
-VALUES = {"A": "$(touch canary)", "B": "`touch canary`", "C": "'; touch canary; '", "D": '"; touch canary; "', "E": "two\nlines",
-          "F": "${HOME}\\", "G": "@SETUP@ %j", "H": " \t*", "I": "é\u202e"}  # fmt: skip
+VALUES = {
+    "A": "$(touch canary)",
+    "B": "`touch canary`",
+    "C": "'; touch canary; '",
+    "D": '"; touch canary; "',
+    "E": "two\nlines",
+    "F": "${HOME}\\",
+    "G": "@SETUP@ %j",
+    "H": " \t*",
+    "I": "é\u202e",
+}
 REFUSED_BY_US = [
-    {"environment": {"X;touch canary": "1"}}, {"environment": {"BASH_ENV": "canary"}}, {"environment": {"A\n": "1"}},
-    {"environment": {"MY_TOKEN": "1"}}, {"partition": "main\n#SBATCH --wrap=x"}, {"time_limit": "10 --wrap=x"},
-    {"memory_per_node": "1G,--x"}, {"sbatch_arguments": ["--wrap=touch canary"]}, {"sbatch_arguments": ["--wr=touch canary"]},
-    {"sbatch_arguments": ["$(touch canary)"]}, {"gpus_per_node": 1, "gpu_type": "a:1,b"}, {"modules": ["a\nb"]},
-]  # fmt: skip
+    {"environment": {"X;touch canary": "1"}},
+    {"environment": {"BASH_ENV": "canary"}},
+    {"environment": {"A\n": "1"}},
+    {"environment": {"MY_TOKEN": "1"}},
+    {"partition": "main\n#SBATCH --wrap=x"},
+    {"time_limit": "10 --wrap=x"},
+    {"memory_per_node": "1G,--x"},
+    {"sbatch_arguments": ["--wrap=touch canary"]},
+    {"sbatch_arguments": ["--wr=touch canary"]},
+    {"sbatch_arguments": ["$(touch canary)"]},
+    {"gpus_per_node": 1, "gpu_type": "a:1,b"},
+    {"modules": ["a\nb"]},
+]
 REFUSED_BY_SLURM = [
     {"partition": "main; touch canary"},
     {"constraint": "$(touch canary)"},
@@ -327,7 +465,9 @@ def test_hostile_directories_are_used_exactly_or_refused(desk):
         run = desk.work / name
         assert (run / f"logs/slurm-{job_id}.log").is_file(), name
         config = run / "launch/config.toml"
-        assert desk.noted(job_id) == {0: [str(desk.work), "-m", "pretrain", "train", str(config)]}, name
+        assert desk.noted(job_id) == {
+            0: [str(desk.work), "-m", "pretrain", "train", str(config)]
+        }, name
         assert load_config(config).run.directory == name
     assert {path.name for path in desk.work.iterdir()} == top and list(desk.home.iterdir()) == []
     assert not [path for path in desk.work.rglob("*") if path.name == "canary"]
@@ -346,8 +486,12 @@ def test_hostile_values_of_a_site_are_passed_exactly_or_refused(cluster, desk):
     desk.wait_until_over(job_id)
     variables = dict(line.split("=", 1) for line in desk.noted(job_id, "environment")[0])
     assert VALUES | {"INSIDE": contained, "TMPDIR": "/tmp/$(touch canary)"} == {
-        name: variables[name] for name in [*VALUES, "INSIDE", "TMPDIR"]}  # fmt: skip
-    assert "Account='; touch canary; ' " in cluster.run("scontrol", "--oneliner", "show", "job", job_id).stdout
+        name: variables[name] for name in [*VALUES, "INSIDE", "TMPDIR"]
+    }
+    assert (
+        "Account='; touch canary; ' "
+        in cluster.run("scontrol", "--oneliner", "show", "job", job_id).stdout
+    )
     before = files(desk.work)
     for values, code in [(v, 2) for v in REFUSED_BY_US] + [(v, 1) for v in REFUSED_BY_SLURM]:
         desk.site(**values)
@@ -358,9 +502,12 @@ def test_hostile_values_of_a_site_are_passed_exactly_or_refused(cluster, desk):
     assert desk.submit("modules").code == 0
     desk.wait_until_over(*desk.job_ids("modules"))
     assert (
-        cluster.job(desk.job_ids("modules")[0])["JobState"] == "FAILED" and desk.noted(desk.job_ids("modules")[0]) == {}
+        cluster.job(desk.job_ids("modules")[0])["JobState"] == "FAILED"
+        and desk.noted(desk.job_ids("modules")[0]) == {}
     )
-    assert not [path for path in [*desk.work.rglob("*"), *desk.home.rglob("*")] if path.name == "canary"]
+    assert not [
+        path for path in [*desk.work.rglob("*"), *desk.home.rglob("*")] if path.name == "canary"
+    ]
 
 
 def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk):
@@ -370,7 +517,14 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk):
     words = ["--set", "run.directory=r", "--set", "data.directory=data"]
     project = "$(touch canary)"
     done = desk.launcher(
-        "submit", "--site", site, *words, "--set", f"logging.wandb_project={project}", "--", config.name
+        "submit",
+        "--site",
+        site,
+        *words,
+        "--set",
+        f"logging.wandb_project={project}",
+        "--",
+        config.name,
     )
     assert done.code == 0, done.text
     assert load_config(desk.work / "r/launch/config.toml").logging.wandb_project == project
@@ -380,19 +534,43 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk):
         ["--set", "$(touch canary)=1"],
         ["--set", "train.num_steps=`id`"],
     ):
-        explained_or_usage(desk.launcher("submit", "--site", site, *words, *wrong, "--", config.name))
+        explained_or_usage(
+            desk.launcher("submit", "--site", site, *words, *wrong, "--", config.name)
+        )
     explained_or_usage(desk.launcher("submit", "--site", site, "$(touch canary)"))
-    sweep = ["sweep", "--site", site, "--dry-run", "--set", "run.directory=s", "--set", "data.directory=data"]
+    sweep = [
+        "sweep",
+        "--site",
+        site,
+        "--dry-run",
+        "--set",
+        "run.directory=s",
+        "--set",
+        "data.directory=data",
+    ]
     shown = desk.launcher(
-        *sweep, "--over", "logging.wandb_project='..','/etc','$(touch canary)','a/../../b'", "--", config.name
+        *sweep,
+        "--over",
+        "logging.wandb_project='..','/etc','$(touch canary)','a/../../b'",
+        "--",
+        config.name,
     )
     assert shown.code == 0, shown.text
     directories = [Path(line[2:]) for line in shown.out.splitlines() if line.startswith("# /")]
-    assert len(set(directories)) == 4 and all(d.parent == desk.work / "s" and d.name.strip(".") for d in directories)
-    for wrong in ("position.method=$(touch canary)", "x;y=1,2", "data.sequence_length=[1", "run.directory=../a,../b"):
+    assert len(set(directories)) == 4 and all(
+        d.parent == desk.work / "s" and d.name.strip(".") for d in directories
+    )
+    for wrong in (
+        "position.method=$(touch canary)",
+        "x;y=1,2",
+        "data.sequence_length=[1",
+        "run.directory=../a,../b",
+    ):
         explained_or_usage(desk.launcher(*sweep, "--over", wrong, "--", config.name))
     desk.wait_until_over(*desk.job_ids("r"))
-    assert not [path for path in [*desk.work.rglob("*"), *desk.home.rglob("*")] if path.name == "canary"]
+    assert not [
+        path for path in [*desk.work.rglob("*"), *desk.home.rglob("*")] if path.name == "canary"
+    ]
     assert {path.name for path in desk.work.iterdir()} == {"data", "r", site.name, config.name}
 
 

@@ -63,9 +63,18 @@ def check_never_again(runs: Runs, run: Run) -> None:
 
 
 def test_two_nodes_of_two_ranks_train_as_one_machine_does(runs):
-    small = ["train.num_steps=6", "schedule.lr_warmup_steps=2", "evaluation.lengths=[128]", "evaluation.max_tokens=2048", "data.vocab_size=512",
-             "data.tokens_per_block=4096", "data.tokens_per_shard=500_000", "data.tokenizer_training_bytes=500_000",
-             f"data.directory={runs.data}", "batch.micro_batch_size=4"]  # fmt: skip
+    small = [
+        "train.num_steps=6",
+        "schedule.lr_warmup_steps=2",
+        "evaluation.lengths=[128]",
+        "evaluation.max_tokens=2048",
+        "data.vocab_size=512",
+        "data.tokens_per_block=4096",
+        "data.tokens_per_shard=500_000",
+        "data.tokenizer_training_bytes=500_000",
+        f"data.directory={runs.data}",
+        "batch.micro_batch_size=4",
+    ]
     run = runs.submit("demo", *small, config="configs/demo.toml")
     check_over(run)
     assert [a.ended.outcome for a in run.attempts] == ["finished"]
@@ -120,7 +129,9 @@ def test_signals_before_the_limit(runs, undisturbed):
     check_finished(run, undisturbed, ["restart", "restart", "finished"])
     assert runs.cluster.job(run.job_id)["Restarts"] == "2"
     assert [step for step, _ in losses(run.directory)] == list(range(1, STEPS + 1))  # each once
-    wandb_runs = [path.name.rpartition("-")[2] for path in run.directory.glob("wandb/offline-run-*")]
+    wandb_runs = [
+        path.name.rpartition("-")[2] for path in run.directory.glob("wandb/offline-run-*")
+    ]
     assert len(wandb_runs) == 3 and len(set(wandb_runs)) == 1
     check_never_again(runs, run)
 
@@ -143,5 +154,8 @@ def test_a_run_that_never_gets_anywhere_is_given_up(runs):
         run.signal(0, signal.SIGKILL)
     check_over(run, ("FAILED",))
     assert [a.ended.outcome for a in run.attempts] == ["failed", "gave_up"]
-    assert "2 attempts in a row without a new checkpoint (recovery.max_restarts = 1)" in run.attempts[1].ended.reason
+    assert (
+        "2 attempts in a row without a new checkpoint (recovery.max_restarts = 1)"
+        in run.attempts[1].ended.reason
+    )
     assert run.attempts[1].ended.reason in run.job_said()

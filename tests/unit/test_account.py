@@ -34,7 +34,12 @@ with account.Account() as mine:
 def test_a_process_that_lost_the_run_ends(tmp_path):
     """Not with an exception in a thread, which nobody would see, and without waiting for the step under way."""
     done = subprocess.run(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=50
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
     )
     assert done.returncode == 1, done.stderr
     assert f"error: {tmp_path}/attempts/0001: another process has taken this run" in done.stderr
@@ -57,7 +62,11 @@ def test_how_it_ended_is_written_after_a_failure(tmp_path, error, code, outcome,
         account.phase("training", 3)
         raise error
     [attempt] = read_attempts(tmp_path)
-    assert (attempt.ended.code, attempt.ended.outcome, attempt.ended.reason) == (code, outcome, reason)
+    assert (attempt.ended.code, attempt.ended.outcome, attempt.ended.reason) == (
+        code,
+        outcome,
+        reason,
+    )
     assert attempt.ended.step == 3
     Account().begin(tmp_path, Owner.here())  # free again
 
@@ -71,7 +80,11 @@ def test_a_joined_attempt_is_the_supervisors_to_end(tmp_path):
         raise RuntimeError("it broke")
     [attempt] = read_attempts(tmp_path)
     assert attempt.ended is None
-    assert [(p.phase, p.saved) for p in attempt.phases] == [("starting", None), ("saving", None), ("training", 4)]
+    assert [(p.phase, p.saved) for p in attempt.phases] == [
+        ("starting", None),
+        ("saving", None),
+        ("training", 4),
+    ]
 
 
 def test_without_an_attempt_nothing_is_written(tmp_path):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.accounting import PARTS, account, total
-from launcher.tables import summary
 from pretrain.attempts import Owner, read_attempts
+from pretrain.launcher.login.accounting import PARTS, account, total
+from pretrain.launcher.login.tables import summary
 
 BEGAN = 1_700_000_000.0
 
@@ -21,7 +21,9 @@ class History:
     def __init__(self, run: Path) -> None:
         self.run, self.now, self.number = run, BEGAN, 0
         self.truth = dict.fromkeys(PARTS, 0)
-        self.unsaved: list[tuple[int, str, int]] = []  # (number of the moment's checkpoint, part, ms) not yet decided
+        self.unsaved: list[
+            tuple[int, str, int]
+        ] = []  # (number of the moment's checkpoint, part, ms) not yet decided
         self.saves = [0]  # steps with a checkpoint; 0: from scratch
         self.submitted: float | None = None
 
@@ -31,13 +33,20 @@ class History:
         self.number += 1
         self.directory = self.run / "attempts" / f"{self.number:04d}"
         self.directory.mkdir(parents=True)
-        owner = Owner(nonce=str(self.number), host="n1", began_at=self.now, submitted_at=self.submitted,
-                      checkpoint_step=max(self.saves) or None)  # fmt: skip
+        owner = Owner(
+            nonce=str(self.number),
+            host="n1",
+            began_at=self.now,
+            submitted_at=self.submitted,
+            checkpoint_step=max(self.saves) or None,
+        )
         (self.directory / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
         self.step = 0
 
     def phase(self, name: str, milliseconds: int, saved: int | None = None) -> None:
-        line = {"at": self.now, "phase": name, "step": self.step} | ({} if saved is None else {"saved": saved})
+        line = {"at": self.now, "phase": name, "step": self.step} | (
+            {} if saved is None else {"saved": saved}
+        )
         with open(self.directory / "phases.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         self._pass(name, milliseconds)
@@ -119,15 +128,23 @@ def test_random_histories(seed, tmp_path):
     history = random_history(tmp_path, random.Random(seed))
     accounts = account(read_attempts(tmp_path))
     assert total(accounts).parts == history.truth
-    assert total(accounts).wall == round((history.now - BEGAN) * 1000) == sum(history.truth.values())
+    assert (
+        total(accounts).wall == round((history.now - BEGAN) * 1000) == sum(history.truth.values())
+    )
     assert all(milliseconds >= 0 for each in accounts for milliseconds in each.parts.values())
 
 
 def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
     history = History(tmp_path)
     history.begin(5_000)
-    for phase, step, seconds, saved in [("starting", 0, 2, None), ("loading", 0, 1, None), ("training", 0, 10, None),
-                                        ("evaluating", 10, 3, None), ("saving", 10, 2, None), ("training", 10, 7, 10)]:  # fmt: skip
+    for phase, step, seconds, saved in [
+        ("starting", 0, 2, None),
+        ("loading", 0, 1, None),
+        ("training", 0, 10, None),
+        ("evaluating", 10, 3, None),
+        ("saving", 10, 2, None),
+        ("training", 10, 7, 10),
+    ]:
         history.step = step
         history.phase(phase, seconds * 1000, saved)
     history.end(None)
@@ -141,13 +158,25 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
     history.step = 17
     history.end("finished")
     first, second = account(read_attempts(tmp_path))
-    assert first.parts == dict(waiting=5_000, starting=2_000, loading=1_000, training=10_000, evaluating=3_000,
-                               saving=2_000, ending=0, lost=7_000)  # fmt: skip
-    assert second.parts == dict.fromkeys(PARTS, 0) | dict(waiting=6_000, starting=2_000, loading=1_000, training=7_000)
+    assert first.parts == dict(
+        waiting=5_000,
+        starting=2_000,
+        loading=1_000,
+        training=10_000,
+        evaluating=3_000,
+        saving=2_000,
+        ending=0,
+        lost=7_000,
+    )
+    assert second.parts == dict.fromkeys(PARTS, 0) | dict(
+        waiting=6_000, starting=2_000, loading=1_000, training=7_000
+    )
     whole = total([first, second])
     assert whole.goodput == 17 / 35 and whole.goodput_of_wall == 17 / 46
     text = summary(tmp_path)
-    assert "finished at step 17, 2 attempts, no checkpoint" in text and "lost 7.0s; 46s in all" in text
+    assert (
+        "finished at step 17, 2 attempts, no checkpoint" in text and "lost 7.0s; 46s in all" in text
+    )
     assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
 
 
@@ -184,9 +213,13 @@ def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
     history.end("stopped")
     accounts = account(read_attempts(tmp_path))
     assert all(milliseconds >= 0 for each in accounts for milliseconds in each.parts.values())
-    assert total(accounts).wall == round((history.now - (BEGAN + 1)) * 1000)  # from the first sign of life that is left
+    assert total(accounts).wall == round(
+        (history.now - (BEGAN + 1)) * 1000
+    )  # from the first sign of life that is left
 
 
 def test_a_run_without_attempts(tmp_path):
-    assert account(read_attempts(tmp_path)) == [] and total([]).goodput is None and total([]).wall == 0
+    assert (
+        account(read_attempts(tmp_path)) == [] and total([]).goodput is None and total([]).wall == 0
+    )
     assert "no attempt yet" in summary(tmp_path)

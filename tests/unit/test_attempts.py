@@ -49,8 +49,14 @@ time.sleep(600)
 
 
 def python(code: str, **options) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, **options)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        **options,
+    )
 
 
 def held_by_another(*runs: Path) -> subprocess.Popen:
@@ -97,8 +103,13 @@ def test_of_two_starters_one_wins_200_times(tmp_path):
         which = 2 if number % 4 else 1
         assert [answer.split()[0] for answer in answers] == ["lost", "won"], answers
         assert answers[1] == f"won {which}\n"
-        assert f"{run}: attempt {which} is being made by process" in answers[0] and "end it (kill" in answers[0]
-        assert sorted(os.listdir(run / "attempts")) == [f"{n:04d}" for n in range(1, which + 1)]  # nothing left over
+        assert (
+            f"{run}: attempt {which} is being made by process" in answers[0]
+            and "end it (kill" in answers[0]
+        )
+        assert sorted(os.listdir(run / "attempts")) == [
+            f"{n:04d}" for n in range(1, which + 1)
+        ]  # nothing left over
         winner = read_attempts(run)[-1].owner.pid
         assert winner in [racer.pid for racer in racers]
     for racer in racers:
@@ -111,7 +122,9 @@ def test_of_two_starters_one_wins_200_times(tmp_path):
 @pytest.mark.parametrize("end", ["killed", "unreaped", "paused"])
 def test_a_holder_on_this_host_is_gone_when_its_process_is(tmp_path, end):
     holder = held_by_another(tmp_path)
-    with pytest.raises(RunBusy, match=rf"attempt 1 is being made by process {holder.pid} of .* on .*, since 20"):
+    with pytest.raises(
+        RunBusy, match=rf"attempt 1 is being made by process {holder.pid} of .* on .*, since 20"
+    ):
         Attempt.begin(tmp_path)
     holder.send_signal(signal.SIGSTOP if end == "paused" else signal.SIGKILL)
     if end == "paused":  # it may go on at any moment
@@ -142,8 +155,12 @@ def test_files_are_not_for_everybody(tmp_path):
     attempt.phase("training", 0)
     attempt.end("finished", 0, "", 1)
     assert {path.name for path in attempt.directory.iterdir()} == {
-        "owner.json", "heartbeat", "phases.jsonl", "progress", "ended.json"
-    }  # fmt: skip
+        "owner.json",
+        "heartbeat",
+        "phases.jsonl",
+        "progress",
+        "ended.json",
+    }
     for path in [attempt.directory, *attempt.directory.iterdir()]:
         assert path.stat().st_mode & 0o007 == 0, path
 
@@ -183,13 +200,20 @@ def lease(monkeypatch):
     monkeypatch.setattr("pretrain.attempts.lock.LOOK_SECONDS", 0.05)
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "pid:[1]"},
-                                       {"pid_start": None}])  # fmt: skip
-def test_a_holder_elsewhere_is_gone_after_a_lease_without_a_heartbeat(tmp_path, capfd, lease, elsewhere):
+@pytest.mark.parametrize(
+    "elsewhere",
+    [{"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "pid:[1]"}, {"pid_start": None}],
+)
+def test_a_holder_elsewhere_is_gone_after_a_lease_without_a_heartbeat(
+    tmp_path, capfd, lease, elsewhere
+):
     directory = plant(tmp_path, **elsewhere)
     assert Attempt.begin(tmp_path).number == 2
     said = capfd.readouterr().err
-    assert said.startswith(f"{directory}: begun by process {os.getpid()} ") and "Waiting at most" in said
+    assert (
+        said.startswith(f"{directory}: begun by process {os.getpid()} ")
+        and "Waiting at most" in said
+    )
     assert len(said.splitlines()) == 1
 
 
@@ -220,13 +244,29 @@ def test_a_holder_elsewhere_that_ends_while_it_is_waited_for(tmp_path, lease, mo
 @pytest.mark.parametrize(
     ("mine", "over", "taken"),
     [
-        (Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="c"), False, True),  # requeued
-        (Owner.here(slurm_job_id="5", slurm_restart_count=0, slurm_cluster="c"), False, False),  # twice in one job
+        (
+            Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="c"),
+            False,
+            True,
+        ),  # requeued
+        (
+            Owner.here(slurm_job_id="5", slurm_restart_count=0, slurm_cluster="c"),
+            False,
+            False,
+        ),  # twice in one job
         (Owner.here(slurm_job_id="6", slurm_restart_count=1, slurm_cluster="c"), False, False),
         (Owner.here(slurm_job_id="6", slurm_cluster="c"), True, True),
         (Owner.here(), True, True),  # from the login node
-        (Owner.here(slurm_job_id="6", slurm_cluster="c"), None, False),  # slurmctld is away: the heartbeat decides
-        (Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="other"), True, False),  # another job 5
+        (
+            Owner.here(slurm_job_id="6", slurm_cluster="c"),
+            None,
+            False,
+        ),  # slurmctld is away: the heartbeat decides
+        (
+            Owner.here(slurm_job_id="5", slurm_restart_count=1, slurm_cluster="other"),
+            True,
+            False,
+        ),  # another job 5
     ],
 )
 def test_what_slurm_knows_of_a_holder(tmp_path, lease, mine, over, taken):
@@ -240,7 +280,9 @@ def test_what_slurm_knows_of_a_holder(tmp_path, lease, mine, over, taken):
     try:
         asked = []
         if taken:
-            assert Attempt.begin(tmp_path, mine, lambda owner: asked.append(owner) or over).number == 2
+            assert (
+                Attempt.begin(tmp_path, mine, lambda owner: asked.append(owner) or over).number == 2
+            )
         else:
             with pytest.raises(RunBusy):
                 Attempt.begin(tmp_path, mine, lambda owner: asked.append(owner) or over)
@@ -260,7 +302,10 @@ def test_a_dead_holder_whose_job_still_ends_keeps_the_run(tmp_path):
     assert Attempt.begin(tmp_path, job_is_over=lambda owner: None).number == 2
 
 
-@pytest.mark.skipif(not LINUX or os.geteuid() != 0 or not shutil.which("unshare"), reason="a PID namespace needs root")
+@pytest.mark.skipif(
+    not LINUX or os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="a PID namespace needs root",
+)
 def test_a_holder_in_a_pid_namespace_of_its_own_is_not_looked_up_here(tmp_path, lease):
     """Its process ids are others' here, with the outer /proc and with one of its own."""
     code = f"from pathlib import Path; from pretrain.attempts import Attempt; Attempt.begin(Path({str(tmp_path)!r}) / '%s')"
@@ -281,7 +326,9 @@ def test_the_heartbeat_tells_who_was_taken_for_dead(tmp_path):
     assert read_attempts(tmp_path)[0].last_heartbeat > 1
     first.end("failed", 1, "", 0)
     second = Attempt.begin(tmp_path)
-    assert second.heartbeat() and not first.heartbeat() and Attempt.join(first.directory).superseded()
+    assert (
+        second.heartbeat() and not first.heartbeat() and Attempt.join(first.directory).superseded()
+    )
     shutil.rmtree(tmp_path / "attempts")
     assert not second.heartbeat()
 
@@ -289,7 +336,12 @@ def test_the_heartbeat_tells_who_was_taken_for_dead(tmp_path):
 def test_phases_and_progress_are_read_back(tmp_path, monkeypatch):
     run = tmp_path / "run"
     assert read_attempts(run) == [] and newest_checkpoint(run) is None
-    for name, whole in (("step-00000003", True), ("step-00000009", False), (".step-00000011", True), ("step-12", True)):
+    for name, whole in (
+        ("step-00000003", True),
+        ("step-00000009", False),
+        (".step-00000011", True),
+        ("step-12", True),
+    ):
         (run / "checkpoints" / name).mkdir(parents=True)
         if whole:
             (run / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -309,12 +361,23 @@ def test_phases_and_progress_are_read_back(tmp_path, monkeypatch):
         file.write('{"at": 1')  # as a power cut leaves it
     [record] = read_attempts(run)
     assert [(p.phase, p.step, p.saved) for p in record.phases] == [
-        ("starting", 3, None), ("loading", 0, None), ("training", 3, None), ("saving", 50, None), ("training", 50, 50)
-    ]  # fmt: skip
-    assert [p.at for p in record.phases] == sorted(p.at for p in record.phases) and record.phases[0].at >= began
+        ("starting", 3, None),
+        ("loading", 0, None),
+        ("training", 3, None),
+        ("saving", 50, None),
+        ("training", 50, 50),
+    ]
+    assert [p.at for p in record.phases] == sorted(p.at for p in record.phases) and record.phases[
+        0
+    ].at >= began
     assert record.progress.count == 51 and record.step == 50 and record.ended is None
     owner = record.owner
-    assert (owner.checkpoint_step, owner.num_processes, owner.submitted_at, owner.pid) == (3, 4, 12.5, os.getpid())
+    assert (owner.checkpoint_step, owner.num_processes, owner.submitted_at, owner.pid) == (
+        3,
+        4,
+        12.5,
+        os.getpid(),
+    )
     holder.end("hung", 137, "no progress", 50)
     ended = read_attempts(run)[0].ended
     assert (ended.outcome, ended.code, ended.reason, ended.step) == ("hung", 137, "no progress", 50)
@@ -339,5 +402,7 @@ def test_a_run_is_finished_when_an_attempt_did_all_its_steps(tmp_path):
     Attempt.begin(tmp_path).end("finished", 0, "", 320)
     assert is_finished(tmp_path, 320) and not is_finished(tmp_path, 321)
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/config.toml").write_text((ROOT / "configs/demo.toml").read_text())  # 320 steps
+    (tmp_path / "launch/config.toml").write_text(
+        (ROOT / "configs/demo.toml").read_text()
+    )  # 320 steps
     assert is_finished(tmp_path)

@@ -6,7 +6,13 @@ import sys
 
 import pytest
 
-from pretrain.config import ConfigError, dump_config, load_config, num_parameters, num_parameters_of_rank
+from pretrain.config import (
+    ConfigError,
+    dump_config,
+    load_config,
+    num_parameters,
+    num_parameters_of_rank,
+)
 
 BASE = """
 [run]
@@ -48,84 +54,143 @@ def message(path, *overrides, world_size: int | None = None) -> str:
 
 # ---- refusals: (overrides, key and value, what the remedy says) ------------------------------------------------------
 REFUSALS = [
-    (["model.hidden_size=100"], "model.hidden_size = 100", "not divisible by num_attention_heads = 12. Choose"),
-    (["model.num_query_groups=5"], "model.num_query_groups = 5", "does not divide num_attention_heads = 12. Choose"),
+    (
+        ["model.hidden_size=100"],
+        "model.hidden_size = 100",
+        "not divisible by num_attention_heads = 12. Choose",
+    ),
+    (
+        ["model.num_query_groups=5"],
+        "model.num_query_groups = 5",
+        "does not divide num_attention_heads = 12. Choose",
+    ),
     (
         ["model.hidden_size=36", "position.method=rotary"],
-        "model.hidden_size = 36", "a head has 3. Choose an even width a head",
+        "model.hidden_size = 36",
+        "a head has 3. Choose an even width a head",
     ),
     (
         ["model.hidden_size=9", "model.num_attention_heads=3", "position.method=sinusoidal"],
-        "model.hidden_size = 9", "Choose an even one",
+        "model.hidden_size = 9",
+        "Choose an even one",
     ),
     (
         ["position.trainable_slopes=true", "position.method=rotary"],
-        "position.trainable_slopes = True", "Leave it out, or choose alibi",
+        "position.trainable_slopes = True",
+        "Leave it out, or choose alibi",
     ),
     (
         ["position.method=t5", "position.relative_attention_max_distance=16"],
-        "position.relative_attention_max_distance = 16", "Choose a larger distance or fewer buckets",
+        "position.relative_attention_max_distance = 16",
+        "Choose a larger distance or fewer buckets",
     ),
     (
         ["position.method=learned", "position.max_position_embeddings=32"],
-        "position.max_position_embeddings = 32", "shorter than data.sequence_length = 64. Raise it, or leave it out",
+        "position.max_position_embeddings = 32",
+        "shorter than data.sequence_length = 64. Raise it, or leave it out",
     ),
-    (["parallel.tensor_model_parallel_size=8"], "model.num_attention_heads = 12", "Choose a tensor-parallel size"),
+    (
+        ["parallel.tensor_model_parallel_size=8"],
+        "model.num_attention_heads = 12",
+        "Choose a tensor-parallel size",
+    ),
     (
         ["parallel.tensor_model_parallel_size=4", "model.num_query_groups=6"],
-        "model.num_query_groups = 6", "not divisible by parallel.tensor_model_parallel_size = 4",
+        "model.num_query_groups = 6",
+        "not divisible by parallel.tensor_model_parallel_size = 4",
     ),
     (
         ["parallel.tensor_model_parallel_size=4", "model.ffn_hidden_size=98"],
-        "model.ffn_hidden_size = 98", "not divisible by parallel.tensor_model_parallel_size = 4",
+        "model.ffn_hidden_size = 98",
+        "not divisible by parallel.tensor_model_parallel_size = 4",
     ),
     (
         ["parallel.tensor_model_parallel_size=3", "model.make_vocab_size_divisible_by=10"],
-        "model.make_vocab_size_divisible_by = 10", "padded vocabulary of 1000 is not divisible",
+        "model.make_vocab_size_divisible_by = 10",
+        "padded vocabulary of 1000 is not divisible",
     ),
     (
         ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=2"],
-        "parallel.zero_stage = 2", "does not work with pipeline stages",
+        "parallel.zero_stage = 2",
+        "does not work with pipeline stages",
     ),
     (
         ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"],
-        "parallel.zero_stage = 3", "Choose zero_stage = 1 or one stage",
+        "parallel.zero_stage = 3",
+        "Choose zero_stage = 1 or one stage",
     ),
     (
         ["parallel.sequence_parallel=true"],
-        "parallel.sequence_parallel = True", "Leave it out, or raise parallel.tensor_model_parallel_size",
+        "parallel.sequence_parallel = True",
+        "Leave it out, or raise parallel.tensor_model_parallel_size",
     ),
     (
-        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "data.sequence_length=65"],
-        "data.sequence_length = 65", "not divisible by the 2 ranks of sequence parallelism. Choose a multiple",
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "data.sequence_length=65",
+        ],
+        "data.sequence_length = 65",
+        "not divisible by the 2 ranks of sequence parallelism. Choose a multiple",
     ),
     (
         ["parallel.virtual_pipeline_model_parallel_size=2"],
-        "parallel.virtual_pipeline_model_parallel_size = 2", "interleaving needs pipeline stages. Leave it out",
+        "parallel.virtual_pipeline_model_parallel_size = 2",
+        "interleaving needs pipeline stages. Leave it out",
     ),
     (
-        ["parallel.pipeline_model_parallel_size=8", "parallel.virtual_pipeline_model_parallel_size=4"],
-        "model.num_layers = 25", "fewer than the 32 pipeline chunks. Lower the pipeline size",
+        [
+            "parallel.pipeline_model_parallel_size=8",
+            "parallel.virtual_pipeline_model_parallel_size=4",
+        ],
+        "model.num_layers = 25",
+        "fewer than the 32 pipeline chunks. Lower the pipeline size",
     ),
     (["schedule.lr_warmup_steps=100"], "schedule.lr_warmup_steps = 100", "Warm up for fewer steps"),
     (["schedule.min_learning_rate=0.01"], "schedule.min_learning_rate = 0.01", "above the peak"),
-    (["schedule.lr_decay_style=warmup_stable_decay"], "schedule.lr_wsd_decay_steps = 0", "must be 1 to 100"),
-    (["schedule.lr_wsd_decay_steps=10"], "schedule.lr_wsd_decay_steps = 10", "lr_decay_style = cosine has none"),
+    (
+        ["schedule.lr_decay_style=warmup_stable_decay"],
+        "schedule.lr_wsd_decay_steps = 0",
+        "must be 1 to 100",
+    ),
+    (
+        ["schedule.lr_wsd_decay_steps=10"],
+        "schedule.lr_wsd_decay_steps = 10",
+        "lr_decay_style = cosine has none",
+    ),
     (["evaluation.lengths=[64, 0]"], "evaluation.lengths = 0", "Choose 1 or more"),
     (
         ["position.method=learned", "evaluation.lengths=[64, 65]"],
-        "evaluation.lengths = 65", "the learned position table holds 64 positions. Evaluate within it",
+        "evaluation.lengths = 65",
+        "the learned position table holds 64 positions. Evaluate within it",
     ),
     (
-        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "evaluation.lengths=[67]"],
-        "evaluation.lengths = 67", "not divisible by the 2 ranks",
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "evaluation.lengths=[67]",
+        ],
+        "evaluation.lengths = 67",
+        "not divisible by the 2 ranks",
     ),
-    (["evaluation.stride=65"], "evaluation.stride = 65", "longer than the shortest window of 64 tokens"),
+    (
+        ["evaluation.stride=65"],
+        "evaluation.stride = 65",
+        "longer than the shortest window of 64 tokens",
+    ),
     (["data.source=text"], "data.paths = []", "Name them, or a glob pattern"),
     (['data.paths=["a.txt"]'], "data.paths = ['a.txt']", "brings its own text"),
-    (["data.tokens_per_shard=2048"], "data.tokens_per_shard = 2048", "less than one block of 65536. Raise it"),
-    (["parallel.world_size=3", "parallel.tensor_model_parallel_size=2"], "= 2", "does not divide the 3 processes"),
-]  # fmt: skip
+    (
+        ["data.tokens_per_shard=2048"],
+        "data.tokens_per_shard = 2048",
+        "less than one block of 65536. Raise it",
+    ),
+    (
+        ["parallel.world_size=3", "parallel.tensor_model_parallel_size=2"],
+        "= 2",
+        "does not divide the 3 processes",
+    ),
+]
 
 
 @pytest.mark.parametrize(("overrides", "subject", "remedy"), REFUSALS, ids=[r[1] for r in REFUSALS])
@@ -137,10 +202,21 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
-        (["parallel.tensor_model_parallel_size=2"], 3, "does not divide the 3 processes. Start a multiple of 2"),
-        ([], 3, "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 data-parallel ranks"),
         (
-            ["parallel.pipeline_model_parallel_size=3", "parallel.virtual_pipeline_model_parallel_size=2"],
+            ["parallel.tensor_model_parallel_size=2"],
+            3,
+            "does not divide the 3 processes. Start a multiple of 2",
+        ),
+        (
+            [],
+            3,
+            "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 data-parallel ranks",
+        ),
+        (
+            [
+                "parallel.pipeline_model_parallel_size=3",
+                "parallel.virtual_pipeline_model_parallel_size=2",
+            ],
             3,
             "8 micro batches a rank: the interleaved schedule needs a multiple of the 3 stages",
         ),
@@ -168,12 +244,21 @@ def test_every_refusal_is_said_at_once(path):
         ("model.global_batch_size=4", "did you mean batch.global_batch_size?"),
         ("modle.num_layers=4", "modle: no such key, did you mean model?"),
         ("model.zzz=1", "model.zzz: no such key; [model] has num_layers,"),
-        ("model.num_layers=four", "model.num_layers = 'four': input should be a valid integer (got str)"),
-        ("model.num_layers=4.0", "model.num_layers = 4.0: input should be a valid integer (got float)"),
+        (
+            "model.num_layers=four",
+            "model.num_layers = 'four': input should be a valid integer (got str)",
+        ),
+        (
+            "model.num_layers=4.0",
+            "model.num_layers = 4.0: input should be a valid integer (got float)",
+        ),
         ("model.num_layers=0", "model.num_layers = 0: input should be greater than 0"),
         ("model.use_bias=1", "model.use_bias = 1: input should be a valid boolean (got int)"),
         ("model.hidden_dropout=1.0", "model.hidden_dropout = 1.0: input should be less than 1"),
-        ("position.method=abili", "position.method = 'abili': input should be 'alibi', 'sinusoidal'"),
+        (
+            "position.method=abili",
+            "position.method = 'abili': input should be 'alibi', 'sinusoidal'",
+        ),
         ("parallel.zero_stage=4", "parallel.zero_stage = 4: input should be 1, 2 or 3"),
         ("evaluation.lengths=[]", "evaluation.lengths"),
         ("train.num_steps=none", "train.num_steps: missing; it has no default"),
@@ -229,9 +314,20 @@ def test_dump_reads_back_as_the_same_run(path, tmp_path):
 
 
 def test_overrides_take_toml_values_and_plain_words_and_the_last_wins(path):
-    overrides = ["run.directory=runs/a=b", "train.num_steps=7", "train.num_steps=8", "optimizer.clip_grad=2"]
-    config = load_config(path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens=none"])
-    assert (config.run.directory, config.train.num_steps, config.optimizer.clip_grad) == ("runs/a=b", 8, 2.0)
+    overrides = [
+        "run.directory=runs/a=b",
+        "train.num_steps=7",
+        "train.num_steps=8",
+        "optimizer.clip_grad=2",
+    ]
+    config = load_config(
+        path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens=none"]
+    )
+    assert (config.run.directory, config.train.num_steps, config.optimizer.clip_grad) == (
+        "runs/a=b",
+        8,
+        2.0,
+    )
     assert config.evaluation.max_tokens is None
 
 
@@ -260,7 +356,13 @@ def test_layout(path):
     layout = load_config(
         path, ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
     ).layout(8)
-    assert (layout.world_size, layout.tensor, layout.pipeline, layout.virtual, layout.data) == (8, 2, 2, 1, 2)
+    assert (layout.world_size, layout.tensor, layout.pipeline, layout.virtual, layout.data) == (
+        8,
+        2,
+        2,
+        1,
+        2,
+    )
     assert layout.num_microbatches == 4  # 16 sequences / (2 data-parallel ranks x 2 at once)
 
 
@@ -289,17 +391,29 @@ def test_what_does_not_divide_spares_the_last_chunk(path):
         chunks = load_config(
             path, [f"model.num_layers={layers}", "parallel.pipeline_model_parallel_size=8"]
         ).layers_per_chunk
-        assert sum(chunks) == layers and max(chunks) - min(chunks) <= 1 and chunks[-1] == min(chunks)
+        assert (
+            sum(chunks) == layers and max(chunks) - min(chunks) <= 1 and chunks[-1] == min(chunks)
+        )
 
 
 # ---- parameter counts ------------------------------------------------------------------------------------------------
 def shapes(config) -> dict[str, tuple[int, ...]]:
     """Every tensor of the whole model by its global name, written out from the checkpoint format."""
     m, p = config.model, config.position
-    heads, hidden, ffn = m.num_attention_heads, m.hidden_size, m.ffn_hidden_size or 4 * m.hidden_size
+    heads, hidden, ffn = (
+        m.num_attention_heads,
+        m.hidden_size,
+        m.ffn_hidden_size or 4 * m.hidden_size,
+    )
     groups, width = m.num_query_groups or heads, hidden // heads
-    vocab = math.ceil(config.data.vocab_size / m.make_vocab_size_divisible_by) * m.make_vocab_size_divisible_by
-    result = {"embedding.word_embeddings.weight": (vocab, hidden), "decoder.final_layernorm.weight": (hidden,)}
+    vocab = (
+        math.ceil(config.data.vocab_size / m.make_vocab_size_divisible_by)
+        * m.make_vocab_size_divisible_by
+    )
+    result = {
+        "embedding.word_embeddings.weight": (vocab, hidden),
+        "decoder.final_layernorm.weight": (hidden,),
+    }
     for i in range(m.num_layers):
         layer = f"decoder.layers.{i}"
         result |= {
@@ -329,11 +443,19 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
 
 def share_of_rank(config, stage: int) -> int:
     """Parameters of one rank of `stage`: each tensor's shard, on the stages where that tensor stands."""
-    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    tensor, stages = (
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
     owners: list[int] = []  # the stage of layer i
     for chunk, layers in enumerate(config.layers_per_chunk):
         owners += [chunk % stages] * layers
-    whole = ("layernorm", "position_embeddings", "linear_proj.bias", "linear_fc2.bias")  # not split over tensor ranks
+    whole = (
+        "layernorm",
+        "position_embeddings",
+        "linear_proj.bias",
+        "linear_fc2.bias",
+    )  # not split over tensor ranks
     total = 0
     for name, shape in shapes(config).items():
         if name.startswith("decoder.layers."):
@@ -372,12 +494,19 @@ def test_parameter_count_equals_the_sum_over_all_tensors(path, overrides):
 
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual"), LAYOUTS)
 @pytest.mark.parametrize("overrides", VARIANTS, ids=str)
-def test_parameter_count_of_a_rank_equals_the_sum_over_its_shards(path, overrides, tensor, pipeline, virtual):
-    layout = [f"parallel.tensor_model_parallel_size={tensor}", f"parallel.pipeline_model_parallel_size={pipeline}"]
+def test_parameter_count_of_a_rank_equals_the_sum_over_its_shards(
+    path, overrides, tensor, pipeline, virtual
+):
+    layout = [
+        f"parallel.tensor_model_parallel_size={tensor}",
+        f"parallel.pipeline_model_parallel_size={pipeline}",
+    ]
     layout += [f"parallel.virtual_pipeline_model_parallel_size={virtual}"] if virtual else []
     config = load_config(path, [*overrides, *layout])
     for stage in range(pipeline):
-        assert num_parameters_of_rank(config, stage) == share_of_rank(config, stage), f"stage {stage}"
+        assert num_parameters_of_rank(config, stage) == share_of_rank(config, stage), (
+            f"stage {stage}"
+        )
 
 
 def test_reading_a_config_does_not_import_torch():

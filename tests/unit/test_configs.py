@@ -40,7 +40,9 @@ def marked_values(path: Path) -> dict[str, tuple[object, str]]:
     return values
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.toml")), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("configs/**/*.toml")), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_every_config_loads(path):
     config = load_config(path)
     config.layout(config.parallel.world_size or 2)  # the demo runs on two processes
@@ -56,7 +58,9 @@ def test_every_value_of_the_replica_says_where_it_comes_from():
 
 
 def test_values_marked_paper_are_the_papers():
-    assert {key: value for key, (value, mark) in marked_values(CC100).items() if mark == "paper"} == PAPER
+    assert {
+        key: value for key, (value, mark) in marked_values(CC100).items() if mark == "paper"
+    } == PAPER
 
 
 def test_the_replica_has_the_papers_size_and_one_epoch():

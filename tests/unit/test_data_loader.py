@@ -21,7 +21,11 @@ def make_stream(root, num_tokens: int) -> TokenStream:
     (root / "train").mkdir(parents=True)
     (root / "tokenizer.model").write_bytes(b"")
     writer = SplitWriter(
-        root / "train", tokenizer_sha256=EMPTY, vocab_size=60_000, tokens_per_block=50, tokens_per_shard=200
+        root / "train",
+        tokenizer_sha256=EMPTY,
+        vocab_size=60_000,
+        tokens_per_block=50,
+        tokens_per_shard=200,
     )
     writer.add(np.arange(num_tokens), 0)
     writer.close()
@@ -35,7 +39,12 @@ def stream(tmp_path_factory):
 
 def steps(stream, count, **changes) -> torch.Tensor:
     """The first steps of a rank, int64 [steps, micro batches, micro batch, tokens]."""
-    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL, "micro_batch_size": MICRO} | changes
+    settings = {
+        "seed": 3,
+        "sequence_length": LENGTH,
+        "global_batch_size": GLOBAL,
+        "micro_batch_size": MICRO,
+    } | changes
     return torch.stack([torch.stack(step) for step in islice(batches(stream, **settings), count)])
 
 
@@ -63,7 +72,9 @@ def test_data_parallel_ranks_share_the_batch_in_its_order(stream, ranks):
     """12 steps cross an epoch border. Samples start at different tokens, so equal means the same sample."""
     whole = steps(stream, 12).reshape(12, GLOBAL, -1)
     parts = [
-        steps(stream, 12, data_parallel_rank=rank, data_parallel_size=ranks).reshape(12, GLOBAL // ranks, -1)
+        steps(stream, 12, data_parallel_rank=rank, data_parallel_size=ranks).reshape(
+            12, GLOBAL // ranks, -1
+        )
         for rank in range(ranks)
     ]
     assert torch.equal(torch.cat(parts, dim=1), whole)
@@ -73,7 +84,9 @@ def test_data_parallel_ranks_share_the_batch_in_its_order(stream, ranks):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 16])
 def test_the_micro_batch_size_changes_no_order(stream, micro_batch_size):
-    assert torch.equal(in_order(steps(stream, 5, micro_batch_size=micro_batch_size)), in_order(steps(stream, 5)))
+    assert torch.equal(
+        in_order(steps(stream, 5, micro_batch_size=micro_batch_size)), in_order(steps(stream, 5))
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -92,7 +105,14 @@ def test_a_resumed_run_sees_the_tail(stream, num_workers):
 def test_a_resumed_run_may_change_its_layout(stream):
     """Six steps on one rank, then on four ranks with another micro batch: the global batches go on as before."""
     tail = [
-        steps(stream, 3, data_parallel_rank=rank, data_parallel_size=4, micro_batch_size=1, consumed_samples=6 * GLOBAL)
+        steps(
+            stream,
+            3,
+            data_parallel_rank=rank,
+            data_parallel_size=4,
+            micro_batch_size=1,
+            consumed_samples=6 * GLOBAL,
+        )
         for rank in range(4)
     ]
     resumed = torch.cat([part.reshape(3, GLOBAL // 4, -1) for part in tail], dim=1)
@@ -102,16 +122,26 @@ def test_a_resumed_run_may_change_its_layout(stream):
 def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
     """Three samples, batches of 16: every run of three from an epoch's start holds each once."""
     found = in_order(steps(make_stream(tmp_path, 3 * LENGTH + 1), 6))[:, 0]
-    assert torch.equal(found.reshape(-1, 3).sort(dim=1).values, torch.tensor([0, 7, 14]).expand(32, 3))
+    assert torch.equal(
+        found.reshape(-1, 3).sort(dim=1).values, torch.tensor([0, 7, 14]).expand(32, 3)
+    )
 
 
 def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_path):
-    assert torch.equal(in_order(steps(make_stream(tmp_path / "a", LENGTH + 1), 1)), torch.arange(8).expand(GLOBAL, 8))
+    assert torch.equal(
+        in_order(steps(make_stream(tmp_path / "a", LENGTH + 1), 1)),
+        torch.arange(8).expand(GLOBAL, 8),
+    )
     with pytest.raises(
-        ConfigError, match=r"data\.sequence_length = 7: .* has 7 tokens in all\. Lower data\.sequence_length"
+        ConfigError,
+        match=r"data\.sequence_length = 7: .* has 7 tokens in all\. Lower data\.sequence_length",
     ):
         batches(
-            make_stream(tmp_path / "b", LENGTH), seed=0, sequence_length=LENGTH, global_batch_size=1, micro_batch_size=1
+            make_stream(tmp_path / "b", LENGTH),
+            seed=0,
+            sequence_length=LENGTH,
+            global_batch_size=1,
+            micro_batch_size=1,
         )
 
 

@@ -53,8 +53,12 @@ def test_permutation_stays_what_it_is():
 
 def test_any_part_of_the_permutation_can_be_asked_for_alone():
     whole = images(1000, seed=3)
-    assert [int(order.permutation(np.array([i]), 1000, 3, 0)[0]) for i in range(0, 1000, 37)] == whole[::37].tolist()
-    assert np.array_equal(order.permutation(np.array([999, 0, 999]), 1000, 3, 0), whole[[999, 0, 999]])
+    assert [
+        int(order.permutation(np.array([i]), 1000, 3, 0)[0]) for i in range(0, 1000, 37)
+    ] == whole[::37].tolist()
+    assert np.array_equal(
+        order.permutation(np.array([999, 0, 999]), 1000, 3, 0), whole[[999, 0, 999]]
+    )
 
 
 def test_a_corpus_of_any_size_costs_no_memory():
@@ -68,7 +72,10 @@ def test_a_corpus_of_any_size_costs_no_memory():
 def test_seeds_and_epochs_give_unrelated_permutations():
     """Two random permutations agree at Poisson(1) many places; more than 10 has probability 1e-8."""
     size = 4097
-    several = [images(size, seed, epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1), (10, 0), (0, 10)]]
+    several = [
+        images(size, seed, epoch)
+        for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1), (10, 0), (0, 10)]
+    ]
     for i, first in enumerate(several):
         for second in several[:i]:
             assert (first == second).sum() <= 10
@@ -93,7 +100,9 @@ def test_permutation_looks_random(size, seed):
 
 def test_small_streams_are_shuffled_too():
     """Three samples over 6,000 epochs: each of the six orders 1,000 times, standard deviation 29; five of them."""
-    orders, counts = np.unique([images(3, seed=5, epoch=e) for e in range(6000)], axis=0, return_counts=True)
+    orders, counts = np.unique(
+        [images(3, seed=5, epoch=e) for e in range(6000)], axis=0, return_counts=True
+    )
     assert len(orders) == 6
     assert np.abs(counts - 1000).max() < 5 * 29
 

@@ -19,7 +19,9 @@ from pretrain.data.tokenizer import Tokenizer
 
 LETTERS = str.maketrans("0123456789", "aeioulnrst")
 DOCUMENTS = [
-    f"Document {i}: " + " ".join(str((i + 7) * k % 9973).translate(LETTERS) for k in range(150 + 37 * i)) + "\nend\n"
+    f"Document {i}: "
+    + " ".join(str((i + 7) * k % 9973).translate(LETTERS) for k in range(150 + 37 * i))
+    + "\nend\n"
     for i in range(12)
 ]
 
@@ -30,14 +32,21 @@ def config(root: Path, **data):
             "run": {"directory": str(root / "run")},
             "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
             "batch": {"micro_batch_size": 1, "global_batch_size": 1},
-            "data": {"directory": str(root / "data"), "sequence_length": 16, "vocab_size": 310,
-                     "tokens_per_block": 1024, "tokens_per_shard": 3000, "validation_fraction": 0.1,
-                     "paths": [str(root / "*.txt")]} | data,
+            "data": {
+                "directory": str(root / "data"),
+                "sequence_length": 16,
+                "vocab_size": 310,
+                "tokens_per_block": 1024,
+                "tokens_per_shard": 3000,
+                "validation_fraction": 0.1,
+                "paths": [str(root / "*.txt")],
+            }
+            | data,
             "optimizer": {"learning_rate": 1e-3},
             "train": {"num_steps": 1},
         },
         "test",
-    )  # fmt: skip
+    )
 
 
 def write_text(root: Path) -> Path:
@@ -66,7 +75,9 @@ def expected_tokens(directory: Path, documents) -> np.ndarray:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
 
 
 def refused(message: str):
@@ -75,7 +86,10 @@ def refused(message: str):
 
 def test_the_stream_is_the_documents_each_ended(built):
     for split, documents in {"train": DOCUMENTS[:-1], "validation": DOCUMENTS[-1:]}.items():
-        stream, expected = open_stream(config(built), split), expected_tokens(built / "data", documents)
+        stream, expected = (
+            open_stream(config(built), split),
+            expected_tokens(built / "data", documents),
+        )
         assert np.array_equal(stream.read(0, len(stream)), expected)
         assert stream.documents == len(documents)
         assert stream.text_bytes == sum(len(text.encode()) for text in documents)
@@ -83,7 +97,10 @@ def test_the_stream_is_the_documents_each_ended(built):
 
 def test_any_range_reads_across_blocks_and_shards(built):
     """Two blocks of 1,024 a shard, several shards: every border within reach of a read that starts before it."""
-    stream, expected = TokenStream(built / "data/train"), expected_tokens(built / "data", DOCUMENTS[:-1])
+    stream, expected = (
+        TokenStream(built / "data/train"),
+        expected_tokens(built / "data", DOCUMENTS[:-1]),
+    )
     assert len(json.loads((built / "data/train/manifest.json").read_text())["shards"]) >= 3
     assert len(expected) % 1024, "the last block should be a short one"
     for start in [0, 1, 1023, 1024, 2047, 2048, 3071, 4095, len(expected) - 2500]:
@@ -107,7 +124,10 @@ print(json.dumps({"keys": [s["__key__"] for s in samples], "dtype": str(samples[
                   "tokens": np.concatenate([s["npy"] for s in samples]).tolist()}))
 """
     output = subprocess.run(
-        [sys.executable, "-c", program, *shards], env=os.environ | {"WDS_SECURE": "1"}, capture_output=True, text=True
+        [sys.executable, "-c", program, *shards],
+        env=os.environ | {"WDS_SECURE": "1"},
+        capture_output=True,
+        text=True,
     )
     assert output.returncode == 0, output.stderr
     found, expected = json.loads(output.stdout), expected_tokens(built / "data", DOCUMENTS[:-1])
@@ -200,9 +220,15 @@ def test_text_without_words_is_refused(tmp_path):
 def test_large_vocabularies_take_four_bytes(tmp_path, vocab_size, dtype):
     (tmp_path / "tokenizer.model").write_bytes(b"")
     (tmp_path / "train").mkdir()
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
+    empty = (
+        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
+    )
     writer = SplitWriter(
-        tmp_path / "train", tokenizer_sha256=empty, vocab_size=vocab_size, tokens_per_block=8, tokens_per_shard=16
+        tmp_path / "train",
+        tokenizer_sha256=empty,
+        vocab_size=vocab_size,
+        tokens_per_block=8,
+        tokens_per_shard=16,
     )
     tokens = np.arange(vocab_size - 29, vocab_size)
     writer.add(tokens[:11], 5)
@@ -229,7 +255,9 @@ def test_a_truncated_shard_is_named(root):
     shard = root / "data/train/shard-000001.tar"
     size = shard.stat().st_size
     os.truncate(shard, size - 512)
-    with refused(rf"shard-000001\.tar: truncated: {size - 512} bytes found, {size} expected\. .*pretrain data build"):
+    with refused(
+        rf"shard-000001\.tar: truncated: {size - 512} bytes found, {size} expected\. .*pretrain data build"
+    ):
         TokenStream(root / "data/train")
 
 
@@ -253,26 +281,37 @@ def test_a_damaged_index_is_named(root):
 def test_the_wrong_tokenizer_is_named(root):
     with (root / "data/tokenizer.model").open("ab") as model:
         model.write(b" ")
-    with refused(r"tokenizer\.model: wrong tokenizer: the shards of .*train were made with the one whose SHA-256 is"):
+    with refused(
+        r"tokenizer\.model: wrong tokenizer: the shards of .*train were made with the one whose SHA-256 is"
+    ):
         TokenStream(root / "data/train")
 
 
-@pytest.mark.parametrize("name, message", [
-    ("shard-000002.tar", r"shard-000002\.tar: missing; the manifest lists it"),
-    ("index.npy", r"index\.npy: damaged: its SHA-256 is missing"),
-    ("../tokenizer.model", r"tokenizer\.model: wrong tokenizer: .*this one is missing"),
-    ("manifest.json", r"manifest\.json: no such file, so there is no finished data set .*`pretrain data build CONFIG`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("shard-000002.tar", r"shard-000002\.tar: missing; the manifest lists it"),
+        ("index.npy", r"index\.npy: damaged: its SHA-256 is missing"),
+        ("../tokenizer.model", r"tokenizer\.model: wrong tokenizer: .*this one is missing"),
+        (
+            "manifest.json",
+            r"manifest\.json: no such file, so there is no finished data set .*`pretrain data build CONFIG`",
+        ),
+    ],
+)
 def test_a_missing_file_is_named(root, name, message):
     (root / "data/train" / name).unlink()
     with refused(message):
         TokenStream(root / "data/train")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("{", r"manifest\.json: not a manifest"),
-    ("{}", r"manifest\.json: not a manifest \(Field required\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", r"manifest\.json: not a manifest"),
+        ("{}", r"manifest\.json: not a manifest \(Field required\)"),
+    ],
+)
 def test_a_broken_manifest_is_named(root, text, message):
     (root / "data/train/manifest.json").write_text(text)
     with refused(message):
@@ -287,5 +326,7 @@ def test_a_manifest_of_another_version_is_refused(root):
 
 
 def test_a_model_of_another_vocabulary_is_refused(built):
-    with refused(r"data\.vocab_size = 512: the data set in data\.directory = .* has 310\. Set data\.vocab_size=310"):
+    with refused(
+        r"data\.vocab_size = 512: the data set in data\.directory = .* has 310\. Set data\.vocab_size=310"
+    ):
         open_stream(config(built, vocab_size=512), "train")

@@ -11,7 +11,9 @@ from pretrain.data import sources
 
 
 def section(source, *paths, **others) -> DataSection:
-    return DataSection(directory="unused", sequence_length=8, source=source, paths=tuple(map(str, paths)), **others)
+    return DataSection(
+        directory="unused", sequence_length=8, source=source, paths=tuple(map(str, paths)), **others
+    )
 
 
 def split(data):
@@ -31,7 +33,11 @@ def shingles(text):
 def test_shakespeare_holds_out_three_works_in_both_editions(shakespeare):
     train, validation = shakespeare
     assert len(train) == 77 - 6
-    assert [text.splitlines()[0] for text in validation] == ["HAMLET, PRINCE OF DENMARK", "MACBETH", "THE TEMPEST"]
+    assert [text.splitlines()[0] for text in validation] == [
+        "HAMLET, PRINCE OF DENMARK",
+        "MACBETH",
+        "THE TEMPEST",
+    ]
 
 
 def test_no_passage_of_shakespeares_validation_is_in_training(shakespeare):
@@ -51,7 +57,8 @@ def test_the_passage_check_knows_another_edition_when_it_sees_one(shakespeare):
 
 def test_shakespeares_texts_carry_no_licence_or_header(shakespeare):
     boilerplate = re.compile(
-        r"gutenberg|\be-?text\b|small print|public domain|copyright|https?:|www\.|\.txt", re.IGNORECASE
+        r"gutenberg|\be-?text\b|small print|public domain|copyright|https?:|www\.|\.txt",
+        re.IGNORECASE,
     )
     for text in (*shakespeare[0], *shakespeare[1]):
         assert not boilerplate.search(text), text[:80]
@@ -83,7 +90,10 @@ def test_the_last_documents_are_held_out(tmp_path):
 
 def test_a_single_document_is_cut(tmp_path):
     (tmp_path / "one.txt").write_text("é" * 90 + "z" * 10)
-    assert split(section("text", tmp_path / "one.txt", validation_fraction=0.1)) == (["é" * 90], ["z" * 10])
+    assert split(section("text", tmp_path / "one.txt", validation_fraction=0.1)) == (
+        ["é" * 90],
+        ["z" * 10],
+    )
 
 
 def test_validation_files_are_kept_out_of_training(tmp_path):
@@ -91,7 +101,9 @@ def test_validation_files_are_kept_out_of_training(tmp_path):
         (tmp_path / f"{name}.txt").write_text(name)
     data = section("text", tmp_path / "*.txt", validation_paths=(str(tmp_path / "held.txt"),))
     assert split(data) == (["a", "b"], ["held"])
-    with pytest.raises(ConfigError, match=r"data\.validation_paths = .*nothing is left to train on"):
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_paths = .*nothing is left to train on"
+    ):
         split(section("text", tmp_path / "held.txt", validation_paths=(str(tmp_path / "h*.txt"),)))
 
 
@@ -107,12 +119,17 @@ def test_jsonl_reads_one_document_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{not json", '{"txt": "x"}', '{"text": 5}', '["text"]', "null", r'{"text": "\ud800"}'], ids=str
+    "line",
+    ["{not json", '{"txt": "x"}', '{"text": 5}', '["text"]', "null", r'{"text": "\ud800"}'],
+    ids=str,
 )
 def test_a_bad_jsonl_line_is_named(tmp_path, line):
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"text": "good"}}\n{line}\n')
-    with pytest.raises(ConfigError, match=re.escape(f'{path}:2: want one JSON object with the document under "text"')):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f'{path}:2: want one JSON object with the document under "text"'),
+    ):
         split(section("jsonl", path))
 
 
@@ -125,10 +142,18 @@ def test_what_is_not_utf8_is_named(tmp_path):
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_pattern_without_files_is_named(tmp_path, source):
     (tmp_path / "there.txt").write_text('{"text": "x"}')
-    with pytest.raises(ConfigError, match=r"data\.paths = '.*nowhere/\*\.txt': no such file.*glob pattern"):
+    with pytest.raises(
+        ConfigError, match=r"data\.paths = '.*nowhere/\*\.txt': no such file.*glob pattern"
+    ):
         split(section(source, tmp_path / "there.txt", tmp_path / "nowhere/*.txt"))
-    with pytest.raises(ConfigError, match=r"data\.validation_paths = '.*nowhere\.txt': no such file"):
-        split(section(source, tmp_path / "there.txt", validation_paths=(str(tmp_path / "nowhere.txt"),)))
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_paths = '.*nowhere\.txt': no such file"
+    ):
+        split(
+            section(
+                source, tmp_path / "there.txt", validation_paths=(str(tmp_path / "nowhere.txt"),)
+            )
+        )
 
 
 def test_the_fingerprint_changes_with_the_files(tmp_path):

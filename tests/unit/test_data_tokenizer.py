@@ -10,7 +10,8 @@ from pretrain.config import ConfigError
 from pretrain.data.tokenizer import Tokenizer, sample_lines, train_tokenizer
 
 TEXT = "".join(
-    f"The {i}th fox, of {i * 7919} foxes, jumps over\n\tthe lazy dog and {'the ' * (i % 5)}hen.\n" for i in range(900)
+    f"The {i}th fox, of {i * 7919} foxes, jumps over\n\tthe lazy dog and {'the ' * (i % 5)}hen.\n"
+    for i in range(900)
 )
 ODD = [
     "",
@@ -59,7 +60,10 @@ def test_long_text_has_the_ids_of_the_whole(path):
 def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path):
     """SentencePiece's own defaults: Unigram, NFKC, a space before the text. Cut, its ids would differ."""
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.split("\n")), model_prefix=str(tmp_path / "own"), vocab_size=120, minloglevel=2
+        sentence_iterator=iter(TEXT.split("\n")),
+        model_prefix=str(tmp_path / "own"),
+        vocab_size=120,
+        minloglevel=2,
     )
     long, given = TEXT * 2, tmp_path / "own.model"
     whole = sentencepiece.SentencePieceProcessor(model_file=str(given)).encode(long)
@@ -84,13 +88,17 @@ def test_training_samples_evenly_over_the_documents(tmp_path):
     words = ["aardvark", "bumblebee", "crocodile", "dragonfly"]
     documents = [f"{word} {i}\n" * 200 for i, word in enumerate(words)]
     total = sum(map(len, documents))
-    (tmp_path / "half.model").write_bytes(train(documents, vocab_size=330, max_bytes=total // 2, total_bytes=total))
+    (tmp_path / "half.model").write_bytes(
+        train(documents, vocab_size=330, max_bytes=total // 2, total_bytes=total)
+    )
     tokenizer = Tokenizer(tmp_path / "half.model")
     assert [len(tokenizer.encode(word)) for word in words] == [1, 1, 1, 1]
 
 
 def test_a_vocabulary_the_text_cannot_fill_is_refused_with_the_largest_that_works():
-    with pytest.raises(ConfigError, match=r"data\.vocab_size = 60000: .* Set it to (\d+) or less") as refused:
+    with pytest.raises(
+        ConfigError, match=r"data\.vocab_size = 60000: .* Set it to (\d+) or less"
+    ) as refused:
         train([TEXT], vocab_size=60_000)
     highest = int(re.search(r"Set it to (\d+)", str(refused.value))[1])
     assert train([TEXT], vocab_size=highest)
@@ -99,7 +107,9 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_with_the_largest_that_work
 
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused():
-    with pytest.raises(ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+"):
+    with pytest.raises(
+        ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+"
+    ):
         train(["".join(chr(0x4E00 + i) * 9 for i in range(500))], vocab_size=310)
 
 

@@ -8,31 +8,64 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig, num_parameters, parse_config
-from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state, rotate, sinusoids, t5_buckets, train_dense
+from tests.reference.dense_gpt import (
+    DenseGPT,
+    alibi_slopes,
+    random_state,
+    rotate,
+    sinusoids,
+    t5_buckets,
+    train_dense,
+)
 
 torch.set_num_threads(2)
 
 
 def make_config(method: str = "alibi", **changes: object) -> RunConfig:
     """A two-layer model; `changes` go into [model], and those named position_* into [position]."""
-    model = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 12, "make_vocab_size_divisible_by": 32}
-    position = {k.removeprefix("position_"): v for k, v in changes.items() if k.startswith("position_")}
+    model = {
+        "num_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "make_vocab_size_divisible_by": 32,
+    }
+    position = {
+        k.removeprefix("position_"): v for k, v in changes.items() if k.startswith("position_")
+    }
     model |= {k: v for k, v in changes.items() if not k.startswith("position_")}
     values = {
-        "run": {"directory": "unused"}, "model": model, "position": {"method": method, **position},
+        "run": {"directory": "unused"},
+        "model": model,
+        "position": {"method": method, **position},
         "batch": {"micro_batch_size": 2, "global_batch_size": 4},
-        "data": {"directory": "unused", "sequence_length": 64, "vocab_size": 500, "source": "shakespeare"},
-        "optimizer": {"learning_rate": 1e-3}, "train": {"num_steps": 10},
-    }  # fmt: skip
+        "data": {
+            "directory": "unused",
+            "sequence_length": 64,
+            "vocab_size": 500,
+            "source": "shakespeare",
+        },
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"num_steps": 10},
+    }
     return parse_config(values, "test")
 
 
 CASES = {
-    "alibi": {}, "alibi_trainable": {"position_trainable_slopes": True}, "sinusoidal": {}, "rotary": {}, "t5": {},
-    "learned": {}, "none": {},
-    "grouped": {"num_query_groups": 4, "use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False},
+    "alibi": {},
+    "alibi_trainable": {"position_trainable_slopes": True},
+    "sinusoidal": {},
+    "rotary": {},
+    "t5": {},
+    "learned": {},
+    "none": {},
+    "grouped": {
+        "num_query_groups": 4,
+        "use_bias": False,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": False,
+    },
     "relu": {"hidden_act": "relu", "ffn_hidden_size": 80},
-}  # fmt: skip
+}
 
 
 def case(name: str) -> RunConfig:
@@ -57,15 +90,24 @@ def test_causal_and_counted_like_the_config(name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_has_a_lively_gradient(name):
     model = DenseGPT(case(name))
-    model.loss(torch.randint(0, 500, (2, 65), generator=torch.Generator().manual_seed(0))).backward()
+    model.loss(
+        torch.randint(0, 500, (2, 65), generator=torch.Generator().manual_seed(0))
+    ).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 1e-5, name
 
 
 def test_two_tokens_by_hand():
     """One layer, one head, no biases, ReLU: every number of the second token's logits with Python's own arithmetic."""
-    config = make_config("alibi", num_layers=1, hidden_size=2, num_attention_heads=1, ffn_hidden_size=1, use_bias=False,
-                         hidden_act="relu")  # fmt: skip
+    config = make_config(
+        "alibi",
+        num_layers=1,
+        hidden_size=2,
+        num_attention_heads=1,
+        ffn_hidden_size=1,
+        use_bias=False,
+        hidden_act="relu",
+    )
     model = DenseGPT(config).double()
     p = {name: value.tolist() for name, value in model.named_parameters()}
     eps = config.model.layernorm_epsilon
@@ -80,14 +122,22 @@ def test_two_tokens_by_hand():
 
     layer = "decoder.layers.0"
     x0, x1 = (p["embedding.word_embeddings.weight"][i] for i in (7, 11))
-    fused = [times(f"{layer}.self_attention.linear_qkv", norm(x, f"{layer}.input_layernorm")) for x in (x0, x1)]
+    fused = [
+        times(f"{layer}.self_attention.linear_qkv", norm(x, f"{layer}.input_layernorm"))
+        for x in (x0, x1)
+    ]
     q1, keys, values = fused[1][:2], [f[2:4] for f in fused], [f[4:] for f in fused]
     slope = 2.0**-8  # the only head of one
-    scores = [sum(a * b for a, b in zip(q1, k)) / math.sqrt(2) - slope * d for k, d in zip(keys, (1, 0))]
+    scores = [
+        sum(a * b for a, b in zip(q1, k)) / math.sqrt(2) - slope * d for k, d in zip(keys, (1, 0))
+    ]
     weights = [math.exp(s) / sum(math.exp(t) for t in scores) for s in scores]
     mixed = [weights[0] * a + weights[1] * b for a, b in zip(*values)]
     x1 = [a + b for a, b in zip(x1, times(f"{layer}.self_attention.linear_proj", mixed))]
-    inner = [max(0.0, v) for v in times(f"{layer}.mlp.linear_fc1", norm(x1, f"{layer}.pre_mlp_layernorm"))]
+    inner = [
+        max(0.0, v)
+        for v in times(f"{layer}.mlp.linear_fc1", norm(x1, f"{layer}.pre_mlp_layernorm"))
+    ]
     x1 = [a + b for a, b in zip(x1, times(f"{layer}.mlp.linear_fc2", inner))]
     logits = times("embedding.word_embeddings", norm(x1, "decoder.final_layernorm"))
     ours = model(torch.tensor([[7, 11]]))[0, 1]
@@ -110,7 +160,9 @@ def test_slopes_of_the_paper():
     assert alibi_slopes(8).tolist() == [2.0**-k for k in range(1, 9)]
     assert alibi_slopes(16)[0] == 2**-0.5 and alibi_slopes(16)[-1] == 2**-8
     expected = [2.0**-k for k in range(1, 9)] + [2.0 ** -(k + 0.5) for k in range(4)]
-    torch.testing.assert_close(alibi_slopes(12), torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        alibi_slopes(12), torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0
+    )
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
@@ -133,7 +185,9 @@ def test_sinusoids_by_hand():
         torch.testing.assert_close(table[position, [k, 3 + k]], expected, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 256), (8, 20), (64, 1000)])
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance"), [(32, 128), (32, 256), (8, 20), (64, 1000)]
+)
 def test_t5_buckets_equal_hugging_face(num_buckets, max_distance):
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -161,5 +215,7 @@ def test_training_follows_the_recipe():
         decayed = before * (1 - 1e-3 * config.optimizer.weight_decay) if matrix else before
         g = gradients[name] * scale
         expected = decayed - 1e-3 * g / (g.abs() + config.optimizer.adam_eps)
-        torch.testing.assert_close(once[name], expected, rtol=1e-5, atol=1e-6, msg=name)  # steps of 1e-3, fp32
+        torch.testing.assert_close(
+            once[name], expected, rtol=1e-5, atol=1e-6, msg=name
+        )  # steps of 1e-3, fp32
     assert any(not torch.equal(after[name], once[name]) for name in state)

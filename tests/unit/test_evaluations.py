@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher import evaluations
-from launcher.cli import app
-from launcher.cluster import parse_site
-from launcher.evaluations import Asked, evaluate_once, make_plan, plan_path, read_plan, submit_pending, write_plan
-from launcher.job import Job
 from pretrain.attempts import Attempt, Owner, read_attempts
 from pretrain.config import ConfigError, EvaluationRequest
+from pretrain.launcher import evaluations
+from pretrain.launcher.cli import app
+from pretrain.launcher.cluster import parse_site
+from pretrain.launcher.evaluations import (
+    plan_path,
+    read_plan,
+    submit_pending,
+    write_plan,
+)
+from pretrain.launcher.job import Job
+from pretrain.launcher.login.evaluations import Asked, make_plan
+from pretrain.launcher.node.evaluation import evaluate_once
 from tests.conftest import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +55,17 @@ def evaluating(run, seconds=0.0):
 
 
 def make_training(run, tasks_per_node=8):
-    return Job(name="demo.alibi", site=SITE, directory=run, logs=run / "logs", commands=(("true",),), nodes=2,
-               tasks_per_node=tasks_per_node, time_limit="12:00:00", signal_seconds=120)  # fmt: skip
+    return Job(
+        name="demo.alibi",
+        site=SITE,
+        directory=run,
+        logs=run / "logs",
+        commands=(("true",),),
+        nodes=2,
+        tasks_per_node=tasks_per_node,
+        time_limit="12:00:00",
+        signal_seconds=120,
+    )
 
 
 def planned(run, **changes):
@@ -69,7 +85,10 @@ def save(run, step):
 
 
 def outcomes(run, name=STEP):
-    return [a.ended and (a.ended.outcome, a.ended.reason) for a in read_attempts(run / "evaluations/claims" / name)]
+    return [
+        a.ended and (a.ended.outcome, a.ended.reason)
+        for a in read_attempts(run / "evaluations/claims" / name)
+    ]
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -80,7 +99,12 @@ def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     assert {"--nodes=1", "--ntasks-per-node=8", "--requeue", "--time=12:00:00"} <= set(arguments)
     assert not any(argument.startswith("--signal") for argument in arguments)
     values = json.loads(plan_path(tmp_path).read_text())  # what else reads it relies on these
-    asked = {"lengths": [32, 64], "protocols": ["nonoverlapping"], "stride": None, "max_tokens": 1000}
+    asked = {
+        "lengths": [32, 64],
+        "protocols": ["nonoverlapping"],
+        "stride": None,
+        "max_tokens": 1000,
+    }
     assert {key: values[key] for key in asked} == asked
 
 
@@ -89,10 +113,14 @@ def test_runs_of_one_name_do_not_wait_for_each_other(tmp_path):
     assert len(names) == 2 and all(name.startswith("eval-demo.alibi-") for name in names)
 
 
-@pytest.mark.parametrize(("tensor", "tasks", "kept"), [(1, 8, False), (2, 8, True), (4, 4, True), (4, 1, False)])
+@pytest.mark.parametrize(
+    ("tensor", "tasks", "kept"), [(1, 8, False), (2, 8, True), (4, 4, True), (4, 1, False)]
+)
 def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept):
     request = EvaluationRequest(None, ("sliding",), None, None)
-    config = tiny_config(parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2})
+    config = tiny_config(
+        parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
+    )
     plan = make_plan(config, tmp_path, make_training(tmp_path), Asked(request, tasks, "30"))
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
     assert (plan.job.num_tasks, plan.job.time_limit) == (tasks, "30")
@@ -100,7 +128,12 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
 
 def test_more_than_a_node_has_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="evaluation tasks = 9: a node of site tests takes 8"):
-        make_plan(tiny_config(), tmp_path, make_training(tmp_path), Asked(EvaluationRequest(None, (), None, None), 9))
+        make_plan(
+            tiny_config(),
+            tmp_path,
+            make_training(tmp_path),
+            Asked(EvaluationRequest(None, (), None, None), 9),
+        )
 
 
 def test_what_is_no_plan_is_said(tmp_path):
@@ -132,7 +165,10 @@ SUBMIT = [
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: there are"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
-        (["--evaluate-checkpoints", "--evaluation-tasks", "9"], "evaluation tasks = 9: a node of site h100 takes 8"),
+        (
+            ["--evaluate-checkpoints", "--evaluation-tasks", "9"],
+            "evaluation tasks = 9: a node of site h100 takes 8",
+        ),
         (["--evaluate-checkpoints", "--evaluation-time", "soon"], "time limit 'soon': not a time"),
     ],
 )
@@ -198,7 +234,9 @@ def test_what_was_given_up_waits_no_longer(tmp_path):
     evaluations._give_up(tmp_path, name, ["7", "8", "9"])
     assert evaluations.waiting_checkpoints(tmp_path) == [other]
     said = json.loads((tmp_path / "evaluations" / name / "failed.json").read_text())
-    assert said["jobs"] == ["7", "8", "9"] and "jobs 7, 8, 9 ended without a result" in said["reason"]
+    assert (
+        said["jobs"] == ["7", "8", "9"] and "jobs 7, 8, 9 ended without a result" in said["reason"]
+    )
     assert {p.name for p in (tmp_path / "evaluations").iterdir()} == {"plan.json", name}
 
 
@@ -262,13 +300,18 @@ def test_of_several_starters_one_evaluates(tmp_path):
     barrier, codes = context.Barrier(starters), context.SimpleQueue()
     for number in range(rounds):
         (tmp_path / str(number)).mkdir()
-    processes = [context.Process(target=race, args=(tmp_path, rounds, barrier, codes)) for _ in range(starters)]
+    processes = [
+        context.Process(target=race, args=(tmp_path, rounds, barrier, codes))
+        for _ in range(starters)
+    ]
     for process in processes:
         process.start()
     assert [codes.get() for _ in range(rounds * starters)] == [0] * rounds * starters
     for process in processes:
         process.join(60)
-    assert [(tmp_path / str(n) / "begun").read_text() for n in range(rounds)] == ["begun\n"] * rounds
+    assert [(tmp_path / str(n) / "begun").read_text() for n in range(rounds)] == [
+        "begun\n"
+    ] * rounds
     for number in range(rounds):
         assert (tmp_path / f"evaluations/step-{number:08d}/curve.json").read_text() == "{}\n"
         assert outcomes(tmp_path, f"step-{number:08d}").count(("finished", "evaluated")) == 1
@@ -324,7 +367,9 @@ def test_who_lost_its_claim_publishes_nothing(tmp_path):
 
 def test_what_was_finished_while_we_asked_is_not_made_again(tmp_path):
     """Its owner, another job on another host, publishes and ends between our first look and our claim."""
-    held = Attempt.begin(tmp_path / "evaluations/claims" / STEP, Owner(nonce="other", host="n7", slurm_job_id="7"))
+    held = Attempt.begin(
+        tmp_path / "evaluations/claims" / STEP, Owner(nonce="other", host="n7", slurm_job_id="7")
+    )
 
     def job_is_over(owner):
         assert (owner.host, owner.slurm_job_id) == ("n7", "7")

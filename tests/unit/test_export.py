@@ -27,15 +27,36 @@ MODELS = {
     "bloom_untied": ("BloomForCausalLM", make_config("alibi", tie_word_embeddings=False)),
     "bloom_no_bias": ("BloomForCausalLM", make_config("alibi", use_bias=False)),
     "mpt12": ("MptForCausalLM", make_config("alibi", use_bias=False, hidden_act="gelu")),
-    "mpt16": ("MptForCausalLM", make_config("alibi", hidden_size=64, num_attention_heads=16, use_bias=False,
-                                            hidden_act="gelu", tie_word_embeddings=False, layernorm_epsilon=1e-6)),
+    "mpt16": (
+        "MptForCausalLM",
+        make_config(
+            "alibi",
+            hidden_size=64,
+            num_attention_heads=16,
+            use_bias=False,
+            hidden_act="gelu",
+            tie_word_embeddings=False,
+            layernorm_epsilon=1e-6,
+        ),
+    ),
     "opt": ("OPTForCausalLM", make_config("sinusoidal", ffn_hidden_size=80)),
-    "opt_untied": ("OPTForCausalLM", make_config("sinusoidal", hidden_act="relu", use_bias=False,
-                                                 tie_word_embeddings=False)),
+    "opt_untied": (
+        "OPTForCausalLM",
+        make_config("sinusoidal", hidden_act="relu", use_bias=False, tie_word_embeddings=False),
+    ),
     "neox": ("GPTNeoXForCausalLM", make_config("rotary")),
-    "neox_untied": ("GPTNeoXForCausalLM", make_config("rotary", position_rotary_base=500, hidden_act="relu",
-                                                      ffn_hidden_size=80, tie_word_embeddings=False, use_bias=False)),
-}  # fmt: skip
+    "neox_untied": (
+        "GPTNeoXForCausalLM",
+        make_config(
+            "rotary",
+            position_rotary_base=500,
+            hidden_act="relu",
+            ffn_hidden_size=80,
+            tie_word_embeddings=False,
+            use_bias=False,
+        ),
+    ),
+}
 MAX_LENGTH = 2048
 
 
@@ -48,10 +69,16 @@ def tokenizer_path(tmp_path_factory) -> Path:
 
 def train_tokenizer(prefix: Path, **changes: object) -> Path:
     settings = {
-        "model_type": "bpe", "vocab_size": 500, "byte_fallback": True, "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False, "add_dummy_prefix": False, "allow_whitespace_only_pieces": True,
-        "split_digits": True, "minloglevel": 2,
-    } | changes  # fmt: skip
+        "model_type": "bpe",
+        "vocab_size": 500,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+        "minloglevel": 2,
+    } | changes
     text = prefix.with_suffix(".txt")
     text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=str(prefix), **settings)
@@ -68,8 +95,14 @@ def exported(tmp_path_factory, tokenizer_path):
             config = MODELS[name][1]
             state = random_state(config, seed=5)
             folder = tmp_path_factory.mktemp("export") / name
-            class_name = to_huggingface(config, state, tokenizer_path, folder, max_length=MAX_LENGTH)
-            made[name] = DenseGPT(config).load_global_state(state).requires_grad_(False), folder, class_name
+            class_name = to_huggingface(
+                config, state, tokenizer_path, folder, max_length=MAX_LENGTH
+            )
+            made[name] = (
+                DenseGPT(config).load_global_state(state).requires_grad_(False),
+                folder,
+                class_name,
+            )
         return made[name]
 
     return export
@@ -115,7 +148,9 @@ def test_greedy_generation_with_the_cache(name, exported):
     dense, folder, _ = exported(name)
     model, ids = stock(folder), random_ids(2, 56, seed=3)
     model.generation_config.eos_token_id = None  # random weights: go on past an EOS
-    got = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, use_cache=True)
+    got = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, use_cache=True
+    )
     for _ in range(16):
         ids = torch.cat([ids, dense(ids)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(got, ids)
@@ -125,7 +160,11 @@ def test_a_changed_weight_or_setting_fails_the_parity_check(exported, tmp_path):
     """The check must see what it is there to see: another activation, another epsilon, another order of the block."""
     dense, folder, _ = exported("neox")
     settings = json.loads((folder / "config.json").read_text())
-    for key, value in (("hidden_act", "gelu"), ("layer_norm_eps", 3e-5), ("use_parallel_residual", True)):
+    for key, value in (
+        ("hidden_act", "gelu"),
+        ("layer_norm_eps", 3e-5),
+        ("use_parallel_residual", True),
+    ):
         wrong = tmp_path / key
         wrong.mkdir()
         (wrong / "model.safetensors").symlink_to(folder / "model.safetensors")
@@ -145,23 +184,49 @@ def test_slopes_of_any_number_of_heads():
 
     for heads in range(1, 41):
         ours = alibi_slopes(heads).float()
-        bloom = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)[:, 0, 1]
+        bloom = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)[
+            :, 0, 1
+        ]
         mpt = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
         for theirs in (bloom, mpt):  # powers of two computed in fp32: a few roundings of 2^-24
             torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
 
 
 REFUSED = {
-    "t5": (make_config("t5"), "position.method = t5: no stock transformers decoder adds T5's relative bias. .*alibi"),
+    "t5": (
+        make_config("t5"),
+        "position.method = t5: no stock transformers decoder adds T5's relative bias. .*alibi",
+    ),
     "learned": (make_config("learned"), "position.method = learned: .*ends at the training length"),
     "none": (make_config("none"), "position.method = none: .*goes without positions.*rotary"),
-    "groups": (make_config("rotary", num_query_groups=4), "num_query_groups = 4: GPTNeoX.*Train with 12"),
-    "trainable": (make_config("alibi", position_trainable_slopes=True), "trainable_slopes = True: Bloom.*fixed slopes"),
-    "ffn": (make_config("alibi", ffn_hidden_size=80), "ffn_hidden_size = 80: Bloom.* = 192.*rotary"),
-    "mpt_ffn": (make_config("alibi", ffn_hidden_size=80, use_bias=False, hidden_act="gelu"), "= 80: Mpt.* = 192"),
-    "erf": (make_config("alibi", hidden_act="gelu"), "hidden_act = gelu: Bloom.*use_bias = false .MptForCausalLM"),
-    "relu": (make_config("alibi", hidden_act="relu", use_bias=False), "hidden_act = relu: Bloom.*gelu_pytorch_tanh"),
-    "opt_eps": (make_config("sinusoidal", layernorm_epsilon=1e-6), "epsilon = 1e-06: OPT.*Train with 1e-05"),
+    "groups": (
+        make_config("rotary", num_query_groups=4),
+        "num_query_groups = 4: GPTNeoX.*Train with 12",
+    ),
+    "trainable": (
+        make_config("alibi", position_trainable_slopes=True),
+        "trainable_slopes = True: Bloom.*fixed slopes",
+    ),
+    "ffn": (
+        make_config("alibi", ffn_hidden_size=80),
+        "ffn_hidden_size = 80: Bloom.* = 192.*rotary",
+    ),
+    "mpt_ffn": (
+        make_config("alibi", ffn_hidden_size=80, use_bias=False, hidden_act="gelu"),
+        "= 80: Mpt.* = 192",
+    ),
+    "erf": (
+        make_config("alibi", hidden_act="gelu"),
+        "hidden_act = gelu: Bloom.*use_bias = false .MptForCausalLM",
+    ),
+    "relu": (
+        make_config("alibi", hidden_act="relu", use_bias=False),
+        "hidden_act = relu: Bloom.*gelu_pytorch_tanh",
+    ),
+    "opt_eps": (
+        make_config("sinusoidal", layernorm_epsilon=1e-6),
+        "epsilon = 1e-06: OPT.*Train with 1e-05",
+    ),
 }
 
 
@@ -169,16 +234,21 @@ REFUSED = {
 def test_refused_before_anything_is_written(name, tmp_path, tokenizer_path):
     config, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
+        to_huggingface(
+            config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bloom_refuses_an_epsilon_its_embedding_norm_would_show(tmp_path, tokenizer_path):
     config = make_config("alibi", layernorm_epsilon=1e-12)
     with pytest.raises(
-        ConfigError, match=r"model.layernorm_epsilon = 1e-12: too small to neutralise .*Train with 1e-5"
+        ConfigError,
+        match=r"model.layernorm_epsilon = 1e-12: too small to neutralise .*Train with 1e-5",
     ):
-        to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
+        to_huggingface(
+            config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256
+        )
 
 
 def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
@@ -187,8 +257,10 @@ def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
     weight = "decoder.layers.1.mlp.linear_fc1.weight"
     broken = {
         f"{weight}: not among the weights": {k: v for k, v in state.items() if k != weight},
-        "no place for: decoder.layers.2.mlp": state | {"decoder.layers.2.mlp.linear_fc1.weight": state[weight]},
-        "do not fit BloomForCausalLM, first transformer.h.1.mlp.dense_h": state | {weight: state[weight][:96]},
+        "no place for: decoder.layers.2.mlp": state
+        | {"decoder.layers.2.mlp.linear_fc1.weight": state[weight]},
+        "do not fit BloomForCausalLM, first transformer.h.1.mlp.dense_h": state
+        | {weight: state[weight][:96]},
         "another run's weights": random_state(make_config("alibi", hidden_size=96), 0),
     }
     for message, wrong in broken.items():
@@ -203,8 +275,16 @@ def test_the_folder(tmp_path, tokenizer_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     config, out = make_config("alibi"), tmp_path / "deeper" / "hf"
-    record = {"method": "alibi", "protocol": "nonoverlapping", "stride": 64, "length": 64, "perplexity": 182.25,
-              "loss_nats": math.log(182.25), "tokens": 640, "checkpoint": "step-00000010"}  # fmt: skip
+    record = {
+        "method": "alibi",
+        "protocol": "nonoverlapping",
+        "stride": 64,
+        "length": 64,
+        "perplexity": 182.25,
+        "loss_nats": math.log(182.25),
+        "tokens": 640,
+        "checkpoint": "step-00000010",
+    }
     longer = record | {"stride": 128, "length": 128, "perplexity": 181.0}
     sliding = record | {"protocol": "sliding", "stride": 32, "length": 1024, "perplexity": 180.5}
     for seed in (0, 1):
@@ -216,14 +296,23 @@ def test_the_folder(tmp_path, tokenizer_path):
     assert torch.equal(kept, random_state(config, 2)["decoder.layers.1.mlp.linear_fc1.weight"])
     with safe_open(out / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F32"}  # noqa: SIM118
-    assert json.loads((out / "config.json").read_text())["vocab_size"] == config.padded_vocab_size == 512
+    assert (
+        json.loads((out / "config.json").read_text())["vocab_size"]
+        == config.padded_vocab_size
+        == 512
+    )
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 2)
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
-    assert set(tokenizer("some text")) == {"input_ids", "attention_mask"} and tokenizer.padding_side == "left"
+    assert (
+        set(tokenizer("some text")) == {"input_ids", "attention_mask"}
+        and tokenizer.padding_side == "left"
+    )
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert load_config(out / "pretrain.toml") == config
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # who may read one may read all
+    assert (
+        len({path.stat().st_mode for path in out.iterdir()}) == 1
+    )  # who may read one may read all
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").touch()
@@ -231,8 +320,15 @@ def test_the_folder(tmp_path, tokenizer_path):
         to_huggingface(config, random_state(config, 2), tokenizer_path, other, max_length=256)
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
     curve = [record, longer, sliding]
-    to_huggingface(config, random_state(config, 0), tokenizer_path, out, max_length=256, curve=curve,
-                   facts={"checkpoint": "step-00000010"})  # fmt: skip
+    to_huggingface(
+        config,
+        random_state(config, 0),
+        tokenizer_path,
+        out,
+        max_length=256,
+        curve=curve,
+        facts={"checkpoint": "step-00000010"},
+    )
     card = (out / "README.md").read_text()
     assert "| tokens | alibi, nonoverlapping | alibi, sliding, stride 32 |" in card
     assert (
@@ -253,13 +349,21 @@ def test_tokenizer_gives_identical_ids_and_text(name, exported, tokenizer_path):
     assert theirs.vocab_size == len(theirs) == ours.vocab_size()
     generator = random.Random(0)
     alphabets = [
-        "abcdefghijklmnopqrstuvwxyz  ", " \t\n\r", "0123456789.,- ", "héß漢字かな한국🙂🇩🇪👩‍👩‍👧\u200d\u0301", "aaaab  ",
-        "".join(map(chr, range(0, 256))), "<s></s><unk><0x0A>▁ ",
-    ]  # fmt: skip
+        "abcdefghijklmnopqrstuvwxyz  ",
+        " \t\n\r",
+        "0123456789.,- ",
+        "héß漢字かな한국🙂🇩🇪👩‍👩‍👧\u200d\u0301",
+        "aaaab  ",
+        "".join(map(chr, range(0, 256))),
+        "<s></s><unk><0x0A>▁ ",
+    ]
     pieces = [ours.id_to_piece(i) for i in range(ours.vocab_size())]
     texts = [*PROBES, Path(argparse.__file__).read_text(encoding="utf-8")[:20_000]]
     for _ in range(100):
-        texts += ["".join(generator.choices(alphabet, k=generator.randint(1, 40))) for alphabet in alphabets]
+        texts += [
+            "".join(generator.choices(alphabet, k=generator.randint(1, 40)))
+            for alphabet in alphabets
+        ]
         texts += ["".join(generator.choices(pieces, k=12)).replace("▁", " ")]
     for text in texts:
         ids = ours.encode(text)
@@ -276,9 +380,13 @@ def test_tokenizers_that_would_give_other_ids_are_refused(tmp_path):
         ({"user_defined_symbols": ["<tag>"]}, "user_defined_symbols must be none"),
     ):
         path = train_tokenizer(tmp_path / "other", **change)
-        with pytest.raises(ConfigError, match=f"no Hugging Face tokenizer would give the same ids: {message}"):
+        with pytest.raises(
+            ConfigError, match=f"no Hugging Face tokenizer would give the same ids: {message}"
+        ):
             fast_tokenizer(path, max_length=64)
-    with pytest.raises(ConfigError, match=r"absent.model: no such tokenizer. `pretrain data build` writes it"):
+    with pytest.raises(
+        ConfigError, match=r"absent.model: no such tokenizer. `pretrain data build` writes it"
+    ):
         fast_tokenizer(tmp_path / "absent.model", max_length=64)
     (tmp_path / "text.model").write_text("plain text, no protobuf")
     with pytest.raises(ConfigError, match="not a SentencePiece model"):
@@ -295,14 +403,20 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
 
 def test_check_exportable_names_the_class():
     assert check_exportable(make_config("alibi")).class_name == "BloomForCausalLM"
-    assert check_exportable(make_config("alibi", use_bias=False, hidden_act="gelu")).class_name == "MptForCausalLM"
+    assert (
+        check_exportable(make_config("alibi", use_bias=False, hidden_act="gelu")).class_name
+        == "MptForCausalLM"
+    )
 
 
 def test_a_run_s_curve_gives_the_card_this_checkpoint_s_part(tmp_path):
     """RUN/evaluations/curve.json holds every checkpoint; a report of several runs names none's step."""
     config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
     record = {"method": "alibi", "length": 128, "checkpoint": "elsewhere"}
-    of_run = [{**record, "step": n, "checkpoint": f"/old/run/checkpoints/step-{n:08d}"} for n in (100, 200, 300)]
+    of_run = [
+        {**record, "step": n, "checkpoint": f"/old/run/checkpoints/step-{n:08d}"}
+        for n in (100, 200, 300)
+    ]
     of_several = [record, {**record, "method": "sinusoidal"}]
     for records, expected in ((of_run, [of_run[1]]), (of_several, [record])):
         (tmp_path / "curve.json").write_text(json.dumps({"train_length": 128, "records": records}))

@@ -16,7 +16,12 @@ DEMO = Path(__file__).parents[2] / "configs/demo.toml"
 
 
 def make_config(*overrides: str) -> RunConfig:
-    shape = ["model.num_layers=4", "model.hidden_size=128", "model.num_attention_heads=8", "position.method=alibi"]
+    shape = [
+        "model.num_layers=4",
+        "model.hidden_size=128",
+        "model.num_attention_heads=8",
+        "position.method=alibi",
+    ]
     return load_config(DEMO, [*shape, *overrides])
 
 
@@ -45,7 +50,9 @@ def matmul_flops(config: RunConfig, length: int, causal: bool) -> float:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [128, 2048])
-@pytest.mark.parametrize("overrides", [[], ["model.num_query_groups=2"], ["model.ffn_hidden_size=384"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["model.num_query_groups=2"], ["model.ffn_hidden_size=384"]]
+)
 def test_flops_equal_a_count_of_every_product(length, causal, overrides):
     config = make_config(*overrides)
     assert flops_per_token(config, length, causal) * length == matmul_flops(config, length, causal)
@@ -54,7 +61,10 @@ def test_flops_equal_a_count_of_every_product(length, causal, overrides):
 def test_the_conventions_differ_by_half_of_attention():
     config = make_config()
     n, d, length = 4, 128, 512
-    everything, causal = flops_per_token(config, length, causal=False), flops_per_token(config, length, causal=True)
+    everything, causal = (
+        flops_per_token(config, length, causal=False),
+        flops_per_token(config, length, causal=True),
+    )
     assert everything - causal == 6 * n * d * length
     assert everything == 6 * num_matmul_parameters(config) + 12 * n * d * length
 
@@ -76,8 +86,15 @@ def test_published_throughput_gives_the_published_utilization():
     # llm-foundry, MPT-1B (24 layers, 2048, no biases, vocabulary 50,368, learned positions), 8 H100, L = 1024:
     # 48,910 tokens/s a GPU is 41.95 % MFU with all of attention counted. Their N also counts the position table and
     # norms (0.17 %), and their numbers are rounded: 0.3 %.
-    shape = ["model.num_layers=24", "model.hidden_size=2048", "model.num_attention_heads=16", "data.vocab_size=50368",
-             "data.sequence_length=1024", "evaluation.lengths=[1024]", "model.use_bias=false"]  # fmt: skip
+    shape = [
+        "model.num_layers=24",
+        "model.hidden_size=2048",
+        "model.num_attention_heads=16",
+        "data.vocab_size=50368",
+        "data.sequence_length=1024",
+        "evaluation.lengths=[1024]",
+        "model.use_bias=false",
+    ]
     flops = flops_per_token(make_config(*shape), 1024, causal=False)
     mfu = model_flops_utilization(48_910, flops, peak_tflops_per_second("NVIDIA H100 80GB HBM3"))
     assert mfu == pytest.approx(0.4195, rel=0.003)

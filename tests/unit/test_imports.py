@@ -1,25 +1,25 @@
-"""The rooms of the house: imports go down only, and the environment is read in three places alone."""
+"""The rooms of the house: imports go down only, never in a circle; three places read the environment."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A room may import rooms of a lower floor, itself, and what is listed beside it.
+# A room may import rooms of a lower floor, itself, and what is listed for it in BESIDE.
 FLOORS = [
-    {"kernels", "pretrain.config"},
+    {"pretrain.kernels", "pretrain.config"},
     {"pretrain.attempts"},
     {"pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
-    {"pretrain.study"},
     {"pretrain.cli"},
     {"pretrain.__main__"},
 ]
@@ -28,24 +28,53 @@ BESIDE = {
     "pretrain.train": {"pretrain.evaluate"},  # evaluates in the loop
     "pretrain.export": {"pretrain.evaluate"},  # puts the length curve on the model card
 }
+# The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
+LAUNCHER = "pretrain.launcher"
+LAUNCHER_USES = {"pretrain.config", "pretrain.attempts"}
+LAUNCHER_FLOORS = [
+    {f"{LAUNCHER}.{name}" for name in ("terminal", "slurm", "cluster", "job", "evaluations")},
+    {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
+    {f"{LAUNCHER}.cli"},
+    {f"{LAUNCHER}.__main__"},
+]
+LINKED = ("kernels", "launcher")  # folders at the top level, which pretrain/ links to
 READS_ENVIRONMENT = ("pretrain/platform.py", "pretrain/topology.py", "launcher/")
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAUNCHER_FLOOR = {room: number for number, rooms in enumerate(LAUNCHER_FLOORS) for room in rooms}
 
 
 def room_of(module: str) -> str:
-    """'pretrain.model.gpt' -> 'pretrain.model', 'launcher.local' -> 'launcher'."""
-    return ".".join(module.split(".")[:2]) if module.startswith("pretrain.") else module.split(".")[0]
+    """'pretrain.model.gpt' -> 'pretrain.model'; of the launcher one part more."""
+    parts = module.split(".")
+    return ".".join(parts[: 3 if module.startswith(f"{LAUNCHER}.") else 2])
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(p for package in ("pretrain", "launcher", "kernels") for p in root.glob(f"{package}/**/*.py")):
-        yield ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"), path
+    """(module, file) of every file of ours, each once; links are not followed."""
+    for folder in ("pretrain", *LINKED):
+        for path in sorted((root / folder).rglob("*.py")):
+            relative = path.relative_to(root)
+            if relative.parts[0] == "pretrain" and relative.parts[1] in LINKED:
+                continue
+            name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+            yield name if folder == "pretrain" else f"pretrain.{name}", path
 
 
-def imported(module: str, path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, inside functions too; `from pretrain import model` is pretrain.model."""
+def walk(node: ast.AST, types: bool) -> Iterator[ast.AST]:
+    """Every node; without `types`, not what stands below `if TYPE_CHECKING:`."""
+    yield node
+    if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from walk(child, types)
+
+
+def imported(
+    module: str, path: Path, tree: ast.AST, types: bool = True
+) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, also inside functions; `types`: also those for types alone."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in walk(tree, types):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -57,24 +86,49 @@ def imported(module: str, path: Path, tree: ast.AST) -> Iterator[tuple[int, str]
 def may_import(room: str, target: str) -> bool:
     if room == target or target in BESIDE.get(room, ()):
         return True
-    if room == "launcher":
-        return target in ("pretrain.config", "pretrain.attempts")
-    return target in FLOOR and FLOOR[target] < FLOOR[room]
+    if room in LAUNCHER_FLOOR:
+        if target in LAUNCHER_FLOOR:
+            # Modules of the lowest floor may use each other: circles among them are a test of their own.
+            low = LAUNCHER_FLOOR[target] < LAUNCHER_FLOOR[room]
+            return low or LAUNCHER_FLOOR[target] == LAUNCHER_FLOOR[room] == 0
+        return target in LAUNCHER_USES
+    return room in FLOOR and target in FLOOR and FLOOR[target] < FLOOR[room]
 
 
 def wrong_imports(root: Path) -> list[str]:
     wrong = []
     for module, path in modules(root):
         room = room_of(module)
-        if room not in {*FLOOR, "launcher", "pretrain"}:
+        if room not in {*FLOOR, *LAUNCHER_FLOOR, "pretrain", LAUNCHER}:
             wrong.append(f"{path.relative_to(root)}: a new room; give it its floor in FLOORS")
             continue
         for line, name in imported(module, path, ast.parse(path.read_text())):
             target = room_of(name)
-            ours = target.split(".")[0] in ("pretrain", "launcher", "kernels")
-            if ours and (room == "pretrain" or not may_import(room, target)):
+            if target.split(".")[0] in LINKED:
+                wrong.append(
+                    f"{path.relative_to(root)}:{line}: imports {name}, not pretrain.{name}"
+                )
+            elif target.split(".")[0] == "pretrain" and not may_import(room, target):
                 wrong.append(f"{path.relative_to(root)}:{line}: {room} imports {target}")
     return list(dict.fromkeys(wrong))  # `from x import a, b` is one mistake
+
+
+def circles(root: Path) -> list[str]:
+    """A circle of imports between modules, imports inside functions counted, if there is one."""
+    known = dict(modules(root))
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        tree = ast.parse(path.read_text())
+        names = [name for _, name in imported(module, path, tree, types=False)]
+        # `from a.b import c` is the module a.b.c, or a name in a.b.
+        targets = {name if name in known else name.rpartition(".")[0] for name in names}
+        # A package that gathers its modules' names is not part of what they import.
+        graph[module] = {t for t in targets & known.keys() if known[t].name != "__init__.py"}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
 
 
 def environment_reads(root: Path) -> list[str]:
@@ -85,52 +139,129 @@ def environment_reads(root: Path) -> list[str]:
         if relative.startswith(READS_ENVIRONMENT):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            attribute = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr in names
-            taken = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
+            attribute = (
+                isinstance(node, ast.Attribute)
+                and ast.unparse(node.value) == "os"
+                and node.attr in names
+            )
+            taken = (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and names & {a.name for a in node.names}
+            )
             if attribute or taken:
                 reads.append(f"{relative}:{node.lineno}: {ast.unparse(node)}")
     return reads
+
+
+def test_every_room_that_is_named_exists():
+    rooms = {room_of(module) for module, _ in modules(ROOT)}
+    assert {*FLOOR, *LAUNCHER_FLOOR} <= rooms
 
 
 def test_imports_go_down_only():
     assert wrong_imports(ROOT) == []
 
 
-def test_the_environment_is_read_in_three_places_alone():
+def test_no_module_imports_itself_through_others():
+    assert circles(ROOT) == []
+
+
+def test_three_places_read_the_environment():
     assert environment_reads(ROOT) == []
+
+
+def write(root: Path, file: str, code: str) -> None:
+    path = root / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
 
 
 @pytest.mark.parametrize(
     ("file", "code", "says"),
     [
-        ("pretrain/model/gpt.py", "from pretrain.train.loop import run", "pretrain.model imports pretrain.train"),
-        ("pretrain/model/gpt.py", "from pretrain.data import order", "pretrain.model imports pretrain.data"),
+        (
+            "pretrain/model/gpt.py",
+            "from pretrain.train.loop import run",
+            "pretrain.model imports pretrain.train",
+        ),
+        (
+            "pretrain/model/gpt.py",
+            "from pretrain.data import order",
+            "pretrain.model imports pretrain.data",
+        ),
         (
             "pretrain/config/load.py",
             "def f():\n    import pretrain.platform",
             "pretrain.config imports pretrain.platform",
         ),
-        ("pretrain/optim/zero.py", "from pretrain import train", "pretrain.optim imports pretrain.train"),
-        ("pretrain/evaluate/perplexity.py", "from ..train import step", "pretrain.evaluate imports pretrain.train"),
-        ("pretrain/train/loop.py", "from pretrain.export import parity", "pretrain.train imports pretrain.export"),
+        (
+            "pretrain/optim/zero.py",
+            "from pretrain import train",
+            "pretrain.optim imports pretrain.train",
+        ),
+        (
+            "pretrain/evaluate/perplexity.py",
+            "from ..train import step",
+            "pretrain.evaluate imports pretrain.train",
+        ),
+        (
+            "pretrain/train/loop.py",
+            "from pretrain.export import parity",
+            "pretrain.train imports pretrain.export",
+        ),
         (
             "pretrain/optim/zero.py",
             "from pretrain.checkpoint import a, b",
             "pretrain.optim imports pretrain.checkpoint",
         ),
-        ("kernels/dispatch.py", "from pretrain.config import RunConfig", "kernels imports pretrain.config"),
-        ("pretrain/attempts/lock.py", "from pretrain import topology", "pretrain.attempts imports pretrain.topology"),
-        ("pretrain/topology.py", "import launcher.local", "pretrain.topology imports launcher"),
-        ("launcher/cli.py", "from pretrain.platform import device", "launcher imports pretrain.platform"),
-        ("launcher/cli.py", "from pretrain import model", "launcher imports pretrain.model"),
-        ("pretrain/__init__.py", "from pretrain.config import RunConfig", "pretrain imports pretrain.config"),
+        (
+            "kernels/dispatch.py",
+            "from pretrain.config import RunConfig",
+            "pretrain.kernels imports pretrain.config",
+        ),
+        (
+            "pretrain/attempts/lock.py",
+            "from pretrain import topology",
+            "pretrain.attempts imports pretrain.topology",
+        ),
+        (
+            "pretrain/topology.py",
+            "import pretrain.launcher.cli",
+            "pretrain.topology imports pretrain.launcher.cli",
+        ),
+        ("pretrain/topology.py", "import launcher.cli", "not pretrain.launcher.cli"),
+        (
+            "launcher/cli.py",
+            "from pretrain.platform import device",
+            "pretrain.launcher.cli imports pretrain.platform",
+        ),
+        (
+            "launcher/cli.py",
+            "from pretrain import model",
+            "pretrain.launcher.cli imports pretrain.model",
+        ),
+        (
+            "launcher/node/srun.py",
+            "from pretrain.launcher.login import submit",
+            "pretrain.launcher.node imports pretrain.launcher.login",
+        ),
+        (
+            "launcher/slurm.py",
+            "from pretrain.launcher.node.srun import a",
+            "pretrain.launcher.slurm imports pretrain.launcher.node",
+        ),
+        (
+            "pretrain/__init__.py",
+            "from pretrain.config import RunConfig",
+            "pretrain imports pretrain.config",
+        ),
         ("pretrain/attic/box.py", "", "a new room"),
+        ("launcher/attic.py", "", "a new room"),
     ],
 )
 def test_a_way_up_is_found(tmp_path, file, code, says):
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(code)
+    write(tmp_path, file, code)
     [found] = wrong_imports(tmp_path)
     assert found.startswith(file) and says in found
 
@@ -138,21 +269,48 @@ def test_a_way_up_is_found(tmp_path, file, code, says):
 @pytest.mark.parametrize(
     ("file", "code"),
     [
-        ("pretrain/train/hooks.py", "from pretrain.evaluate import perplexity\nfrom ..config import RunConfig"),
-        ("pretrain/export/parity.py", "from pretrain.evaluate.perplexity import evaluate\nimport kernels.dispatch"),
-        ("pretrain/cli.py", "import os\nimport torch\nfrom pretrain.study import run"),
+        (
+            "pretrain/train/hooks.py",
+            "from pretrain.evaluate import perplexity\nfrom ..config import RunConfig",
+        ),
+        (
+            "pretrain/export/parity.py",
+            "from pretrain.evaluate.perplexity import evaluate\nimport pretrain.kernels.dispatch",
+        ),
+        ("pretrain/cli.py", "import os\nimport torch\nfrom pretrain.train import run"),
         (
             "launcher/cli.py",
-            "from launcher import local\nfrom pretrain import attempts\nfrom pretrain.config import load_config",
+            "from pretrain.launcher.node import local\nfrom pretrain.config import load_config",
         ),
+        ("launcher/evaluations.py", "from pretrain.launcher import slurm\n"),
         ("pretrain/model/gpt.py", "from . import positions\nfrom .positions import make"),
     ],
 )
 def test_a_way_down_is_allowed(tmp_path, file, code):
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(code)
+    write(tmp_path, file, code)
     assert wrong_imports(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "pretrain/config/rules.py": "from pretrain.config.schema import RunConfig",
+            "pretrain/config/schema.py": "def layout():\n    from pretrain.config import rules",
+        },
+        {
+            "launcher/evaluations.py": "from pretrain.launcher.job import Job",
+            "launcher/job.py": "from pretrain.launcher import slurm",
+            "launcher/slurm.py": "import pretrain.launcher.evaluations",
+        },
+    ],
+    ids=["hidden in a function", "of three"],
+)
+def test_a_circle_is_found(tmp_path, files):
+    for file, code in files.items():
+        write(tmp_path, file, code)
+    [found] = circles(tmp_path)
+    assert all(Path(file).stem in found for file in files)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +323,21 @@ def test_a_way_down_is_allowed(tmp_path, file, code):
     ],
 )
 def test_a_read_of_the_environment_is_found(tmp_path, code):
-    (tmp_path / "pretrain/data").mkdir(parents=True)
-    (tmp_path / "launcher").mkdir()
-    (tmp_path / "launcher/local.py").write_text(code)
+    write(tmp_path, "launcher/node/local.py", code)
     assert environment_reads(tmp_path) == []
-    (tmp_path / "pretrain/data/loader.py").write_text(code)
+    write(tmp_path, "pretrain/data/loader.py", code)
     assert len(environment_reads(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
-    "module", ["pretrain.config", "pretrain.attempts", "launcher.cli", "launcher.srun", "pretrain.model.flops"]
+    "module",
+    [
+        "pretrain.config",
+        "pretrain.attempts",
+        "pretrain.launcher.cli",
+        "pretrain.launcher.node.srun",
+        "pretrain.model.flops",
+    ],
 )
 def test_light_modules_leave_torch_alone(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -8,47 +8,128 @@ from pathlib import Path
 
 import pytest
 
-from launcher import sweep
-from launcher.cluster import OUR_OPTIONS, parse_site
-from launcher.job import Job, JobRecord, append_job, check_path, check_time, job_name, read_jobs
-from launcher.submit import TrainingRun, check_runs, place, signal_seconds
 from pretrain.attempts import Attempt
 from pretrain.config import ConfigError, RunFailed, load_config
+from pretrain.launcher.cluster import OUR_OPTIONS, parse_site
+from pretrain.launcher.job import (
+    Job,
+    JobRecord,
+    append_job,
+    check_path,
+    check_time,
+    job_name,
+    read_jobs,
+)
+from pretrain.launcher.login import sweep
+from pretrain.launcher.login.submit import TrainingRun, check_runs, place, signal_seconds
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
 
-HOSTILE = ["a b", "$(touch x)", "`touch x`", "'; touch x; '", '"; touch x; "', "a\nb", "$HOME", "@COMMAND@", "\\", "*", "-n", "é", "#",
-           "a\ttab", "${IFS}", "~", "!!", "%j", "&& touch x", "| touch x", "> x", "{a,b}", "\\1", "''", "$'\\n'"]  # fmt: skip
+HOSTILE = [
+    "a b",
+    "$(touch x)",
+    "`touch x`",
+    "'; touch x; '",
+    '"; touch x; "',
+    "a\nb",
+    "$HOME",
+    "@COMMAND@",
+    "\\",
+    "*",
+    "-n",
+    "é",
+    "#",
+    "a\ttab",
+    "${IFS}",
+    "~",
+    "!!",
+    "%j",
+    "&& touch x",
+    "| touch x",
+    "> x",
+    "{a,b}",
+    "\\1",
+    "''",
+    "$'\\n'",
+]
 
 
 def job(site=CPU, **fields):
-    given = {"name": "a.b", "directory": Path("/"), "logs": Path("/logs"), "commands": (("true",),), **fields}
+    given = {
+        "name": "a.b",
+        "directory": Path("/"),
+        "logs": Path("/logs"),
+        "commands": (("true",),),
+        **fields,
+    }
     return Job(site=parse_site(site, "site"), **given)
 
 
 def test_a_gpu_site_is_asked_for_whole_nodes_and_one_task_a_gpu():
-    site = GPU | {"partition": "p", "account": "a", "qos": "q", "constraint": "c&d", "memory_per_node": "80G",
-                  "gpu_type": "v100", "sbatch_arguments": ["--exclude=n1,n2"]}  # fmt: skip
+    site = GPU | {
+        "partition": "p",
+        "account": "a",
+        "qos": "q",
+        "constraint": "c&d",
+        "memory_per_node": "80G",
+        "gpu_type": "v100",
+        "sbatch_arguments": ["--exclude=n1,n2"],
+    }
     made = job(site, nodes=3, tasks_per_node=8, time_limit="1:00:00", signal_seconds=99)
     assert made.arguments() == [
-        "--requeue", "--job-name=a.b", "--partition=p", "--account=a", "--qos=q", "--constraint=c&d", "--nodes=3",
-        "--ntasks-per-node=8", "--cpus-per-task=5", "--gpus-per-node=v100:8", "--mem=80G", "--time=1:00:00",
-        "--signal=USR1@99", "--open-mode=append", "--chdir=/", "--output=/logs/slurm-%j.log", "--export=ALL",
+        "--requeue",
+        "--job-name=a.b",
+        "--partition=p",
+        "--account=a",
+        "--qos=q",
+        "--constraint=c&d",
+        "--nodes=3",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=5",
+        "--gpus-per-node=v100:8",
+        "--mem=80G",
+        "--time=1:00:00",
+        "--signal=USR1@99",
+        "--open-mode=append",
+        "--chdir=/",
+        "--output=/logs/slurm-%j.log",
+        "--export=ALL",
         "--exclude=n1,n2",
-    ]  # fmt: skip
-    assert made.step() == ["srun", "--nodes=3", "--ntasks-per-node=8", "--cpus-per-task=5", "--gpus-per-node=v100:8",
-                           "--ntasks=24", "--kill-on-bad-exit=1", "--wait=60", "--label"]  # fmt: skip
+    ]
+    assert made.step() == [
+        "srun",
+        "--nodes=3",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=5",
+        "--gpus-per-node=v100:8",
+        "--ntasks=24",
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        "--label",
+    ]
 
 
 def test_a_site_may_give_no_option_that_jobs_are_sent_with():
-    site = GPU | {"partition": "p", "account": "a", "qos": "q", "constraint": "c", "memory_per_node": "8G"}
+    site = GPU | {
+        "partition": "p",
+        "account": "a",
+        "qos": "q",
+        "constraint": "c",
+        "memory_per_node": "8G",
+    }
     words = job(site, commands=(("a",), ("b",)), time_limit="9", signal_seconds=9).arguments()
     assert {word.split("=")[0].removeprefix("--") for word in words} <= set(OUR_OPTIONS)
 
 
 def test_a_smaller_job_takes_its_part_of_a_node():
     words = job(GPU | {"memory_per_node": "80G"}, tasks_per_node=1).arguments()
-    assert {"--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=5", "--gpus-per-node=1", "--mem=10240M"} <= set(words)
+    assert {
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=5",
+        "--gpus-per-node=1",
+        "--mem=10240M",
+    } <= set(words)
 
 
 def test_a_site_without_gpus_asks_for_none():
@@ -72,21 +153,37 @@ def test_the_script_passes_every_value_exactly(tmp_path):
         (directory := work / f"{number}{text}").mkdir()
         code = "import json, os, sys; print(json.dumps([os.getcwd(), os.environ['VALUE'], os.umask(0), *sys.argv[1:]]))"
         made = job(
-            CPU | {"environment": {"VALUE": text}}, directory=directory, commands=((sys.executable, "-c", code, text),)
+            CPU | {"environment": {"VALUE": text}},
+            directory=directory,
+            commands=((sys.executable, "-c", code, text),),
         )
-        done = subprocess.run(["bash"], input=made.script(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash"], input=made.script(), capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == [str(directory), text, 0o027, text]
         assert list(directory.iterdir()) == []
-    assert len(list(work.iterdir())) == len(HOSTILE) and [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert len(list(work.iterdir())) == len(HOSTILE) and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["work"]
 
 
 def test_an_array_s_task_runs_its_own_command(tmp_path):
-    commands = tuple((sys.executable, "-c", "import sys; print(sys.argv[1])", text) for text in HOSTILE)
+    commands = tuple(
+        (sys.executable, "-c", "import sys; print(sys.argv[1])", text) for text in HOSTILE
+    )
     script = job(commands=commands, concurrent=2).script()
     for index in (0, 1, len(HOSTILE) - 1):
         env = {**os.environ, "SLURM_ARRAY_TASK_ID": str(index)}
-        done = subprocess.run(["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash"],
+            input=script,
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout == HOSTILE[index] + "\n"
 
 
@@ -102,22 +199,37 @@ def test_modules_and_scratch_stand_in_the_script():
 
 
 def test_an_install_without_the_template_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("launcher.job.TEMPLATE", tmp_path / "job.sbatch")
+    monkeypatch.setattr("pretrain.launcher.job.TEMPLATE", tmp_path / "job.sbatch")
     with pytest.raises(RunFailed, match=r"job\.sbatch: not readable.*pip install -e"):
         job().script()
 
 
 def test_a_container_stands_between_srun_and_python():
-    assert job(CPU | {"container": ["apptainer", "exec", "a b.sif"]}).step()[-3:] == ["apptainer", "exec", "a b.sif"]
+    assert job(CPU | {"container": ["apptainer", "exec", "a b.sif"]}).step()[-3:] == [
+        "apptainer",
+        "exec",
+        "a b.sif",
+    ]
 
 
-@pytest.mark.parametrize(("text", "name"), [("demo.alibi_2", "demo.alibi_2"), ("a b$(c)", "a_b_c"), ("--x", "x"), ("é\n", "é"),
-                                            ("///", "run"), ("x" * 99, "x" * 64)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("demo.alibi_2", "demo.alibi_2"),
+        ("a b$(c)", "a_b_c"),
+        ("--x", "x"),
+        ("é\n", "é"),
+        ("///", "run"),
+        ("x" * 99, "x" * 64),
+    ],
+)
 def test_job_names_are_words(text, name):
     assert job_name(text) == name
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\0b", "\x1b[2J", "a\\b", "\udcff", "x" * 256, "/".join(["xy" * 100] * 20)])
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\0b", "\x1b[2J", "a\\b", "\udcff", "x" * 256, "/".join(["xy" * 100] * 20)]
+)
 def test_paths_that_no_job_can_use_are_refused(name):
     with pytest.raises(ConfigError, match=r"run\.directory = "):
         check_path("run.directory", Path("/runs") / name)
@@ -132,13 +244,22 @@ def test_a_file_is_no_run_directory(tmp_path):
 # ---- the place on the site -------------------------------------------------------------------------------------------
 def run_config(world_size=None, **sections):
     return tiny_config(
-        parallel={"world_size": world_size} if world_size else {}, batch={"global_batch_size": 1664}, **sections
+        parallel={"world_size": world_size} if world_size else {},
+        batch={"global_batch_size": 1664},
+        **sections,
     )
 
 
 @pytest.mark.parametrize(
     ("world_size", "nodes", "place_"),
-    [(None, None, (1, 8)), (None, 4, (4, 8)), (16, None, (2, 8)), (4, None, (1, 4)), (8, 2, (2, 4)), (32, 4, (4, 8))],
+    [
+        (None, None, (1, 8)),
+        (None, 4, (4, 8)),
+        (16, None, (2, 8)),
+        (4, None, (1, 4)),
+        (8, 2, (2, 4)),
+        (32, 4, (4, 8)),
+    ],
 )
 def test_nodes_follow_from_the_config_or_are_given(world_size, nodes, place_):
     run = place(run_config(world_size), parse_site(GPU, "site"), nodes)
@@ -147,15 +268,27 @@ def test_nodes_follow_from_the_config_or_are_given(world_size, nodes, place_):
 
 @pytest.mark.parametrize(
     ("world_size", "nodes", "sections", "says"),
-    [(None, 5, {}, ["nodes = 5", "has 4 of 8 GPUs"]),
-     (64, None, {}, ["nodes = 8", "has 4", "parallel.world_size=32"]),
-     (13, None, {}, ["parallel.world_size = 13", "not 2 times 1 to 8", "parallel.world_size=16"]),
-     (16, 1, {}, ["parallel.world_size = 16", "not 1 times 1 to 8"]),
-     (2, 4, {}, ["parallel.world_size = 2", "not 4 times"]),
-     (None, None, {"train": {"precision": "bf16"}}, ["train.precision = bf16", "V100", "Set train.precision=fp16"]),
-     (None, 3, {}, ["batch.global_batch_size = 1664", "24 data-parallel ranks"]),
-     (None, None, {"run": {"directory": "a\nb"}}, ["run.directory", "control characters"])],
-)  # fmt: skip
+    [
+        (None, 5, {}, ["nodes = 5", "has 4 of 8 GPUs"]),
+        (64, None, {}, ["nodes = 8", "has 4", "parallel.world_size=32"]),
+        (
+            13,
+            None,
+            {},
+            ["parallel.world_size = 13", "not 2 times 1 to 8", "parallel.world_size=16"],
+        ),
+        (16, 1, {}, ["parallel.world_size = 16", "not 1 times 1 to 8"]),
+        (2, 4, {}, ["parallel.world_size = 2", "not 4 times"]),
+        (
+            None,
+            None,
+            {"train": {"precision": "bf16"}},
+            ["train.precision = bf16", "V100", "Set train.precision=fp16"],
+        ),
+        (None, 3, {}, ["batch.global_batch_size = 1664", "24 data-parallel ranks"]),
+        (None, None, {"run": {"directory": "a\nb"}}, ["run.directory", "control characters"]),
+    ],
+)
 def test_what_the_site_has_not_is_refused(world_size, nodes, sections, says):
     with pytest.raises(ConfigError) as error:
         place(run_config(world_size, **sections), parse_site(GPU, "site"), nodes)
@@ -163,7 +296,9 @@ def test_what_the_site_has_not_is_refused(world_size, nodes, sections, says):
 
 
 def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
-    config = run_config(run={"directory": str(tmp_path / "run")}, data={"directory": str(built_data(tmp_path))})
+    config = run_config(
+        run={"directory": str(tmp_path / "run")}, data={"directory": str(built_data(tmp_path))}
+    )
     attempt = Attempt.begin(tmp_path / "run")
     attempt.end("finished", 0, "all steps done", 20)
     with pytest.raises(ConfigError, match="finished"):
@@ -173,7 +308,9 @@ def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
 
 
 def test_missing_data_is_refused_but_only_told_in_a_dry_run(tmp_path, capsys):
-    runs = [place(run_config(data={"directory": str(tmp_path / "no")}), parse_site(CPU, "site"), None)]
+    runs = [
+        place(run_config(data={"directory": str(tmp_path / "no")}), parse_site(CPU, "site"), None)
+    ]
     with pytest.raises(ConfigError, match="pretrain data build"):
         check_runs(runs, parse_site(CPU, "site"))
     check_runs(runs, parse_site(CPU, "site"), dry_run=True)
@@ -191,14 +328,26 @@ def built_data(tmp_path):
 def test_the_signal_is_estimated_from_the_size_of_the_model(tmp_path):
     config = load_config("configs/cc100_roberta/alibi_1024.toml")
     # 1.36 billion parameters of 12 bytes at 200 MB/s are 81.6 s, twice; a minute a step and Slurm's own minute.
-    assert signal_seconds(TrainingRun(config, tmp_path / "none", 16, 8)) == pytest.approx(2 * 81.6 + 60 + 60, abs=2)
+    assert signal_seconds(TrainingRun(config, tmp_path / "none", 16, 8)) == pytest.approx(
+        2 * 81.6 + 60 + 60, abs=2
+    )
 
 
 def test_the_signal_follows_what_the_run_has_seen(tmp_path):
     directory = Attempt.begin(tmp_path).directory
-    times = [(100, "loading", 0, None), (110, "training", 0, None), (210, "saving", 20, None), (240, "training", 20, 20),
-             (340, "saving", 50, None), (350, "ending", 50, 50), (400, "saving", 60, None)]  # fmt: skip
-    lines = [{"at": at, "phase": p, "step": s} | ({"saved": saved} if saved else {}) for at, p, s, saved in times]
+    times = [
+        (100, "loading", 0, None),
+        (110, "training", 0, None),
+        (210, "saving", 20, None),
+        (240, "training", 20, 20),
+        (340, "saving", 50, None),
+        (350, "ending", 50, 50),
+        (400, "saving", 60, None),
+    ]
+    lines = [
+        {"at": at, "phase": p, "step": s} | ({"saved": saved} if saved else {})
+        for at, p, s, saved in times
+    ]
     (directory / "phases.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     # The longest save took 30 s and the slowest steps 5 s each.
     assert signal_seconds(TrainingRun(run_config(), tmp_path, 1, 1)) == 60 + 2 * 30 + 5
@@ -225,28 +374,55 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
     append_job(tmp_path, records[1])
     assert read_jobs(tmp_path) == records and read_jobs(tmp_path / "none") == []
     assert json.loads((tmp_path / "jobs.jsonl").read_text().splitlines()[0]) == {
-        "job_id": "1", "kind": "train", "name": "a", "submitted_at": 1.5, "site": "s", "nodes": 2, "num_tasks": 4, "run": "/r",
-        "array_index": None, "checkpoint": None,
-    }  # fmt: skip
+        "job_id": "1",
+        "kind": "train",
+        "name": "a",
+        "submitted_at": 1.5,
+        "site": "s",
+        "nodes": 2,
+        "num_tasks": 4,
+        "run": "/r",
+        "array_index": None,
+        "checkpoint": None,
+    }
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "values"),
-    [("512,1024", ["512", "1024"]), ("alibi, rotary", ["alibi", "rotary"]), ("[1, 2],[3]", ["[1, 2]", "[3]"]),
-     ('"a,b","c"', ['"a,b"', '"c"']), ("1e-4,3e-4", ["0.0001", "0.0003"]), ("true,false", ["true", "false"]), ("7", ["7"])],
-)  # fmt: skip
+    [
+        ("512,1024", ["512", "1024"]),
+        ("alibi, rotary", ["alibi", "rotary"]),
+        ("[1, 2],[3]", ["[1, 2]", "[3]"]),
+        ('"a,b","c"', ['"a,b"', '"c"']),
+        ("1e-4,3e-4", ["0.0001", "0.0003"]),
+        ("true,false", ["true", "false"]),
+        ("7", ["7"]),
+    ],
+)
 def test_values_are_split_as_toml_reads_them(text, values):
-    assert [value.replace("\n", "").replace("    ", "").replace(",]", "]").replace(",", ", ") if "[" in value else value
-            for value in sweep.split_values(text, text)] == values  # fmt: skip
+    assert [
+        value.replace("\n", "").replace("    ", "").replace(",]", "]").replace(",", ", ")
+        if "[" in value
+        else value
+        for value in sweep.split_values(text, text)
+    ] == values
 
 
 @pytest.mark.parametrize(
     ("axis", "says"),
-    [("position.method", "want section.key="), ("method=a,b", "want section.key="), ("data.x=", "a value is missing"),
-     ("data.x=1,,2", "a value is missing"), ("data.x=a,a", "given twice"), ("data.x=[1,2", "not values between commas"),
-     ('data.x="a,b', "not values between commas"), ("run.directory=a,b", "a directory of its own"), ("a.b.c=1", "want section.key=")],
-)  # fmt: skip
+    [
+        ("position.method", "want section.key="),
+        ("method=a,b", "want section.key="),
+        ("data.x=", "a value is missing"),
+        ("data.x=1,,2", "a value is missing"),
+        ("data.x=a,a", "given twice"),
+        ("data.x=[1,2", "not values between commas"),
+        ('data.x="a,b', "not values between commas"),
+        ("run.directory=a,b", "a directory of its own"),
+        ("a.b.c=1", "want section.key="),
+    ],
+)
 def test_what_is_no_axis_is_refused(axis, says):
     with pytest.raises(ConfigError, match=says):
         sweep.parse_axes([axis])
@@ -258,7 +434,22 @@ def test_a_run_is_named_by_its_values():
 
 
 @pytest.mark.parametrize(
-    "value", ["..", ".", "", "a/b", "/etc", "a-b", "logs", "launch", "$(x)", "x" * 300, "é", ["a", "b"], None]
+    "value",
+    [
+        "..",
+        ".",
+        "",
+        "a/b",
+        "/etc",
+        "a-b",
+        "logs",
+        "launch",
+        "$(x)",
+        "x" * 300,
+        "é",
+        ["a", "b"],
+        None,
+    ],
 )
 def test_values_that_are_no_names_are_marked(value):
     name = sweep.run_name({"data.tokenizer": value})
@@ -275,8 +466,20 @@ def test_names_of_different_values_differ():
 def test_a_sweep_s_configs_differ_in_what_is_swept(tmp_path):
     axes = sweep.parse_axes(["position.method=alibi,rotary", "evaluation.lengths=[128, 256],[128]"])
     base = str(tmp_path / "s")
-    runs = sweep._runs(Path("configs/demo.toml"), parse_site(CPU | {"tasks_per_node": 2}, "s"), axes, [], base, None)
-    seen = {(run.config.position.method, run.config.evaluation.lengths): run.config.run.directory for run in runs}
+    runs = sweep._runs(
+        Path("configs/demo.toml"),
+        parse_site(CPU | {"tasks_per_node": 2}, "s"),
+        axes,
+        [],
+        base,
+        None,
+    )
+    seen = {
+        (run.config.position.method, run.config.evaluation.lengths): run.config.run.directory
+        for run in runs
+    }
     assert set(seen) == {(m, n) for m in ("alibi", "rotary") for n in ((128, 256), (128,))}
-    assert len(set(seen.values())) == 4 and all(Path(directory).parent == tmp_path / "s" for directory in seen.values())
+    assert len(set(seen.values())) == 4 and all(
+        Path(directory).parent == tmp_path / "s" for directory in seen.values()
+    )
     assert load_config("configs/demo.toml").train == runs[0].config.train

@@ -9,16 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from launcher.local import run_locally
 from pretrain.config import ConfigError, load_config
+from pretrain.launcher.node.local import run_locally
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+PLACES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 PATIENCE_SECONDS = 20.0  # for things that take milliseconds on an idle machine
 
 
 def python(code: str) -> list[str]:
-    return [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}"]
+    return [
+        sys.executable,
+        "-c",
+        f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}",
+    ]
 
 
 def run_processes(command: list[str], nproc: int, run: Path) -> int:
@@ -49,12 +61,18 @@ class Launched:
         self.folder, self.nproc = folder, nproc
         # Written aside and renamed: a file that is there is whole.
         note = f"open({str(folder)!r} + f'/new-{{rank}}', 'w').write(str(os.getpid()))\n"
-        note += f"os.rename({str(folder)!r} + f'/new-{{rank}}', {str(folder)!r} + f'/pid-{{rank}}')\n"
+        note += (
+            f"os.rename({str(folder)!r} + f'/new-{{rank}}', {str(folder)!r} + f'/pid-{{rank}}')\n"
+        )
         setup, _, work = code.partition("---\n")
         command = python(setup + note + work)
-        run = f"from pathlib import Path; from tests.unit.test_launcher_local import run_processes; import sys\n" \
-              f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r})))"  # fmt: skip
-        self.process = subprocess.Popen([sys.executable, "-c", run], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        run = (
+            f"from pathlib import Path; from tests.unit.test_launcher_local import run_processes; import sys\n"
+            f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r})))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", run], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
         wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(nproc)))
         self.ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(nproc)]
 
@@ -121,14 +139,18 @@ def test_what_rank_0_said_is_not_repeated(tmp_path, capfd):
 
 def test_a_rank_that_a_signal_ended_is_named(tmp_path, capfd):
     assert (
-        run_processes(python("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)"), 2, tmp_path)
+        run_processes(
+            python("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)"),
+            2,
+            tmp_path,
+        )
         == 137
     )
     assert capfd.readouterr().err == "rank 0 was ended by SIGKILL\n"
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher.local.KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr("pretrain.launcher.node.local.KILL_AFTER_SECONDS", 0.5)
     folder = str(tmp_path)
     code = f"""
 if rank == 1:
@@ -186,7 +208,9 @@ def test_a_signal_that_ends_the_ranks_is_the_exit_code(tmp_path):
 
 
 def test_a_second_signal_ends_a_run_that_does_not_stop(tmp_path):
-    launched = Launched(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_IGN)\n---\ntime.sleep(60)")
+    launched = Launched(
+        tmp_path, "signal.signal(signal.SIGINT, signal.SIG_IGN)\n---\ntime.sleep(60)"
+    )
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert launched.process.poll() is None and all(alive(pid) for pid in launched.ranks)
@@ -197,9 +221,13 @@ def test_a_second_signal_ends_a_run_that_does_not_stop(tmp_path):
     assert not any(alive(pid) for pid in launched.ranks)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's"
+)
 def test_a_killed_launcher_leaves_no_process(tmp_path):
-    launched = Launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(60)")
+    launched = Launched(
+        tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(60)"
+    )
     launched.process.kill()
     launched.process.wait()
     wait_until(lambda: not any(alive(pid) for pid in launched.ranks))
@@ -209,29 +237,42 @@ def test_a_killed_launcher_leaves_no_process(tmp_path):
 def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"run.directory: cannot make .*file/logs \(Not a directory\). Choose another"
+        ConfigError,
+        match=r"run.directory: cannot make .*file/logs \(Not a directory\). Choose another",
     ):
         run_processes(python(""), 1, tmp_path / "file")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from launcher.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", "from pretrain.launcher.cli import main; main()", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["none.toml", "--nproc", "2"], "error: none.toml: no such config file"),
-        (["configs/demo.toml", "--nproc", "2", "--set", "model.num_layer=2"], "did you mean model.num_layers?"),
-        (["configs/demo.toml", "--nproc", "3"], "error: batch.global_batch_size = 32: not divisible by"),
+        (
+            ["configs/demo.toml", "--nproc", "2", "--set", "model.num_layer=2"],
+            "did you mean model.num_layers?",
+        ),
+        (
+            ["configs/demo.toml", "--nproc", "3"],
+            "error: batch.global_batch_size = 32: not divisible by",
+        ),
     ],
 )
 def test_bad_input_is_one_plain_line_and_exit_code_2(tmp_path, arguments, expected):
     done = launcher("local", *arguments, "--set", f"run.directory={tmp_path}/run")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and expected in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (
+        done.stderr.startswith("error: ")
+        and expected in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    )
     assert not (tmp_path / "run").exists()  # nothing was started
 
 
@@ -243,7 +284,10 @@ def test_a_missing_option_is_exit_code_2():
 @pytest.mark.parametrize("arguments", [["--help"], ["local", "--help"]])
 def test_help_teaches_with_an_example(arguments):
     done = launcher(*arguments)
-    assert done.returncode == 0 and "Example: launcher local configs/demo.toml --nproc 2" in done.stdout
+    assert (
+        done.returncode == 0
+        and "Example: launcher local configs/demo.toml --nproc 2" in done.stdout
+    )
 
 
 def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypatch):
@@ -251,15 +295,28 @@ def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypa
     (tmp_path / "pretrain").mkdir()
     (tmp_path / "pretrain/__main__.py").write_text("import sys; print(sys.argv[1:])")
     code = f"""
-import os, launcher.cli as cli
+import os, pretrain.launcher.cli as cli
 os.environ['PYTHONPATH'] = {str(tmp_path)!r}
 os.chdir({str(tmp_path)!r})
 cli.main()
 """
     config = str(ROOT / "configs/demo.toml")
     arguments = ["--set", f"run.directory={tmp_path}/run", "--set", "train.num_steps=70"]
-    command = [sys.executable, "-c", code, "local", config, "--nproc", "2", "--resume", "none", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "local",
+        config,
+        "--nproc",
+        "2",
+        "--resume",
+        "none",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     expected = f"{['train', config, *arguments, '--resume', 'none']}\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
@@ -267,5 +324,5 @@ cli.main()
 
 
 def test_the_launcher_does_not_import_torch():
-    code = "import sys, launcher.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, pretrain.launcher.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -16,29 +16,66 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.config import RunConfig, load_config
-from pretrain.train.metrics import Guarded, JsonLines, Lines, MetricsWriter, ProgressBar, TensorBoard
+from pretrain.train.metrics import (
+    Guarded,
+    JsonLines,
+    Lines,
+    MetricsWriter,
+    ProgressBar,
+    TensorBoard,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 def make_config(*overrides: str) -> RunConfig:
-    quiet = ["logging.wandb=disabled", "logging.tensorboard=false", "train.num_steps=120", "logging.interval_steps=10"]
+    quiet = [
+        "logging.wandb=disabled",
+        "logging.tensorboard=false",
+        "train.num_steps=120",
+        "logging.interval_steps=10",
+    ]
     return load_config(ROOT / "configs/demo.toml", [*quiet, *overrides])
 
 
 def step_record(step: int, **changes: object) -> dict:
-    record = {"step": step, "loss_nats": 4.8123, "gradient_norm": 0.8132, "learning_rate": 1.9e-3,
-              "tokens_per_second": 21_300.0, "step_seconds": 0.5, "data_wait_seconds": 0.01,
-              "peak_memory_bytes": None}  # fmt: skip
+    record = {
+        "step": step,
+        "loss_nats": 4.8123,
+        "gradient_norm": 0.8132,
+        "learning_rate": 1.9e-3,
+        "tokens_per_second": 21_300.0,
+        "step_seconds": 0.5,
+        "data_wait_seconds": 0.01,
+        "peak_memory_bytes": None,
+    }
     return {**record, **changes}
 
 
 def evaluation_records(step: int) -> list[dict]:
     common = {"step": step, "evaluation": True}
     return [
-        {**common, "length": 128, "protocol": "nonoverlapping", "loss_nats": math.log(183.1), "perplexity": 183.1},
-        {**common, "length": 256, "protocol": "nonoverlapping", "loss_nats": math.log(182.55), "perplexity": 182.55},
-        {**common, "length": 128, "protocol": "sliding", "loss_nats": math.log(181.0), "perplexity": 181.0},
+        {
+            **common,
+            "length": 128,
+            "protocol": "nonoverlapping",
+            "loss_nats": math.log(183.1),
+            "perplexity": 183.1,
+        },
+        {
+            **common,
+            "length": 256,
+            "protocol": "nonoverlapping",
+            "loss_nats": math.log(182.55),
+            "perplexity": 182.55,
+        },
+        {
+            **common,
+            "length": 128,
+            "protocol": "sliding",
+            "loss_nats": math.log(181.0),
+            "perplexity": 181.0,
+        },
     ]
 
 
@@ -63,7 +100,10 @@ def test_every_record_is_a_line_and_is_there_at_once(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl", 0)
     lines.step(step_record(1))
     lines.evaluation(evaluation_records(1))
-    assert read(tmp_path / "metrics.jsonl") == [step_record(1), *evaluation_records(1)]  # before it is closed
+    assert read(tmp_path / "metrics.jsonl") == [
+        step_record(1),
+        *evaluation_records(1),
+    ]  # before it is closed
     lines.close()
 
 
@@ -75,7 +115,9 @@ def test_a_resumed_run_holds_each_step_once(tmp_path):
     steps = [record for record in records if "evaluation" not in record]
     assert [r["step"] for r in steps] == list(range(1, 21))
     assert [r["loss_nats"] for r in steps] == [1.0] * 10 + [2.0] * 10
-    assert [r["step"] for r in records if "evaluation" in r] == [5] * 3 + [10] * 3 + [15] * 3 + [20] * 3
+    assert [r["step"] for r in records if "evaluation" in r] == [5] * 3 + [10] * 3 + [15] * 3 + [
+        20
+    ] * 3
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -84,7 +126,9 @@ def test_a_line_that_a_kill_cut_short_does_no_harm(tmp_path, end):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 4, resume_step=0, loss=1.0)
     whole, last = path.read_text().rsplit("\n", 2)[:2]
-    path.write_text(whole + "\n" + last[:end])  # in the middle, before the brace, before the newline alone
+    path.write_text(
+        whole + "\n" + last[:end]
+    )  # in the middle, before the brace, before the newline alone
     write_steps(path, 4 if end else 5, 6, resume_step=4, loss=2.0)
     assert [r["step"] for r in read(path) if "evaluation" not in r] == [1, 2, 3, 4, 5, 6]
 
@@ -126,7 +170,9 @@ def test_a_plain_line_every_interval_and_at_the_end(capsys):
     ],
 )
 def test_rates_and_times_are_readable(capsys, seconds, rate, expected):
-    Lines(num_steps=2, interval=1).step(step_record(1, step_seconds=seconds, tokens_per_second=rate))
+    Lines(num_steps=2, interval=1).step(
+        step_record(1, step_seconds=seconds, tokens_per_second=rate)
+    )
     assert capsys.readouterr().err.rstrip().endswith(expected)
 
 
@@ -135,13 +181,18 @@ def test_a_loss_that_is_not_a_number_is_printed_as_such(capsys):
     assert "loss nan  lr 1.9e-03  grad inf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("console", [lambda: Lines(120, 10), lambda: ProgressBar(120, 90)], ids=["lines", "bar"])
+@pytest.mark.parametrize(
+    "console", [lambda: Lines(120, 10), lambda: ProgressBar(120, 90)], ids=["lines", "bar"]
+)
 def test_an_evaluation_is_a_line_a_protocol(capsys, console):
     destination = console()
     destination.evaluation(evaluation_records(100))
     destination.close()
     lines = capsys.readouterr().err.splitlines()
-    assert "evaluation after step 100, nonoverlapping, perplexity at  128: 183.10  256: 182.55" in lines
+    assert (
+        "evaluation after step 100, nonoverlapping, perplexity at  128: 183.10  256: 182.55"
+        in lines
+    )
     assert "evaluation after step 100, sliding, perplexity at  128: 181.00" in lines
 
 
@@ -209,9 +260,9 @@ def test_tensorboard_reads_what_was_written_and_resumed(tmp_path):
         writer.evaluation(evaluation_records(last))
         writer.close()
     # 183.1 is stored in single precision: 24 bits, 6e-8 relative.
-    assert scalars(tmp_path / "tensorboard", "evaluation/nonoverlapping/128/perplexity")[8] == pytest.approx(
-        183.1, rel=6e-8
-    )
+    assert scalars(tmp_path / "tensorboard", "evaluation/nonoverlapping/128/perplexity")[
+        8
+    ] == pytest.approx(183.1, rel=6e-8)
     expected = {step: 1.0 if step <= 4 else 2.0 for step in range(1, 9)}
     assert scalars(tmp_path / "tensorboard", "loss_nats") == expected
 
@@ -221,10 +272,14 @@ def log_records(data: bytes) -> Iterator[bytes]:
     """The records of a .wandb file: 7 bytes of header, then LevelDB's log format (its doc/log_format.md)."""
     position, parts = 7, []
     while position + 7 <= len(data):
-        if 32_768 - position % 32_768 < 7:  # the rest of a block that is too short for a record's header
+        if (
+            32_768 - position % 32_768 < 7
+        ):  # the rest of a block that is too short for a record's header
             position += 32_768 - position % 32_768
             continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)  # checksum, length, whole/first/middle/last
+        _, length, kind = struct.unpack_from(
+            "<IHB", data, position
+        )  # checksum, length, whole/first/middle/last
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
         if kind in (1, 4):
@@ -237,12 +292,19 @@ def wandb_history(directory: Path) -> list[dict]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = []
-    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns):
+    for path in sorted(
+        directory.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns
+    ):
         for data in log_records(path.read_bytes()):
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
-                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+                rows.append(
+                    {
+                        item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                        for item in items
+                    }
+                )
     return rows
 
 
@@ -262,15 +324,22 @@ def test_wandb_offline_writes_every_step_and_a_resume_continues_the_same_run(tmp
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 3
     rows = wandb_history(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
-    assert rows[0]["loss_nats"] == 4.8123 and rows[2]["evaluation/nonoverlapping/128/perplexity"] == 183.1
+    assert (
+        rows[0]["loss_nats"] == 4.8123
+        and rows[2]["evaluation/nonoverlapping/128/perplexity"] == 183.1
+    )
 
 
 def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
     # A process of its own, because wandb remembers credentials; a home of its own, because of ~/.netrc.
-    bare = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    bare = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))
+    }
     command, nothing = writing_program(tmp_path / "run", "logging.wandb=online"), subprocess.DEVNULL
     home = {**bare, "HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=home, stdin=nothing, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=home, stdin=nothing, capture_output=True, text=True, check=True
+    )
     assert done.stderr.count("wandb: UsageError: ") == 1 and "going on without it" in done.stderr
     assert len(read(tmp_path / "run/metrics.jsonl")) == 120
 

@@ -37,12 +37,21 @@ PATH = "configs/cc100_roberta/alibi_1024.toml"
 LAYOUTS = {
     "as published": [],
     "tp8": ["parallel.tensor_model_parallel_size=8"],
-    "tp2 x pp4, uneven": ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"],
-    "tp4 x pp8, uneven, untied": ["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=8",
-                                  "model.tie_word_embeddings=false"],
-    "pp2, interleaved by 4, t5": ["parallel.pipeline_model_parallel_size=2", "position.method=t5",
-                                  "parallel.virtual_pipeline_model_parallel_size=4"],
-}  # fmt: skip
+    "tp2 x pp4, uneven": [
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.pipeline_model_parallel_size=4",
+    ],
+    "tp4 x pp8, uneven, untied": [
+        "parallel.tensor_model_parallel_size=4",
+        "parallel.pipeline_model_parallel_size=8",
+        "model.tie_word_embeddings=false",
+    ],
+    "pp2, interleaved by 4, t5": [
+        "parallel.pipeline_model_parallel_size=2",
+        "position.method=t5",
+        "parallel.virtual_pipeline_model_parallel_size=4",
+    ],
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -21,15 +21,22 @@ PERPLEXITIES = {  # of the shape that a right run shows
 
 def make_record(method, protocol, length, perplexity, checkpoint=None):
     return {
-        "method": method, "protocol": protocol, "stride": 64 if protocol == "sliding" else length, "length": length,
-        "perplexity": perplexity, "loss_nats": math.log(perplexity), "tokens": 50_000,
+        "method": method,
+        "protocol": protocol,
+        "stride": 64 if protocol == "sliding" else length,
+        "length": length,
+        "perplexity": perplexity,
+        "loss_nats": math.log(perplexity),
+        "tokens": 50_000,
         "checkpoint": checkpoint or f"runs/demo/{method}/checkpoints/step-00000400",
-    }  # fmt: skip
+    }
 
 
 def make_records():
     return [
-        make_record(*key, 128 * 2**i, value) for key, values in PERPLEXITIES.items() for i, value in enumerate(values)
+        make_record(*key, 128 * 2**i, value)
+        for key, values in PERPLEXITIES.items()
+        for i, value in enumerate(values)
     ]
 
 
@@ -38,9 +45,14 @@ def read_png(content):
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     offset, chunks = 8, {}
     while offset < len(content):
-        (size,), kind = struct.unpack(">I", content[offset : offset + 4]), content[offset + 4 : offset + 8]
+        (size,), kind = (
+            struct.unpack(">I", content[offset : offset + 4]),
+            content[offset + 4 : offset + 8],
+        )
         data = content[offset + 8 : offset + 8 + size]
-        assert struct.unpack(">I", content[offset + 8 + size : offset + 12 + size])[0] == zlib.crc32(kind + data)
+        assert struct.unpack(">I", content[offset + 8 + size : offset + 12 + size])[
+            0
+        ] == zlib.crc32(kind + data)
         chunks[kind] = chunks.get(kind, b"") + data
         offset += 12 + size
     return *struct.unpack(">II", chunks[b"IHDR"][:8]), zlib.decompress(chunks[b"IDAT"])
@@ -49,10 +61,15 @@ def read_png(content):
 def test_json_and_csv_read_back(tmp_path):
     records = make_records()
     write_report(tmp_path / "report" / "curve.json", 128, records)
-    assert json.loads((tmp_path / "report" / "curve.json").read_text()) == {"train_length": 128, "records": records}
+    assert json.loads((tmp_path / "report" / "curve.json").read_text()) == {
+        "train_length": 128,
+        "records": records,
+    }
     with (tmp_path / "report" / "curve.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [{k: type(record[k])(row[k]) for k in FIELDS} for row, record in zip(rows, records)] == records
+    assert [
+        {k: type(record[k])(row[k]) for k in FIELDS} for row, record in zip(rows, records)
+    ] == records
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
         "curve.csv",
         "curve.json",
@@ -62,7 +79,10 @@ def test_json_and_csv_read_back(tmp_path):
 
 
 def test_pictures_are_pictures(tmp_path):
-    losses = {("alibi", 2048): np.linspace(7, 5, 2048), ("sinusoidal", 2048): np.linspace(7, 6, 2048)}
+    losses = {
+        ("alibi", 2048): np.linspace(7, 5, 2048),
+        ("sinusoidal", 2048): np.linspace(7, 6, 2048),
+    }
     write_report(tmp_path / "curve.json", 128, make_records(), losses)
     for name in ("curve.png", "positions.png"):
         content = (tmp_path / name).read_bytes()
@@ -77,9 +97,14 @@ def test_table_shows_the_numbers():
     assert lines[0].endswith("L = 128)")
     assert lines[1].split("  ")[-1].strip() == "2048 = 16 L"
     cells = [line.split("  ") for line in lines[3:]]
-    found = {(row[0], row[1].strip()): [float(x) for x in row[2:] if x.strip()] for row in
-             ([c for c in row if c.strip()] for row in cells)}  # fmt: skip
-    expected = {(m, p.replace("sliding", "sliding by 64")): values for (m, p), values in PERPLEXITIES.items()}
+    found = {
+        (row[0], row[1].strip()): [float(x) for x in row[2:] if x.strip()]
+        for row in ([c for c in row if c.strip()] for row in cells)
+    }
+    expected = {
+        (m, p.replace("sliding", "sliding by 64")): values
+        for (m, p), values in PERPLEXITIES.items()
+    }
     assert found == expected
 
 
@@ -93,14 +118,21 @@ def test_report_says_what_the_numbers_say(tmp_path):
         "alibi, nonoverlapping: best 181.90 at 1024 tokens (8 L); 1.001 times that at 2048 tokens (16 L), the longest; "
         "1.007 times that at L." in text
     )
-    assert "sinusoidal, nonoverlapping: best 248.80 at 128 tokens (L); 2.430 times that at 2048 tokens" in text
+    assert (
+        "sinusoidal, nonoverlapping: best 248.80 at 128 tokens (L); 2.430 times that at 2048 tokens"
+        in text
+    )
 
 
 def test_numbers_that_are_not_finite(tmp_path):
     records = [
         make_record("rotary", "nonoverlapping", 128, 20.0),
         make_record("rotary", "nonoverlapping", 256, math.inf),
-        {**make_record("none", "nonoverlapping", 128, 1.0), "perplexity": math.nan, "loss_nats": math.nan},
+        {
+            **make_record("none", "nonoverlapping", 128, 1.0),
+            "perplexity": math.nan,
+            "loss_nats": math.nan,
+        },
     ]
     write_report(tmp_path / "curve.json", 128, records)
 
@@ -111,18 +143,28 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert [r["perplexity"] for r in curve["records"]] == [20.0, None, None]
     assert [r["loss_nats"] for r in curve["records"]] == [math.log(20), None, None]
     report = (tmp_path / "report.md").read_text()
-    assert "rotary, nonoverlapping: best 20.00 at 128 tokens (L); not finite at 256 tokens (2 L)." in report
+    assert (
+        "rotary, nonoverlapping: best 20.00 at 128 tokens (L); not finite at 256 tokens (2 L)."
+        in report
+    )
     assert "none, nonoverlapping: no finite perplexity." in report
     table = format_table(128, records)
-    assert "inf" in table and "nan" in table and table.splitlines()[-1].endswith("-")  # none has no 256
+    assert (
+        "inf" in table and "nan" in table and table.splitlines()[-1].endswith("-")
+    )  # none has no 256
 
 
 def test_two_checkpoints_of_one_method_stay_apart():
     runs = ("runs/a/checkpoints/step-00000100", "runs/b/checkpoints/step-00000100")
-    table = format_table(128, [make_record("alibi", "nonoverlapping", 128, p, run) for p, run in zip((9.5, 8.5), runs)])
+    table = format_table(
+        128,
+        [make_record("alibi", "nonoverlapping", 128, p, run) for p, run in zip((9.5, 8.5), runs)],
+    )
     rows = [line.split() for line in table.splitlines()[-2:]]
-    assert rows == [["alibi", "(a/step-00000100)", "nonoverlapping", "9.50"],
-                    ["alibi", "(b/step-00000100)", "nonoverlapping", "8.50"]]  # fmt: skip
+    assert rows == [
+        ["alibi", "(a/step-00000100)", "nonoverlapping", "9.50"],
+        ["alibi", "(b/step-00000100)", "nonoverlapping", "8.50"],
+    ]
 
 
 def test_positions_are_averaged_over_every_position_once(tmp_path):

@@ -18,10 +18,16 @@ from tests.unit.test_report import make_record, read_png
 ROOT = Path(__file__).parents[2]
 # (step, protocol, length) -> perplexity; as the jobs may end, not in the order of training
 PERPLEXITIES = {
-    (400, "nonoverlapping", 128): 20.0, (400, "nonoverlapping", 512): 22.0, (400, "sliding", 512): 19.5,
-    (100, "nonoverlapping", 128): 90.0, (100, "nonoverlapping", 512): 99.0, (100, "sliding", 512): 88.25,
-    (300, "nonoverlapping", 128): 24.0, (300, "nonoverlapping", 512): 21.0, (300, "sliding", 512): 25.0,
-}  # fmt: skip
+    (400, "nonoverlapping", 128): 20.0,
+    (400, "nonoverlapping", 512): 22.0,
+    (400, "sliding", 512): 19.5,
+    (100, "nonoverlapping", 128): 90.0,
+    (100, "nonoverlapping", 512): 99.0,
+    (100, "sliding", 512): 88.25,
+    (300, "nonoverlapping", 128): 24.0,
+    (300, "nonoverlapping", 512): 21.0,
+    (300, "sliding", 512): 25.0,
+}
 
 
 def evaluate(run, step, perplexities):
@@ -33,7 +39,9 @@ def evaluate(run, step, perplexities):
 
 def evaluate_all(run):
     for step in dict.fromkeys(step for step, _, _ in PERPLEXITIES):
-        evaluate(run, step, {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step})
+        evaluate(
+            run, step, {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step}
+        )
 
 
 def curve(run):
@@ -44,15 +52,24 @@ def test_every_number_stands_in_the_order_of_training(tmp_path):
     evaluate_all(tmp_path)
     report_run(tmp_path)
     assert curve(tmp_path)["train_length"] == 128
-    found = [((r["step"], r["protocol"], r["length"]), r["perplexity"]) for r in curve(tmp_path)["records"]]
-    keys = [(step, *rest) for step in (100, 300, 400) for rest in
-            (("nonoverlapping", 128), ("nonoverlapping", 512), ("sliding", 512))]  # fmt: skip
+    found = [
+        ((r["step"], r["protocol"], r["length"]), r["perplexity"])
+        for r in curve(tmp_path)["records"]
+    ]
+    keys = [
+        (step, *rest)
+        for step in (100, 300, 400)
+        for rest in (("nonoverlapping", 128), ("nonoverlapping", 512), ("sliding", 512))
+    ]
     assert found == [(key, PERPLEXITIES[key]) for key in keys]
     for record in curve(tmp_path)["records"]:
         assert record["checkpoint"] == f"{tmp_path}/checkpoints/step-{record['step']:08d}"
         assert record["loss_nats"] == math.log(record["perplexity"])
     with (tmp_path / "evaluations/curve.csv").open() as file:
-        rows = [(int(r["step"]), r["protocol"], int(r["length"]), float(r["perplexity"])) for r in csv.DictReader(file)]
+        rows = [
+            (int(r["step"]), r["protocol"], int(r["length"]), float(r["perplexity"]))
+            for r in csv.DictReader(file)
+        ]
     assert rows == [(*key, PERPLEXITIES[key]) for key in keys]
 
 
@@ -60,27 +77,43 @@ def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
     evaluate_all(tmp_path)
     table = [line.split() for line in report_run(tmp_path).splitlines()]
     assert table[3:] == [
-        ["100", "nonoverlapping", "90.00", "99.00"], ["100", "sliding", "by", "64", "-", "88.25"],
-        ["300", "nonoverlapping", "24.00", "21.00"], ["300", "sliding", "by", "64", "-", "25.00"],
-        ["400", "nonoverlapping", "20.00", "22.00"], ["400", "sliding", "by", "64", "-", "19.50"],
-    ]  # fmt: skip
+        ["100", "nonoverlapping", "90.00", "99.00"],
+        ["100", "sliding", "by", "64", "-", "88.25"],
+        ["300", "nonoverlapping", "24.00", "21.00"],
+        ["300", "sliding", "by", "64", "-", "25.00"],
+        ["400", "nonoverlapping", "20.00", "22.00"],
+        ["400", "sliding", "by", "64", "-", "19.50"],
+    ]
     text = (tmp_path / "evaluations/report.md").read_text()
     assert "| 300 | nonoverlapping | 24.00 | 21.00 |\n| 300 | sliding by 64 | - | 25.00 |" in text
     assert "- 128 = L, nonoverlapping: best 20.00 at step 400, the newest." in text
     # 22 / 21 = 1.0476
-    assert "- 512 = 4 L, nonoverlapping: best 21.00 at step 300; 1.048 times that at step 400, the newest." in text
+    assert (
+        "- 512 = 4 L, nonoverlapping: best 21.00 at step 300; 1.048 times that at step 400, the newest."
+        in text
+    )
     # 22 / 20 = 1.1
-    assert "- step 400, nonoverlapping: best 20.00 at 128 tokens (L); 1.100 times that at 512 tokens (4 L)" in text
+    assert (
+        "- step 400, nonoverlapping: best 20.00 at 128 tokens (L); 1.100 times that at 512 tokens (4 L)"
+        in text
+    )
     assert "Not evaluated" not in text
 
 
 def test_pictures_are_drawn_and_grow_with_the_run(tmp_path):
     pictures = []
     for step in (100, 300):
-        evaluate(tmp_path, step, {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step})
+        evaluate(
+            tmp_path,
+            step,
+            {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step},
+        )
         report_run(tmp_path)
         pictures.append(
-            [read_png((tmp_path / "evaluations" / name).read_bytes()) for name in ("steps.png", "curve.png")]
+            [
+                read_png((tmp_path / "evaluations" / name).read_bytes())
+                for name in ("steps.png", "curve.png")
+            ]
         )
     for one, two in zip(*pictures):
         assert 800 <= one[0] <= 1600 and 400 <= one[1] <= 1000 and len(set(one[2])) > 16
@@ -93,20 +126,27 @@ def test_it_can_be_made_again_and_nothing_else_stands_there(tmp_path):
     first = {p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()}
     assert sorted(first) == ["curve.csv", "curve.json", "curve.png", "report.md", "steps.png"]
     report_run(tmp_path)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()} == first
+    assert {
+        p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()
+    } == first
 
 
 def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
     evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
-    for name, file, content in (("step-00000200", "failed.json", '{"reason": "3 jobs ended without a result"}'),
-                                ("step-00000300", "curve.json", '{"train_length": 128, "rec')):  # fmt: skip
+    for name, file, content in (
+        ("step-00000200", "failed.json", '{"reason": "3 jobs ended without a result"}'),
+        ("step-00000300", "curve.json", '{"train_length": 128, "rec'),
+    ):
         (tmp_path / "evaluations" / name).mkdir()
         (tmp_path / "evaluations" / name / file).write_text(content)
     (tmp_path / "evaluations/.step-00000400.partial").mkdir()
     report_run(tmp_path)
     assert [r["step"] for r in curve(tmp_path)["records"]] == [100]
     text = (tmp_path / "evaluations/report.md").read_text()
-    assert "## Not evaluated\n\n- step-00000200: 3 jobs ended without a result\n- step-00000300: " in text
+    assert (
+        "## Not evaluated\n\n- step-00000200: 3 jobs ended without a result\n- step-00000300: "
+        in text
+    )
     assert "00000300 cannot be read" in text and "00000400" not in text
 
 
@@ -116,7 +156,10 @@ def test_numbers_that_are_not_finite(tmp_path):
     report_run(tmp_path)
     assert [r["perplexity"] for r in curve(tmp_path)["records"]] == [30.0, None, None, None]
     text = (tmp_path / "evaluations/report.md").read_text()
-    assert "- 128 = L, nonoverlapping: best 30.00 at step 100; not finite at step 200, the newest." in text
+    assert (
+        "- 128 = L, nonoverlapping: best 30.00 at step 100; not finite at step 200, the newest."
+        in text
+    )
     assert "- 512 = 4 L, nonoverlapping: no finite perplexity." in text
 
 
@@ -151,7 +194,12 @@ for step in range(int(sys.argv[2]), 7, 2):
     evaluate(Path(sys.argv[1]), step, {("nonoverlapping", 128): 100.0 + step})
     report_run(Path(sys.argv[1]))
 """
-    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), first], cwd=ROOT) for first in ("1", "2")]
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), first], cwd=ROOT)
+        for first in ("1", "2")
+    ]
     assert [process.wait(120) for process in both] == [0, 0]
-    assert [(r["step"], r["perplexity"]) for r in curve(tmp_path)["records"]] == [(n, 100.0 + n) for n in range(1, 7)]
+    assert [(r["step"], r["perplexity"]) for r in curve(tmp_path)["records"]] == [
+        (n, 100.0 + n) for n in range(1, 7)
+    ]
     assert not list((tmp_path / "evaluations").glob(".*"))

@@ -12,7 +12,9 @@ from pretrain.optim.schedule import learning_rate
 ROUND_OFF = 1e-12  # relative: a dozen double-precision operations; torch multiplies factors step by step, 1e-16 each
 
 
-def make_config(style: str, steps: int, warmup: int = 0, minimum: float = 0.0, decay: int = 0) -> RunConfig:
+def make_config(
+    style: str, steps: int, warmup: int = 0, minimum: float = 0.0, decay: int = 0
+) -> RunConfig:
     schedule = {"lr_decay_style": style, "lr_warmup_steps": warmup, "min_learning_rate": minimum}
     return parse_config(
         {
@@ -49,8 +51,14 @@ def torch_rates(make_scheduler, steps: int) -> list[float]:
         (make_config("linear", 9, warmup=4), [0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2, 0]),
         (make_config("linear", 5, minimum=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
         (make_config("constant", 5, warmup=2), [0.5, 1, 1, 1, 1]),
-        (make_config("cosine", 5, warmup=1, minimum=0.5), [1, 0.75 + 2**0.5 / 8, 0.75, 0.75 - 2**0.5 / 8, 0.5]),
-        (make_config("warmup_stable_decay", 8, warmup=2, decay=4), [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+        (
+            make_config("cosine", 5, warmup=1, minimum=0.5),
+            [1, 0.75 + 2**0.5 / 8, 0.75, 0.75 - 2**0.5 / 8, 0.5],
+        ),
+        (
+            make_config("warmup_stable_decay", 8, warmup=2, decay=4),
+            [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0],
+        ),
         (make_config("warmup_stable_decay", 4, decay=4, minimum=0.2), [0.8, 0.6, 0.4, 0.2]),
         (make_config("warmup_stable_decay", 6, warmup=2, decay=4), [0.5, 1, 0.75, 0.5, 0.25, 0]),
         (make_config("linear", 3, warmup=2), [0.5, 1, 0]),
@@ -65,22 +73,30 @@ def test_hand_numbers(config, expected):
 @pytest.mark.parametrize("minimum", [0.0, 0.1])
 def test_cosine_equals_torch(minimum):
     expected = torch_rates(lambda o: CosineAnnealingLR(o, T_max=49, eta_min=minimum), 50)
-    assert rates(make_config("cosine", 50, minimum=minimum)) == pytest.approx(expected, rel=ROUND_OFF, abs=ROUND_OFF)
+    assert rates(make_config("cosine", 50, minimum=minimum)) == pytest.approx(
+        expected, rel=ROUND_OFF, abs=ROUND_OFF
+    )
 
 
 def test_linear_equals_torch():
-    expected = torch_rates(lambda o: LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=49), 50)
+    expected = torch_rates(
+        lambda o: LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=49), 50
+    )
     assert rates(make_config("linear", 50, minimum=0.1)) == pytest.approx(expected, rel=ROUND_OFF)
 
 
 def test_warm_up_equals_torch():
-    expected = torch_rates(lambda o: LinearLR(o, start_factor=0.1, end_factor=1.0, total_iters=9), 20)
+    expected = torch_rates(
+        lambda o: LinearLR(o, start_factor=0.1, end_factor=1.0, total_iters=9), 20
+    )
     assert rates(make_config("constant", 20, warmup=10)) == pytest.approx(expected, rel=ROUND_OFF)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "warmup_stable_decay"])
 def test_the_last_step_takes_the_minimum_and_the_peak_is_reached_once_warm(style):
-    config = make_config(style, 600, warmup=50, minimum=0.05, decay=100 if style == "warmup_stable_decay" else 0)
+    config = make_config(
+        style, 600, warmup=50, minimum=0.05, decay=100 if style == "warmup_stable_decay" else 0
+    )
     values = rates(config)
     assert values[-1] == pytest.approx(0.05, rel=ROUND_OFF)
     assert values.index(max(values)) == 49 and values[49] == 1.0

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from launcher.cluster import Site, load_site, parse_site, seconds_of, share_of_memory
 from pretrain.config import ConfigError
+from pretrain.launcher.cluster import Site, load_site, parse_site, seconds_of, share_of_memory
 
 ROOT = Path(__file__).parents[2]
 CPU = {"name": "here", "nodes": 2, "tasks_per_node": 4, "cpus_per_node": 8}
@@ -48,22 +48,34 @@ REFUSED = [
     (GPU | {"partition": "a\nb"}, ["partition = 'a\\nb'", "control characters"]),
     (GPU | {"account": ""}, ["account = ''", "Leave it out"]),
     (GPU | {"modules": ["cuda\0"]}, ["modules = 'cuda\\x00'"]),
-    (GPU | {"sbatch_arguments": ["--partition=other"]}, ["'--partition=other'", "sets this option itself"]),
-    (GPU | {"sbatch_arguments": ["--exp=NONE"]}, ["'--exp=NONE'", "sets this option itself"]),  # sbatch completes it
+    (
+        GPU | {"sbatch_arguments": ["--partition=other"]},
+        ["'--partition=other'", "sets this option itself"],
+    ),
+    (
+        GPU | {"sbatch_arguments": ["--exp=NONE"]},
+        ["'--exp=NONE'", "sets this option itself"],
+    ),  # sbatch completes it
     (GPU | {"sbatch_arguments": ["evil.sh"]}, ["'evil.sh'", "not an option"]),
     (GPU | {"sbatch_arguments": ["-w", "n1"]}, ["'-w'", "not an option"]),
     (GPU | {"environment": {"A B": "1"}}, ["environment.A B", "not a variable's name"]),
     (GPU | {"environment": {"A\nB": "1"}}, ["environment.'A\\nB'", "not a variable's name"]),
     (GPU | {"environment": {"X;reboot": "1"}}, ["not a variable's name"]),
     (GPU | {"environment": {"X": "\0"}}, ["environment.X", "no variable can hold this"]),
-    (GPU | {"environment": {"WANDB_API_KEY": "0"}}, ["WANDB_API_KEY", "looks like a secret", "export WANDB_API_KEY"]),
+    (
+        GPU | {"environment": {"WANDB_API_KEY": "0"}},
+        ["WANDB_API_KEY", "looks like a secret", "export WANDB_API_KEY"],
+    ),
     (GPU | {"environment": {"hf_token": "0"}}, ["hf_token", "looks like a secret"]),
     (
         GPU | {"container": ["apptainer", "exec", "--env", "WANDB_API_KEY=0"]},
         ["container: WANDB_API_KEY looks like a secret"],
     ),
     (GPU | {"environment": {"RANK": "0"}}, ["environment.RANK", "set this themselves"]),
-    (GPU | {"environment": {"SLURM_JOB_ID": "0"}}, ["environment.SLURM_JOB_ID", "set this themselves"]),
+    (
+        GPU | {"environment": {"SLURM_JOB_ID": "0"}},
+        ["environment.SLURM_JOB_ID", "set this themselves"],
+    ),
 ]
 
 
@@ -113,7 +125,9 @@ def test_times_are_slurms(text, seconds):
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "0:00", "-5", "1h", "1:2:3:4", "1-", "٣", "90\n", "90 --wrap=x"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0:00", "-5", "1h", "1:2:3:4", "1-", "٣", "90\n", "90 --wrap=x"]
+)
 def test_other_times_are_refused(text):
     with pytest.raises(ConfigError, match="time limit"):
         seconds_of(text)
@@ -121,8 +135,15 @@ def test_other_times_are_refused(text):
 
 @pytest.mark.parametrize(
     ("memory", "tasks", "share"),
-    [("480G", 8, "480G"), ("480G", 1, "61440M"), ("0", 1, "0"), ("1000", 4, "500M"), ("1T", 2, "262144M"), ("512MB", 8, "512M"),
-     ("100K", 1, "1M")],
-)  # fmt: skip
+    [
+        ("480G", 8, "480G"),
+        ("480G", 1, "61440M"),
+        ("0", 1, "0"),
+        ("1000", 4, "500M"),
+        ("1T", 2, "262144M"),
+        ("512MB", 8, "512M"),
+        ("100K", 1, "1M"),
+    ],
+)
 def test_a_part_of_a_node_takes_its_part_of_the_memory(memory, tasks, share):
     assert share_of_memory(memory, tasks, 8) == share

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import control, logs, tables
-from launcher.job import JobRecord, append_job
-from launcher.status import TAIL_BYTES, find_runs, look, read_rates
 from pretrain.attempts import Attempt, Owner
 from pretrain.config import ConfigError, RunFailed
+from pretrain.launcher.job import JobRecord, append_job
+from pretrain.launcher.login import control, logs, tables
+from pretrain.launcher.login.status import TAIL_BYTES, find_runs, look, read_rates
 from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,9 @@ def make_run(
     for phase in ("loading", "training"):
         attempt.phase(phase, 0)
     record = {"loss_nats": 3.0, "step_seconds": 0.5, "tokens_per_second": 21_300.0}
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s + 1} | record) + "\n" for s in range(steps)))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s + 1} | record) + "\n" for s in range(steps))
+    )
     (run / f"checkpoints/step-{steps:08d}").mkdir(parents=True)
     (run / f"checkpoints/step-{steps:08d}/manifest.json").touch()
     (run / f"checkpoints/step-{steps + 1:08d}").mkdir()  # not complete
@@ -54,13 +56,24 @@ def status_of(run: Path, now: float | None = None):
 
 def test_rates_are_means_over_the_last_steps_of_a_long_file(tmp_path):
     dice, path = random.Random(1), tmp_path / "metrics.jsonl"
-    steps = [{"step": s, "loss_nats": dice.random(), "step_seconds": dice.uniform(0.1, 2), "tokens_per_second": 1e4 * dice.random(),
-              "padding": "x" * 300} for s in range(1, 3001)]  # fmt: skip
+    steps = [
+        {
+            "step": s,
+            "loss_nats": dice.random(),
+            "step_seconds": dice.uniform(0.1, 2),
+            "tokens_per_second": 1e4 * dice.random(),
+            "padding": "x" * 300,
+        }
+        for s in range(1, 3001)
+    ]
     with path.open("w") as file:
         for record in steps:
             file.write(json.dumps(record) + "\n")
             if record["step"] % 10 == 0:
-                file.write(json.dumps({"step": record["step"], "evaluation": True, "loss_nats": 99.0}) + "\n")
+                file.write(
+                    json.dumps({"step": record["step"], "evaluation": True, "loss_nats": 99.0})
+                    + "\n"
+                )
         file.write('{"step": 3001, "loss_')
     assert path.stat().st_size > 3 * TAIL_BYTES
     rates, last = read_rates(path), steps[-50:]
@@ -68,14 +81,17 @@ def test_rates_are_means_over_the_last_steps_of_a_long_file(tmp_path):
     assert rates.step == 3000 and rates.loss_nats == steps[-1]["loss_nats"]
     assert math.isclose(rates.step_seconds, seconds / 50)
     assert math.isclose(
-        rates.tokens_per_second, sum(r["tokens_per_second"] * r["step_seconds"] for r in last) / seconds
+        rates.tokens_per_second,
+        sum(r["tokens_per_second"] * r["step_seconds"] for r in last) / seconds,
     )
 
 
 def test_a_loss_that_is_no_number_and_a_file_without_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_rates(path) is None
-    path.write_text('{"step": 1, "loss_nats": null, "non_finite": {"loss_nats": "inf"}, "step_seconds": 1.0}\n')
+    path.write_text(
+        '{"step": 1, "loss_nats": null, "non_finite": {"loss_nats": "inf"}, "step_seconds": 1.0}\n'
+    )
     assert read_rates(path).loss_nats == math.inf
     path.write_text('{"step": 1, "evaluation": true}\n[]\nnot json\n')
     assert read_rates(path) is None
@@ -87,7 +103,13 @@ def test_a_run_under_way_says_when_it_will_end():
     owner = attempt.directory / "owner.json"
     owner.write_text(json.dumps(json.loads(owner.read_text()) | {"began_at": at - 100}))
     # 60 s of training in 90 s of work: 300 steps of 0.5 s will take 225 s.
-    marks = [("starting", 100), ("training", 90), ("evaluating", 50), ("training", 30), ("saving", 10)]
+    marks = [
+        ("starting", 100),
+        ("training", 90),
+        ("evaluating", 50),
+        ("training", 30),
+        ("saving", 10),
+    ]
     lines = "".join(json.dumps({"at": at - ago, "phase": p, "step": 9}) + "\n" for p, ago in marks)
     (attempt.directory / "phases.jsonl").write_text(lines)
     status = status_of(run, at)
@@ -100,7 +122,10 @@ def test_a_run_under_way_says_when_it_will_end():
     )
     assert status.nodes == Owner.read(attempt.directory).host and abs(status.ends_at - at - 225) < 1
     text = tables.detail(status, at)
-    assert "100 of 400 (25.0 %), 21.3k tokens/s, loss 3.000, now saving" in text and "step-00000100" in text
+    assert (
+        "100 of 400 (25.0 %), 21.3k tokens/s, loss 3.000, now saving" in text
+        and "step-00000100" in text
+    )
 
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped", "failed", "gave_up", "refused"])
@@ -108,7 +133,11 @@ def test_a_run_that_ended_says_how(outcome):
     run, attempt = make_run("a")
     attempt.end(outcome, 1, "because of this", 100)
     status = status_of(run)
-    assert (status.state, status.reason, status.ends_at) == (outcome.replace("_", " "), "because of this", None)
+    assert (status.state, status.reason, status.ends_at) == (
+        outcome.replace("_", " "),
+        "because of this",
+        None,
+    )
     assert status.is_over
 
 
@@ -141,7 +170,12 @@ def test_a_table_of_many_runs_fits_the_terminal():
     for name in names:
         _, attempt = make_run(name, num_steps=1_000_000, steps=99)
         if name == names[0]:
-            attempt.end("failed", 1, "rank 3 on node-17 was ended (Out Of Memory); see its log for the rest of it", 99)
+            attempt.end(
+                "failed",
+                1,
+                "rank 3 on node-17 was ended (Out Of Memory); see its log for the rest of it",
+                99,
+            )
     statuses = look(find_runs([]))[0]
     assert [str(status.run) for status in statuses] == sorted(f"runs/{name}" for name in names)
     for width in (300, 120, 100, 80):
@@ -151,7 +185,10 @@ def test_a_table_of_many_runs_fits_the_terminal():
         assert all("99/1000000" in line for line in lines[1:])
     lines = tables.table(statuses, time.time(), 120).splitlines()
     assert lines[0].split() == [column.upper() for column in tables.COLUMNS]
-    assert all(line.startswith(("runs/", "…")) and "21.3k" in line and "3.000" in line for line in lines[1:])
+    assert all(
+        line.startswith(("runs/", "…")) and "21.3k" in line and "3.000" in line
+        for line in lines[1:]
+    )
 
 
 def test_what_is_no_run():
@@ -181,9 +218,21 @@ def test_a_local_run_has_no_job_to_cancel_or_requeue():
 # ---- logs ------------------------------------------------------------------------------------------------------------
 def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
     run, _ = make_run("a", nproc=12, job="7")
-    lines = [b" 0: one", b"10: ten: 1: x", b" 1: one", b"srun: error: task 1", b"10:", b"10:   indented"]
+    lines = [
+        b" 0: one",
+        b"10: ten: 1: x",
+        b" 1: one",
+        b"srun: error: task 1",
+        b"10:",
+        b"10:   indented",
+    ]
     (run / "logs/attempt-0001.log").write_bytes(b"\n".join(lines) + b"\n")
-    for rank, text in ((None, b"\n".join(lines) + b"\n"), (1, b"one\n"), (10, b"ten: 1: x\n\n  indented\n"), (11, b"")):
+    for rank, text in (
+        (None, b"\n".join(lines) + b"\n"),
+        (1, b"one\n"),
+        (10, b"ten: 1: x\n\n  indented\n"),
+        (11, b""),
+    ):
         logs.show(run, rank)
         assert capfdbinary.readouterr().out == text
     with pytest.raises(ConfigError, match="ranks 0 to 11"):
@@ -207,7 +256,9 @@ def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lin
         file.write("1: cut")
         file.flush()
         log = logs.Log(path, 1, 20)
-        assert [int(line.split()[1]) for line in log.read()] == list(range(19_961, 20_000, 2)) and log.read() == []
+        assert [int(line.split()[1]) for line in log.read()] == list(
+            range(19_961, 20_000, 2)
+        ) and log.read() == []
         file.write(" off\n0: other\n")
         file.flush()
         assert log.read() == [b"cut off\n"] and log.read() == []
@@ -250,16 +301,24 @@ def test_watch_shows_it_again_until_ctrl_c():
 
 
 def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launcher import tables; {before}from launcher.cli import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pretrain.launcher.login import tables; {before}from pretrain.launcher.cli import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-c", code, *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code, *words],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
 def test_durations_and_moments():
     said = [
-        tables.duration(ms) for ms in (0, 400, 9_949, 42_000, 59_600, 725_000, 3_599_600, 14_399_000, 1_051_200_000)
+        tables.duration(ms)
+        for ms in (0, 400, 9_949, 42_000, 59_600, 725_000, 3_599_600, 14_399_000, 1_051_200_000)
     ]
     assert said == ["0.0s", "0.4s", "9.9s", "42s", "1m00s", "12m05s", "1h00m", "3h59m", "12d04h"]
     now = time.mktime((2027, 3, 31, 12, 0, 0, 0, 0, -1))
-    assert [tables.moment(now + s, now) for s in (61, 86400, 86400 * 800)] == ["12:01:01", "Apr 01 12:00", "Jun 2029"]
+    assert [tables.moment(now + s, now) for s in (61, 86400, 86400 * 800)] == [
+        "12:01:01",
+        "Apr 01 12:00",
+        "Jun 2029",
+    ]

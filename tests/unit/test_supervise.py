@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import supervise
-from launcher.local import run_locally
-from launcher.srun import _failure
-from launcher.supervise import Signals, Supervisor, Watchdog, without_progress
 from pretrain.attempts import Attempt, AttemptRecord, Ended, Owner, newest_checkpoint, read_attempts
 from pretrain.config import load_config
+from pretrain.launcher.node import supervise
+from pretrain.launcher.node.local import run_locally
+from pretrain.launcher.node.srun import _failure
+from pretrain.launcher.node.supervise import Signals, Supervisor, Watchdog, without_progress
 from tests.unit.test_launcher_local import alive, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -81,13 +81,17 @@ if rank == 0:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(supervise, "DUMP_SECONDS", 0.5)
-    monkeypatch.setattr("launcher.local.KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr("pretrain.launcher.node.local.KILL_AFTER_SECONDS", 0.5)
 
 
 def training(step: str = "", begin: str = "") -> list[str]:
     """A rank's command; `begin` runs before its first step, `step` after each (step, number, rank, save, die are there)."""
     code = TRAINING.replace("LAST", str(LAST)).replace("BEGIN", begin)
-    return [sys.executable, "-c", code.replace("    STEP\n", "".join(f"    {line}\n" for line in step.splitlines()))]
+    return [
+        sys.executable,
+        "-c",
+        code.replace("    STEP\n", "".join(f"    {line}\n" for line in step.splitlines())),
+    ]
 
 
 def config_of(run: Path, *settings: str):
@@ -107,7 +111,10 @@ def outcomes(run: Path) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path, capfd, rank):
     code = train(
-        tmp_path, training(f"if rank == 0 and step == 4: save()\nif (rank, step, number) == ({rank}, 6, 1): die(9)")
+        tmp_path,
+        training(
+            f"if rank == 0 and step == 4: save()\nif (rank, step, number) == ({rank}, 6, 1): die(9)"
+        ),
     )
     assert code == 0
     first, second = read_attempts(tmp_path)
@@ -115,20 +122,26 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path, cap
     assert first.ended.reason.startswith(f"rank {rank} was ended by SIGKILL, at step ")
     assert (second.ended.outcome, second.ended.code, second.ended.step) == ("finished", 0, LAST)
     assert second.owner.checkpoint_step == 4 and second.phases[1].step == 4
-    assert f"attempt 1: {first.ended.reason}; starting again from step 4\n" in capfd.readouterr().err
+    assert (
+        f"attempt 1: {first.ended.reason}; starting again from step 4\n" in capfd.readouterr().err
+    )
     # Both attempts are in the log.
     assert (tmp_path / "logs/rank-1.log").read_text().count("attempt") >= 2
 
 
 def test_restarts_without_progress_are_limited(tmp_path, capfd):
-    code = train(tmp_path, training("if rank == 0 and step == number: die(9)"), "recovery.max_restarts=2")
+    code = train(
+        tmp_path, training("if rank == 0 and step == number: die(9)"), "recovery.max_restarts=2"
+    )
     assert code == 137
     assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed", "failed", "gave_up"]
     said = capfd.readouterr().err
     assert "at step 1; starting again from scratch (1 of 2 without progress)\n" in said
     assert "at step 2; starting again from scratch (2 of 2 without progress)\n" in said
     reason = "given up: 3 attempts in a row without a new checkpoint (recovery.max_restarts = 2)"
-    assert said.endswith(f"{reason}\n") and read_attempts(tmp_path)[-1].ended.reason.endswith(reason)
+    assert said.endswith(f"{reason}\n") and read_attempts(tmp_path)[-1].ended.reason.endswith(
+        reason
+    )
 
 
 def test_restarts_with_progress_are_not(tmp_path):
@@ -138,7 +151,12 @@ def test_restarts_with_progress_are_not(tmp_path):
 
 
 def test_a_failure_that_repeats_itself_is_not_tried_a_third_time(tmp_path, capfd):
-    assert train(tmp_path, training("if rank == 0 and step == 3: sys.exit('error: step 3: loss is nan')")) == 1
+    assert (
+        train(
+            tmp_path, training("if rank == 0 and step == 3: sys.exit('error: step 3: loss is nan')")
+        )
+        == 1
+    )
     assert outcomes(tmp_path) == [("failed", 1, 3), ("gave_up", 1, 3)]
     said = capfd.readouterr().err
     assert said.count("error: step 3: loss is nan") == 2
@@ -170,10 +188,13 @@ def test_a_paused_rank_is_found_and_every_rank_says_where_it_was(tmp_path, capfd
     assert train(tmp_path, training(step), "recovery.hang_seconds=1.5") == 0
     assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["hung", "finished"]
     first = read_attempts(tmp_path)[0]
-    assert first.ended.code == 137 and first.ended.reason.startswith("no progress for 1.5 s while training, at step ")
+    assert first.ended.code == 137 and first.ended.reason.startswith(
+        "no progress for 1.5 s while training, at step "
+    )
     said = capfd.readouterr().err
     assert (
-        "; every rank writes its stacks into its log, then is ended" in said and "starting again from scratch" in said
+        "; every rank writes its stacks into its log, then is ended" in said
+        and "starting again from scratch" in said
     )
     for text in (said, (tmp_path / "logs/rank-1.log").read_text()):
         assert "most recent call first" in text and 'File "<string>", line' in text
@@ -206,13 +227,20 @@ class Launched:
     """The launcher in a process of its own, to be signalled, with ranks that never end by themselves."""
 
     def __init__(
-        self, run: Path, step: str = "while number == 1 and step == 2 and not asked: time.sleep(0.01)", begin: str = ""
+        self,
+        run: Path,
+        step: str = "while number == 1 and step == 2 and not asked: time.sleep(0.01)",
+        begin: str = "",
     ) -> None:
         command = training(step, begin)
-        code = f"from tests.unit.test_supervise import train; from pathlib import Path; import sys\n" \
-               f"sys.exit(train(Path({str(run)!r}), {command!r}))"  # fmt: skip
+        code = (
+            f"from tests.unit.test_supervise import train; from pathlib import Path; import sys\n"
+            f"sys.exit(train(Path({str(run)!r}), {command!r}))"
+        )
         self.run = run
-        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
 
     def wait_until_it_trains(self) -> None:
         wait_until(lambda: all((self.run / f"1-1-{rank}").exists() for rank in range(2)))
@@ -229,7 +257,9 @@ def test_sigusr1_saves_and_starts_again(tmp_path):
     code, said = launched.end()
     (_, _, step), *_ = outcomes(tmp_path)
     assert code == 0 and outcomes(tmp_path) == [("restart", 75, step), ("finished", 0, LAST)]
-    assert f"attempt 1: saved at step {step}; starting again from step {step}\n" in said and step > 0
+    assert (
+        f"attempt 1: saved at step {step}; starting again from step {step}\n" in said and step > 0
+    )
 
 
 def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
@@ -238,7 +268,10 @@ def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
     wait_until(lambda: read_attempts(tmp_path))
     launched.process.send_signal(signal.SIGUSR1)
     code, said = launched.end()
-    assert code == 0 and [outcome for outcome, _, _ in outcomes(tmp_path)] == ["restart", "finished"], said
+    assert code == 0 and [outcome for outcome, _, _ in outcomes(tmp_path)] == [
+        "restart",
+        "finished",
+    ], said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -247,7 +280,10 @@ def test_sigterm_saves_and_stops(tmp_path, number):
     launched.wait_until_it_trains()
     launched.process.send_signal(number)
     code, said = launched.end()
-    assert code == 80 and said == f"{number.name}: asked the processes to stop; a second signal ends them\n"
+    assert (
+        code == 80
+        and said == f"{number.name}: asked the processes to stop; a second signal ends them\n"
+    )
     [(outcome, code, step)] = outcomes(tmp_path)
     assert (outcome, code) == ("stopped", 80) and newest_checkpoint(tmp_path) == step
     assert read_attempts(tmp_path)[0].ended.reason == f"saved at step {step}"
@@ -282,7 +318,9 @@ def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capf
 
     thread = threading.Thread(target=take_over)
     thread.start()
-    command = training("write(run + f'/pid-{rank}', str(os.getpid()))\nif step == 5: time.sleep(600)")
+    command = training(
+        "write(run + f'/pid-{rank}', str(os.getpid()))\nif step == 5: time.sleep(600)"
+    )
     assert train(tmp_path, command) == 1
     thread.join()
     first = read_attempts(tmp_path)[0]
@@ -310,10 +348,18 @@ def arguments(run: Path) -> list[list[str]]:
 )
 def test_what_a_restart_goes_on_from(tmp_path, resume, saves, then):
     save = "if rank == 0 and step == 4: save()\n" if saves else ""
-    assert train(tmp_path, training(f"{save}if (rank, step, number) == (0, 6, 1): die(9)"), resume=resume) == 0
+    assert (
+        train(
+            tmp_path, training(f"{save}if (rank, step, number) == (0, 6, 1): die(9)"), resume=resume
+        )
+        == 0
+    )
     first = ["--resume", resume] if resume else []
     frozen = str(tmp_path / "attempts/0002/config.toml")
-    assert arguments(tmp_path) == [["CONFIG", *first], [frozen, *(word.format(run=tmp_path) for word in then)]]
+    assert arguments(tmp_path) == [
+        ["CONFIG", *first],
+        [frozen, *(word.format(run=tmp_path) for word in then)],
+    ]
     assert load_config(Path(frozen)) == config_of(tmp_path)
 
 
@@ -324,15 +370,21 @@ def test_an_older_branch_of_a_run_is_gone_on_from(tmp_path):
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
     begin = "step = 2 if number == 1 else step"
     step = "if rank == 0 and step == 4: save()\nif (rank, step, number) == (0, 6, 1): die(9)"
-    assert train(tmp_path, training(step, begin), resume=f"{tmp_path}/checkpoints/step-00000002") == 0
+    assert (
+        train(tmp_path, training(step, begin), resume=f"{tmp_path}/checkpoints/step-00000002") == 0
+    )
     assert arguments(tmp_path)[1][1:] == ["--resume", f"{tmp_path}/checkpoints/step-00000004"]
 
 
 # ---- counting and evaluating -----------------------------------------------------------------------------------------
-def record(run: Path, number: int, began_with: int | None, outcome: str | None, job: str = "5") -> AttemptRecord:
+def record(
+    run: Path, number: int, began_with: int | None, outcome: str | None, job: str = "5"
+) -> AttemptRecord:
     ended = Ended(0.0, 1, outcome, "", 0) if outcome else None
     directory = run / "attempts" / f"{number:04d}"
-    return AttemptRecord(number, directory, Owner(slurm_job_id=job, checkpoint_step=began_with), ended=ended)
+    return AttemptRecord(
+        number, directory, Owner(slurm_job_id=job, checkpoint_step=began_with), ended=ended
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,7 +393,11 @@ def record(run: Path, number: int, began_with: int | None, outcome: str | None, 
         ([], None, 0),
         ([(None, "failed")], None, 1),
         ([(None, "failed")], 5, 0),
-        ([(None, "failed"), (None, None), (None, "restart")], None, 3),  # the second died with its node
+        (
+            [(None, "failed"), (None, None), (None, "restart")],
+            None,
+            3,
+        ),  # the second died with its node
         ([(None, "failed"), (5, "hung"), (5, "failed")], 5, 2),
         ([(None, "failed"), (5, "hung"), (5, "failed")], 6, 0),
         ([(5, "failed"), (5, "gave_up"), (5, "failed")], 5, 1),
@@ -358,14 +414,23 @@ def test_attempts_without_progress(tmp_path, records, newest, count):
 
 def test_attempts_that_take_their_supervisor_with_them_are_counted_too(tmp_path, capfd):
     with Signals() as signals:
-        supervisor = Supervisor(config_of(tmp_path, "recovery.max_restarts=1"), signals, lambda each: True)
+        supervisor = Supervisor(
+            config_of(tmp_path, "recovery.max_restarts=1"), signals, lambda each: True
+        )
         for number in (1, 2):
             Attempt.begin(tmp_path)
             owner = tmp_path / f"attempts/{number:04d}/owner.json"
-            owner.write_text(owner.read_text().replace('"pid_start": ', '"pid_start": 1'))  # its process is gone
-        end = supervisor.make_attempt(Attempt.begin(tmp_path), lambda attempt: pytest.fail("started"))
+            owner.write_text(
+                owner.read_text().replace('"pid_start": ', '"pid_start": 1')
+            )  # its process is gone
+        end = supervisor.make_attempt(
+            Attempt.begin(tmp_path), lambda attempt: pytest.fail("started")
+        )
     assert (end.outcome, end.again, end.code) == ("gave_up", False, 1)
-    assert "3 attempts in a row without a new checkpoint (recovery.max_restarts = 1)" in capfd.readouterr().err
+    assert (
+        "3 attempts in a row without a new checkpoint (recovery.max_restarts = 1)"
+        in capfd.readouterr().err
+    )
 
 
 def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeypatch):
@@ -387,7 +452,9 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
         supervisor = Supervisor(config_of(tmp_path), signals, lambda each: True)
         start = lambda attempt: steps.append(Sleep()) or steps[0]  # noqa: E731
         end = supervisor.make_attempt(
-            Attempt.begin(tmp_path), start, lambda last: calls.append((last, threading.current_thread()))
+            Attempt.begin(tmp_path),
+            start,
+            lambda last: calls.append((last, threading.current_thread())),
         )
     assert end.outcome == "finished" and steps[0].calls_at_end > 2
     assert calls[-1] == (True, threading.main_thread())
@@ -398,16 +465,38 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("said", "code", "expected"),
     [
-        (["srun: error: n1: task 0: Exited with exit code 75", "srun: launch/slurm: _step_signal: Terminating StepId=1.0",
-          "srun: error: n2: tasks 2-3: Killed"], 137, ("rank 0 on n1 ended with exit code 75; see LOG", 75)),
-        (["0: srun: error: n9: task 9: Killed", "srun: error: n2: task 2: Killed",
-          "srun: error: n1: tasks 0-1: Exited with exit code 80"], 137, ("rank 2 on n2 was ended (Killed); see LOG", 137)),
-        (["srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"], 1,
-         ("srun ended with exit code 1 (Unable to create step for job 7: Invalid generic resource (gres) specification); "
-          "see LOG", 1)),
+        (
+            [
+                "srun: error: n1: task 0: Exited with exit code 75",
+                "srun: launch/slurm: _step_signal: Terminating StepId=1.0",
+                "srun: error: n2: tasks 2-3: Killed",
+            ],
+            137,
+            ("rank 0 on n1 ended with exit code 75; see LOG", 75),
+        ),
+        (
+            [
+                "0: srun: error: n9: task 9: Killed",
+                "srun: error: n2: task 2: Killed",
+                "srun: error: n1: tasks 0-1: Exited with exit code 80",
+            ],
+            137,
+            ("rank 2 on n2 was ended (Killed); see LOG", 137),
+        ),
+        (
+            [
+                "srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"
+            ],
+            1,
+            (
+                "srun ended with exit code 1 (Unable to create step for job 7: Invalid generic resource (gres) specification); "
+                "see LOG",
+                1,
+            ),
+        ),
         ([], 143, ("srun ended with exit code 143; see LOG", 143)),
     ],
-)  # fmt: skip
+)
 def test_the_first_to_fail_is_read_from_what_srun_wrote(tmp_path, said, code, expected):
     """Lines as Slurm 22.05 wrote them."""
     log = tmp_path / "attempt-0001.log"
@@ -422,7 +511,9 @@ def test_a_step_that_cannot_be_started_gives_the_run_back(tmp_path):
         def start(attempt: Attempt):
             raise OSError("no such thing")
 
-        Supervisor(config_of(tmp_path), signals, lambda each: True).make_attempt(Attempt.begin(tmp_path), start)
+        Supervisor(config_of(tmp_path), signals, lambda each: True).make_attempt(
+            Attempt.begin(tmp_path), start
+        )
     [attempt] = read_attempts(tmp_path)
     assert (attempt.ended.outcome, attempt.ended.reason) == ("failed", "OSError: no such thing")
 

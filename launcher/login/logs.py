@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from launcher.job import read_jobs
-from launcher.status import TO_BE_MADE_AGAIN, check_run, look
 from pretrain.attempts import AttemptRecord, read_attempts
 from pretrain.config import ConfigError
+from pretrain.launcher.job import read_jobs
+from pretrain.launcher.login.status import TO_BE_MADE_AGAIN, check_run, look
 
 FIRST_LINES = 20  # what --follow shows of the past
 FIRST_BYTES = 1024 * 1024  # it looks for them in the last of the log
@@ -33,7 +33,9 @@ def print_log(run: Path, rank: int | None, number: int | None, following: bool) 
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed into the pipe
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nothing is left to be flushed into the pipe
 
 
 def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
@@ -46,11 +48,15 @@ def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
     if number is not None:
         found = [a for a in attempts if a.number == number]
         if not found:
-            raise ConfigError(f"--attempt {number}: {run} has attempts {attempts[0].number} to {attempts[-1].number}")
+            raise ConfigError(
+                f"--attempt {number}: {run} has attempts {attempts[0].number} to {attempts[-1].number}"
+            )
         attempt = found[0]
     path, wanted = _log(run, attempt, rank, number is not None)
     if not path.exists():
-        raise ConfigError(f"{path}: not there; the attempt's ranks have not started. {_waiting(run)}")
+        raise ConfigError(
+            f"{path}: not there; the attempt's ranks have not started. {_waiting(run)}"
+        )
     log = Log(path, wanted)
     while lines := log.read():
         _write(lines)
@@ -64,10 +70,16 @@ def follow(run: Path, rank: int | None = None) -> str:
     check_run(run)
     over, log, attempt = _Over(run), None, None  # type: _Over, Log | None, AttemptRecord | None
     if not read_attempts(run):
-        print(f"{run}: no attempt has begun; waiting for the first. {_waiting(run)}", file=sys.stderr, flush=True)
+        print(
+            f"{run}: no attempt has begun; waiting for the first. {_waiting(run)}",
+            file=sys.stderr,
+            flush=True,
+        )
     while True:
         attempts = read_attempts(run)
-        end = over.why(attempts)  # asked before the log is read: what was printed until then is in it
+        end = over.why(
+            attempts
+        )  # asked before the log is read: what was printed until then is in it
         newest = attempts[-1] if attempts else None
         lines = log.read() if log else []
         _write(lines)
@@ -148,29 +160,42 @@ class _Over:
         return said if certain else ""
 
 
-def _log(run: Path, attempt: AttemptRecord, rank: int | None, one_attempt: bool) -> tuple[Path, int | None]:
+def _log(
+    run: Path, attempt: AttemptRecord, rank: int | None, one_attempt: bool
+) -> tuple[Path, int | None]:
     """An attempt's log, and the rank to look for in it."""
     logs, ranks = run / "logs", attempt.owner.num_processes
     if rank is not None and rank >= ranks:
-        raise ConfigError(f"--rank {rank}: attempt {attempt.number} of {run} has ranks 0 to {ranks - 1}")
+        raise ConfigError(
+            f"--rank {rank}: attempt {attempt.number} of {run} has ranks 0 to {ranks - 1}"
+        )
     if attempt.owner.slurm_job_id is not None:
         return logs / f"attempt-{attempt.number:04d}.log", rank
     if not rank:
         others = f"; --rank 1 to {ranks - 1} have logs" if ranks > 1 else ""
-        raise ConfigError(f"{run}: attempt {attempt.number} runs without Slurm, and its rank 0 writes to the terminal where "
-                          f"it was started{others}")  # fmt: skip
+        raise ConfigError(
+            f"{run}: attempt {attempt.number} runs without Slurm, and its rank 0 writes to the terminal where "
+            f"it was started{others}"
+        )
     if one_attempt:
-        raise ConfigError(f"--attempt: without Slurm a rank has one log of all attempts, {logs}/rank-{rank}.log")
+        raise ConfigError(
+            f"--attempt: without Slurm a rank has one log of all attempts, {logs}/rank-{rank}.log"
+        )
     return logs / f"rank-{rank}.log", None
 
 
 def _waiting(run: Path) -> str:
     """What a run without a log is waiting for, and where else to look."""
     [status], away = look([run])
-    words = [f"It is {status.state}" + (f" ({status.reason or away})" if status.reason or away else "")]
+    words = [
+        f"It is {status.state}" + (f" ({status.reason or away})" if status.reason or away else "")
+    ]
     jobs = [record for record in read_jobs(run) if record.kind == "train"]
     if jobs:
-        places = [folder / f"slurm-{jobs[-1].job_id}.log" for folder in (run / "logs", run.parent / "logs")]
+        places = [
+            folder / f"slurm-{jobs[-1].job_id}.log"
+            for folder in (run / "logs", run.parent / "logs")
+        ]
         words += [f"what its job said is in {path}" for path in places if path.exists()]
     return "; ".join(words)
 

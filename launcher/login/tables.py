@@ -9,17 +9,40 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.accounting import PARTS, Account, account, total
-from launcher.status import RunStatus, find_runs, look, read_num_steps
 from pretrain.attempts import AttemptRecord, newest_checkpoint, read_attempts
+from pretrain.launcher.login.accounting import PARTS, Account, account, total
+from pretrain.launcher.login.status import RunStatus, find_runs, look, read_num_steps
 
 WATCH_SECONDS = 5.0
 WIDTH = 120  # where there is no terminal to ask
 GAP = "  "
-COLUMNS = ("run", "state", "reason", "nodes", "restarts", "step", "tokens/s", "loss", "ends", "checkpoint", "goodput")
+COLUMNS = (
+    "run",
+    "state",
+    "reason",
+    "nodes",
+    "restarts",
+    "step",
+    "tokens/s",
+    "loss",
+    "ends",
+    "checkpoint",
+    "goodput",
+)
 RIGHT = {"restarts", "step", "tokens/s", "loss", "checkpoint", "goodput"}
-SHORTENED = {"reason": 8, "nodes": 8, "run": 14}  # the columns that give way, in turn, and what is left of them
-DROPPED = ("nodes", "reason", "ends", "checkpoint", "restarts", "tokens/s")  # in turn, where that is not enough
+SHORTENED = {
+    "reason": 8,
+    "nodes": 8,
+    "run": 14,
+}  # the columns that give way, in turn, and what is left of them
+DROPPED = (
+    "nodes",
+    "reason",
+    "ends",
+    "checkpoint",
+    "restarts",
+    "tokens/s",
+)  # in turn, where that is not enough
 
 
 def terminal_width() -> int:
@@ -68,7 +91,9 @@ def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
         if sum(widths[c] for c in columns) + len(GAP) * (len(columns) - 1) > width:
             columns.remove(column)
     lines = [dict(zip(COLUMNS, (c.upper() for c in COLUMNS))), *rows]
-    return "\n".join(GAP.join(_cell(line[c], widths[c], c) for c in columns).rstrip() for line in lines)
+    return "\n".join(
+        GAP.join(_cell(line[c], widths[c], c) for c in columns).rstrip() for line in lines
+    )
 
 
 def detail(status: RunStatus, now: float) -> str:
@@ -76,8 +101,16 @@ def detail(status: RunStatus, now: float) -> str:
     lines = [str(status.run)]
     job = status.job
     where = [f"job {job.job_id}" if job else "", f"on {status.nodes}" if status.nodes else ""]
-    where += [f"its time ends {moment(job.ends_at, now)}" if job and job.state == "RUNNING" and job.ends_at else ""]
-    where += [f"starts {moment(job.started_at, now)}" if job and job.state == "PENDING" and job.started_at else ""]
+    where += [
+        f"its time ends {moment(job.ends_at, now)}"
+        if job and job.state == "RUNNING" and job.ends_at
+        else ""
+    ]
+    where += [
+        f"starts {moment(job.started_at, now)}"
+        if job and job.state == "PENDING" and job.started_at
+        else ""
+    ]
     lines += _field("state", ", ".join(filter(None, [status.state, *where])))
     lines += _field("reason", status.reason)
     lines += _field("step", _progress(status, now))
@@ -85,7 +118,12 @@ def detail(status: RunStatus, now: float) -> str:
         lines += _field("checkpoint", f"step-{status.checkpoint:08d}")
     lines += _field("evaluations", _evaluations(status))
     if status.accounts:
-        lines += ["", *_attempts(status.attempts, status.accounts, now), "", *_ends(status.attempts)]
+        lines += [
+            "",
+            *_attempts(status.attempts, status.accounts, now),
+            "",
+            *_ends(status.attempts),
+        ]
         lines += [goodput_line(total(status.accounts))]
     return "\n".join(lines)
 
@@ -100,14 +138,22 @@ def summary(run: Path) -> str:
     outcome = newest.ended.outcome.replace("_", " ") if newest.ended else "not ended"
     step = newest.ended.step if newest.ended else newest.step
     whole = total(accounts)
-    spent = ", ".join(f"{part} {duration(whole.parts[part])}" for part in PARTS if whole.parts[part])
+    spent = ", ".join(
+        f"{part} {duration(whole.parts[part])}" for part in PARTS if whole.parts[part]
+    )
     plural = "" if len(attempts) == 1 else "s"
-    return "\n".join([
-        f"{run}: {outcome} at step {step}{f' of {num_steps}' if num_steps else ''}, {len(attempts)} attempt{plural}, "
-        + (f"newest checkpoint step-{checkpoint:08d}" if checkpoint is not None else "no checkpoint"),
-        f"time: {spent or '0s'}; {duration(whole.wall)} in all",
-        goodput_line(whole),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{run}: {outcome} at step {step}{f' of {num_steps}' if num_steps else ''}, {len(attempts)} attempt{plural}, "
+            + (
+                f"newest checkpoint step-{checkpoint:08d}"
+                if checkpoint is not None
+                else "no checkpoint"
+            ),
+            f"time: {spent or '0s'}; {duration(whole.wall)} in all",
+            goodput_line(whole),
+        ]
+    )
 
 
 def goodput_line(whole: Account) -> str:
@@ -119,14 +165,24 @@ def goodput_line(whole: Account) -> str:
 # ---- cells -----------------------------------------------------------------------------------------------------------
 def _row(status: RunStatus, now: float) -> tuple[str, ...]:
     rates = status.rates
-    step = "" if status.step is None else str(status.step) + (f"/{status.num_steps}" if status.num_steps else "")
+    step = (
+        ""
+        if status.step is None
+        else str(status.step) + (f"/{status.num_steps}" if status.num_steps else "")
+    )
     return (
-        str(status.run), status.state, status.reason, status.nodes, str(status.restarts), step,
-        thousands(rates.tokens_per_second) if rates else "", _loss(rates.loss_nats) if rates else "",
+        str(status.run),
+        status.state,
+        status.reason,
+        status.nodes,
+        str(status.restarts),
+        step,
+        thousands(rates.tokens_per_second) if rates else "",
+        _loss(rates.loss_nats) if rates else "",
         moment(status.ends_at, now) if status.ends_at else "",
         "" if status.checkpoint is None else str(status.checkpoint),
         percent(total(status.accounts).goodput) if status.accounts else "",
-    )  # fmt: skip
+    )
 
 
 def _cell(text: str, width: int, column: str) -> str:
@@ -144,11 +200,21 @@ def _progress(status: RunStatus, now: float) -> str:
         return f"none of {status.num_steps} yet" if status.num_steps else ""
     words = [str(status.step)]
     if status.num_steps:
-        words = [f"{status.step} of {status.num_steps} ({status.step / status.num_steps:.1%})".replace("%", " %")]
+        words = [
+            f"{status.step} of {status.num_steps} ({status.step / status.num_steps:.1%})".replace(
+                "%", " %"
+            )
+        ]
     if status.rates:
-        words += [f"{thousands(status.rates.tokens_per_second)} tokens/s", f"loss {_loss(status.rates.loss_nats)}"]
+        words += [
+            f"{thousands(status.rates.tokens_per_second)} tokens/s",
+            f"loss {_loss(status.rates.loss_nats)}",
+        ]
     if status.attempts and status.ends_at and status.attempts[-1].phases:
-        words += [f"now {status.attempts[-1].phases[-1].phase}", f"estimated end {moment(status.ends_at, now)}"]
+        words += [
+            f"now {status.attempts[-1].phases[-1].phase}",
+            f"estimated end {moment(status.ends_at, now)}",
+        ]
     return ", ".join(words)
 
 
@@ -162,24 +228,33 @@ def _evaluations(status: RunStatus) -> str:
     return ", ".join([f"{done} done", *queued])
 
 
-def _attempts(attempts: Sequence[AttemptRecord], accounts: Sequence[Account], now: float) -> list[str]:
+def _attempts(
+    attempts: Sequence[AttemptRecord], accounts: Sequence[Account], now: float
+) -> list[str]:
     """A line an attempt with its time split, and their sum."""
     heads = ["attempt", "began", "end", *PARTS, "sum"]
     rows = [
-        [str(a.number), moment(a.owner.began_at, now), _end(a), *_split(each)] for a, each in zip(attempts, accounts)
+        [str(a.number), moment(a.owner.began_at, now), _end(a), *_split(each)]
+        for a, each in zip(attempts, accounts)
     ]
     if len(rows) > 1:
         rows.append(["all", "", "", *_split(total(accounts))])
     widths = [max(len(cell) for cell in column) for column in zip(heads, *rows)]
     left = ("began", "end")
     return [
-        "  " + " ".join(c.ljust(w) if head in left else c.rjust(w) for head, c, w in zip(heads, row, widths))
+        "  "
+        + " ".join(
+            c.ljust(w) if head in left else c.rjust(w) for head, c, w in zip(heads, row, widths)
+        )
         for row in ([head.upper() for head in heads], *rows)
     ]
 
 
 def _split(account: Account) -> list[str]:
-    return [*(duration(account.parts[part]) if account.parts[part] else "-" for part in PARTS), duration(account.wall)]
+    return [
+        *(duration(account.parts[part]) if account.parts[part] else "-" for part in PARTS),
+        duration(account.wall),
+    ]
 
 
 def _end(attempt: AttemptRecord) -> str:
@@ -189,8 +264,11 @@ def _end(attempt: AttemptRecord) -> str:
 def _ends(attempts: Sequence[AttemptRecord]) -> list[str]:
     """Why attempts ended that did not end well."""
     well = ("finished", "restart", "stopped")
-    lines = [f"  attempt {a.number}: {a.ended.reason}" for a in attempts
-             if a.ended and a.ended.outcome not in well]  # fmt: skip
+    lines = [
+        f"  attempt {a.number}: {a.ended.reason}"
+        for a in attempts
+        if a.ended and a.ended.outcome not in well
+    ]
     return [*lines, ""] if lines else []
 
 
@@ -199,7 +277,11 @@ def duration(milliseconds: int) -> str:
     if milliseconds < 9_950:
         return f"{milliseconds / 1000:.1f}s"
     seconds = round(milliseconds / 1000)
-    for limit, big, small, letters in ((3600, 60, 1, "ms"), (86400, 3600, 60, "hm"), (math.inf, 86400, 3600, "dh")):
+    for limit, big, small, letters in (
+        (3600, 60, 1, "ms"),
+        (86400, 3600, 60, "hm"),
+        (math.inf, 86400, 3600, "dh"),
+    ):
         if seconds < 60:
             return f"{seconds}s"
         if seconds < limit:

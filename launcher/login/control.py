@@ -9,12 +9,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import evaluations, slurm
-from launcher.job import JobRecord, append_job, read_jobs
-from launcher.slurm import JobState
-from launcher.status import ask, check_run, is_alive, queued
-from pretrain.attempts import RESTART, STOPPED, AttemptRecord, is_finished, newest_checkpoint, read_attempts
+from pretrain.attempts import (
+    RESTART,
+    STOPPED,
+    AttemptRecord,
+    is_finished,
+    newest_checkpoint,
+    read_attempts,
+)
 from pretrain.config import ConfigError, RunFailed
+from pretrain.launcher import evaluations, slurm
+from pretrain.launcher.job import JobRecord, append_job, read_jobs
+from pretrain.launcher.login.status import ask, check_run, is_alive, queued
+from pretrain.launcher.slurm import JobState
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two questions to Slurm
@@ -65,15 +72,23 @@ def requeue(run: Path) -> None:
                 f"job {job.job_id}: is held ({job.reason}). Release it with `scontrol release {job.job_id}`"
             )
         else:
-            print(f"job {job.job_id}: {job.state}{f' ({job.reason})' if job.reason else ''}, starts by itself")
+            print(
+                f"job {job.job_id}: {job.state}{f' ({job.reason})' if job.reason else ''}, starts by itself"
+            )
     if training:
         return
     if is_finished(run):
-        raise ConfigError(f"{run}: is finished. To train it further, submit it with more train.num_steps")
+        raise ConfigError(
+            f"{run}: is finished. To train it further, submit it with more train.num_steps"
+        )
     attempts = read_attempts(run)
     sent = [record for record in records if record.kind == "train"]
-    if not sent or (attempts and is_alive(attempts[-1], time.time()) and attempts[-1].owner.slurm_job_id is None):
-        raise ConfigError(f"{run}: {_no_job(run, 'nothing to requeue')}. `launcher submit` sends a run to Slurm")
+    if not sent or (
+        attempts and is_alive(attempts[-1], time.time()) and attempts[-1].owner.slurm_job_id is None
+    ):
+        raise ConfigError(
+            f"{run}: {_no_job(run, 'nothing to requeue')}. `launcher submit` sends a run to Slurm"
+        )
     _submit_again(run, sent[-1])
 
 
@@ -99,14 +114,19 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     """The supervisor is told, not the ranks alone: it then takes no end of theirs for a failure to be mended."""
     if job.state == "RUNNING":
         slurm.signal(job.job_id, "TERM", batch=True)
-    print(f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C ends only the waiting)", flush=True)
+    print(
+        f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C ends only the waiting)",
+        flush=True,
+    )
     try:
         attempt = _wait_for_end(run, job)
     except KeyboardInterrupt:
         print(f"no longer waiting; `launcher status {shlex.quote(str(run))}` shows how it ends")
         return
     if attempt is None or attempt.ended is None:
-        raise RunFailed(f"job {job.job_id}: ended without a word, so nothing was saved{_newest(run)}")
+        raise RunFailed(
+            f"job {job.job_id}: ended without a word, so nothing was saved{_newest(run)}"
+        )
     ended = attempt.ended
     if ended.code not in (0, RESTART, STOPPED):
         raise RunFailed(f"{run}: {ended.outcome.replace('_', ' ')}: {ended.reason}{_newest(run)}")
@@ -126,9 +146,15 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
         if time.monotonic() - looked > LOOK_SECONDS:
             looked = time.monotonic()
             state = ask([job.job_id])
-            over = not state.away and (job.job_id not in state.states or state.states[job.job_id].is_over)
-        made = [a for a in read_attempts(run) if a.owner.slurm_job_id == job.raw_id
-                and (a.owner.slurm_restart_count or 0) == job.restarts]  # fmt: skip
+            over = not state.away and (
+                job.job_id not in state.states or state.states[job.job_id].is_over
+            )
+        made = [
+            a
+            for a in read_attempts(run)
+            if a.owner.slurm_job_id == job.raw_id
+            and (a.owner.slurm_restart_count or 0) == job.restarts
+        ]
         attempt = made[-1] if made else None
         if over or (attempt and attempt.ended):
             return attempt
@@ -149,10 +175,14 @@ def _submit_again(run: Path, record: JobRecord) -> None:
             (folder / "train.sbatch").read_text(),
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder}: not what `launcher submit` writes ({error}). Submit the run again") from None
+        raise ConfigError(
+            f"{folder}: not what `launcher submit` writes ({error}). Submit the run again"
+        ) from None
     index = record.array_index
     if index is not None:
-        arguments = [f"--array={index}" if word.startswith("--array=") else word for word in arguments]
+        arguments = [
+            f"--array={index}" if word.startswith("--array=") else word for word in arguments
+        ]
     number = slurm.submit(arguments, script)
     evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher.step import Step, say
 from pretrain.attempts import (
     HEARTBEAT_SECONDS,
     RESTART,
@@ -28,6 +27,8 @@ from pretrain.attempts import (
     read_progress,
 )
 from pretrain.config import RunConfig
+from pretrain.launcher.node.ranks import Step
+from pretrain.launcher.terminal import say
 
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0  # between two looks at `progress`
@@ -60,7 +61,9 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        self._before = {n: h for n in self._numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
+        self._before = {
+            n: h for n in self._numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN
+        }
         for number in self._before:
             signal.signal(number, self._note)
         return self
@@ -118,10 +121,16 @@ class Watchdog:
         if progress != self._seen:
             self._seen, self._idle = progress, 0.0
             return None
-        self._idle += min(passed, 2 * self._pause)  # while this process itself was paused, nobody looked
+        self._idle += min(
+            passed, 2 * self._pause
+        )  # while this process itself was paused, nobody looked
         phase, step = (progress.phase, progress.step) if progress else ("starting", 0)
         limit = self._hang if phase in WORKING else self._startup
-        return f"no progress for {limit:g} s while {phase}, at step {step}" if self._idle > limit else None
+        return (
+            f"no progress for {limit:g} s while {phase}, at step {step}"
+            if self._idle > limit
+            else None
+        )
 
 
 @dataclass
@@ -137,7 +146,10 @@ class Supervisor:
     _passed_on: int = 0
 
     def make_attempt(
-        self, attempt: Attempt, start: Callable[[Attempt], Step], evaluate: Callable[[bool], None] | None = None
+        self,
+        attempt: Attempt,
+        start: Callable[[Attempt], Step],
+        evaluate: Callable[[bool], None] | None = None,
     ) -> End:
         """Starts the ranks, watches them to their end, and says and writes down what it means.
 
@@ -147,7 +159,9 @@ class Supervisor:
         beside = [Repeater(HEARTBEAT_SECONDS, lambda: None if attempt.heartbeat() else lost.set())]
         beside += [Repeater(EVALUATE_SECONDS, lambda: evaluate(False))] if evaluate else []
         died = without_progress(read_attempts(attempt.run)[:-1], self.is_ours)
-        if died > self.config.recovery.max_restarts:  # each took its supervisor with it, as a node does
+        if (
+            died > self.config.recovery.max_restarts
+        ):  # each took its supervisor with it, as a node does
             return self._conclude(attempt, "failed", 1, "not started")
         step = None
         try:
@@ -192,8 +206,13 @@ class Supervisor:
                     "another attempt has taken the run over: nothing was heard of this one for too long",
                 )
             if stuck := watchdog.stuck():
-                say(f"attempt {attempt.number}: {stuck}; every rank writes its stacks into its log, then is ended")
-                for number in (signal.SIGUSR2, signal.SIGCONT):  # a stopped rank writes when it goes on
+                say(
+                    f"attempt {attempt.number}: {stuck}; every rank writes its stacks into its log, then is ended"
+                )
+                for number in (
+                    signal.SIGUSR2,
+                    signal.SIGCONT,
+                ):  # a stopped rank writes when it goes on
                     if step.poll() is None:
                         step.signal(number)
                         time.sleep(DUMP_SECONDS)
@@ -253,21 +272,32 @@ class Supervisor:
         now, before = records[-1], records[-2] if count > 1 else None
         if before is None or before.ended is None or before.ended.outcome != "failed":
             return None
-        same = (before.ended.code, before.ended.step) == (code, now.step) and code < 128  # not a signal's
-        worked = all(any(phase.phase == "training" for phase in record.phases) for record in (before, now))
+        same = (before.ended.code, before.ended.step) == (
+            code,
+            now.step,
+        ) and code < 128  # not a signal's
+        worked = all(
+            any(phase.phase == "training" for phase in record.phases) for record in (before, now)
+        )
         if same and (self.local or worked):
             return "the attempt before failed in the same way at the same step"
         return None
 
     def _write_down(self, attempt: Attempt, outcome: str, code: int, reason: str) -> None:
-        step = self.config.train.num_steps if outcome == "finished" else read_attempt(attempt.directory).step
+        step = (
+            self.config.train.num_steps
+            if outcome == "finished"
+            else read_attempt(attempt.directory).step
+        )
         try:
             attempt.end(outcome, code, reason, step)
         except OSError as error:  # a full disk; the process's end will give the run back
             say(f"{attempt.directory}: the end of the attempt cannot be written ({error.strerror})")
 
 
-def without_progress(records: Sequence[AttemptRecord], is_ours: Callable[[AttemptRecord], bool]) -> int:
+def without_progress(
+    records: Sequence[AttemptRecord], is_ours: Callable[[AttemptRecord], bool]
+) -> int:
     """How many attempts of this series, up to the last, ended in a row without a newer checkpoint than they began with."""
     count = 0
     if not records:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from launcher.step import say, signals_held
-from launcher.supervise import Signals, Supervisor
 from pretrain.attempts import RESTART, STOPPED, Attempt, Owner
 from pretrain.config import ConfigError, RunConfig, dump_config
+from pretrain.launcher.node.ranks import signals_held
+from pretrain.launcher.node.supervise import Signals, Supervisor
+from pretrain.launcher.terminal import say
 
 POLL_SECONDS = 0.02
 KILL_AFTER_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -31,7 +32,11 @@ ASK_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def run_locally(
-    config: RunConfig, nproc: int, command: Sequence[str], arguments: Sequence[str], resume: str | None = None
+    config: RunConfig,
+    nproc: int,
+    command: Sequence[str],
+    arguments: Sequence[str],
+    resume: str | None = None,
 ) -> int:
     """Runs `nproc` copies of `command` (`pretrain train`) with `arguments`, which name this config, until the run is over.
 
@@ -43,7 +48,9 @@ def run_locally(
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.directory: cannot make {logs} ({error.strerror}). Choose another") from None
+        raise ConfigError(
+            f"run.directory: cannot make {logs} ({error.strerror}). Choose another"
+        ) from None
     resume_from = _Resume(run, resume)
     attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
     first = attempt.number
@@ -54,7 +61,9 @@ def run_locally(
         if again:  # the user may have edited the file since
             frozen.write_text(dump_config(config))
         argv = [*command, *([str(frozen)] if again else arguments), *resume_from.arguments(again)]
-        return LocalStep(argv, nproc, logs, {"PRETRAIN_ATTEMPT": str(attempt.directory)}, append=again)
+        return LocalStep(
+            argv, nproc, logs, {"PRETRAIN_ATTEMPT": str(attempt.directory)}, append=again
+        )
 
     with Signals(*ASK_TO_END) as signals:
         supervisor = Supervisor(config, signals, lambda record: record.number >= first, local=True)
@@ -112,7 +121,9 @@ class LocalStep:
                     place = _place(rank, nproc, port) | dict(environment or {})
                     log = open(self._log(rank) if rank else os.devnull, "ab" if append else "wb")  # noqa: SIM115
                     with log:
-                        self._processes.append(_start(command, place, log if rank else None, die_with_parent))
+                        self._processes.append(
+                            _start(command, place, log if rank else None, die_with_parent)
+                        )
         except BaseException:
             self.kill()
             raise
@@ -144,7 +155,9 @@ class LocalStep:
         for process in self._processes:
             process.terminate()
         deadline = time.monotonic() + KILL_AFTER_SECONDS
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+        while time.monotonic() < deadline and any(
+            process.poll() is None for process in self._processes
+        ):
             time.sleep(POLL_SECONDS)
         self.kill()
         return max(_exit_code(process.returncode) for process in self._processes)
@@ -163,7 +176,9 @@ class LocalStep:
     def _report(self, rank: int, code: int) -> None:
         """Says which rank failed first, with the end of its log; rank 0 has none, it wrote to the terminal."""
         self.failure = f"rank {rank} " + (
-            f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+            f"ended with exit code {code}"
+            if code > 0
+            else f"was ended by {signal.Signals(-code).name}"
         )
         if code in (RESTART, STOPPED) or code == self._processes[0].returncode > 0:
             return  # not a failure, or rank 0 has said the same on the terminal
@@ -174,16 +189,25 @@ class LocalStep:
 
 
 def _place(rank: int, nproc: int, port: int) -> dict[str, str]:
-    threads = max(1, len(os.sched_getaffinity(0)) // nproc) if hasattr(os, "sched_getaffinity") else 1
+    threads = (
+        max(1, len(os.sched_getaffinity(0)) // nproc) if hasattr(os, "sched_getaffinity") else 1
+    )
     place = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in place.items()}}
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, arrange: Callable[[], None] | None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: IO[bytes] | None,
+    arrange: Callable[[], None] | None,
 ) -> subprocess.Popen[bytes]:
     # A process group of its own: Ctrl-C on the terminal then reaches the launcher alone, which passes it on once, and
     # a rank can be killed together with its data loader's workers.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -42,9 +40,3 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def say(text: str) -> None:
-    """A message to the person; a terminal that is gone does not end the run."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

@@ -15,17 +15,26 @@ from typing import Any
 
 import tomli_w
 
-from launcher import slurm
-from launcher.cluster import Site
-from launcher.job import job_name
-from launcher.submit import TrainingRun, check_runs, place, send, show, training_job
 from pretrain.attempts import is_finished
 from pretrain.config import ConfigError, load_config
+from pretrain.launcher import slurm
+from pretrain.launcher.cluster import Site
+from pretrain.launcher.job import job_name
+from pretrain.launcher.login.submit import TrainingRun, check_runs, place, send, show, training_job
 
 NAME_LENGTH = 80
 LOGS = ".logs"  # hidden, so that RUN/* are the runs
 # What a run keeps in its own directory is no name for a run below it.
-_TAKEN = {"launch", "logs", "attempts", "checkpoints", "evaluations", "wandb", "tensorboard", "data"}
+_TAKEN = {
+    "launch",
+    "logs",
+    "attempts",
+    "checkpoints",
+    "evaluations",
+    "wandb",
+    "tensorboard",
+    "data",
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +46,17 @@ class Axis:
 
 
 def sweep(
-    path: Path, site: Site, axes: Sequence[str], overrides: Sequence[str] = (), *, nodes: int | None = None,
-    time_limit: str | None = None, save_before: int | None = None, concurrent: int | None = None, dry_run: bool = False,
-) -> None:  # fmt: skip
+    path: Path,
+    site: Site,
+    axes: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    nodes: int | None = None,
+    time_limit: str | None = None,
+    save_before: int | None = None,
+    concurrent: int | None = None,
+    dry_run: bool = False,
+) -> None:
     """Sends one run for each combination of the values of `axes` ("section.key=a,b"), in the config's run.directory.
 
     At most `concurrent` of them run at once. Those that are finished are left out; every other is checked before
@@ -57,7 +74,13 @@ def sweep(
     check_runs(runs, site, dry_run)
     folder = Path.cwd() / base
     job = training_job(
-        runs, site, time_limit, save_before, concurrent or len(runs), job_name(folder.name), folder / LOGS
+        runs,
+        site,
+        time_limit,
+        save_before,
+        concurrent or len(runs),
+        job_name(folder.name),
+        folder / LOGS,
     )
     if dry_run:
         show(runs, job)
@@ -80,13 +103,19 @@ def parse_axes(axes: Sequence[str]) -> list[Axis]:
     for text in axes:
         key, separator, values = text.partition("=")
         if not (separator and re.fullmatch(r"\w+\.\w+", key.strip(), re.ASCII)):
-            raise ConfigError(f"--over {text}: want section.key=value,value, as in --over position.method=alibi,rotary")
+            raise ConfigError(
+                f"--over {text}: want section.key=value,value, as in --over position.method=alibi,rotary"
+            )
         parsed.append(Axis(key.strip(), tuple(split_values(values, text))))
     keys = [axis.key for axis in parsed]
     if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"--over {min(twice)}: given twice. Name its values in one --over, between commas")
+        raise ConfigError(
+            f"--over {min(twice)}: given twice. Name its values in one --over, between commas"
+        )
     if "run.directory" in keys:
-        raise ConfigError("--over run.directory: each run gets a directory of its own. Leave it out")
+        raise ConfigError(
+            "--over run.directory: each run gets a directory of its own. Leave it out"
+        )
     return parsed
 
 
@@ -96,9 +125,13 @@ def split_values(text: str, argument: str) -> list[str]:
         values = [_toml(value) for value in tomllib.loads(f"values = [{text}]")["values"]]
     except tomllib.TOMLDecodeError:
         if re.search(r"[\[\]{}\"']", text):
-            raise ConfigError(f"--over {argument}: not values between commas. Quote as TOML does: strings \"a\",\"b\", "
-                              "lists [1, 2],[3, 4]") from None  # fmt: skip
-        values = [value.strip() for value in text.split(",")]  # unquoted strings, as a shell leaves them
+            raise ConfigError(
+                f'--over {argument}: not values between commas. Quote as TOML does: strings "a","b", '
+                "lists [1, 2],[3, 4]"
+            ) from None
+        values = [
+            value.strip() for value in text.split(",")
+        ]  # unquoted strings, as a shell leaves them
     if not values or "" in values:
         raise ConfigError(f"--over {argument}: a value is missing")
     if len(set(values)) < len(values):
@@ -119,8 +152,14 @@ def run_name(over: dict[str, Any]) -> str:
     return f"{name[:NAME_LENGTH]}-{mark}"
 
 
-def _runs(path: Path, site: Site, axes: Sequence[Axis], overrides: Sequence[str], base: str,
-          nodes: int | None) -> list[TrainingRun]:  # fmt: skip
+def _runs(
+    path: Path,
+    site: Site,
+    axes: Sequence[Axis],
+    overrides: Sequence[str],
+    base: str,
+    nodes: int | None,
+) -> list[TrainingRun]:
     runs: dict[str, TrainingRun] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
         settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
@@ -128,7 +167,9 @@ def _runs(path: Path, site: Site, axes: Sequence[Axis], overrides: Sequence[str]
         over = {axis.key: _value(config, axis.key) for axis in axes}
         directory = f"{base}/{run_name(over)}"
         if directory in runs:
-            raise ConfigError(f"--over {' '.join(settings)}: makes the same run as {dict(runs[directory].over)}")
+            raise ConfigError(
+                f"--over {' '.join(settings)}: makes the same run as {dict(runs[directory].over)}"
+            )
         config = load_config(path, [*overrides, *settings, "run.directory=" + _toml(directory)])
         runs[directory] = place(config, site, nodes, over)
         _check_same_run(runs[directory])
@@ -142,16 +183,20 @@ def _check_same_run(run: TrainingRun) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if before != json.loads(json.dumps(run.over)):
-        raise ConfigError(f"{run.directory}: is the run of {before}, not of {dict(run.over)}. Sweep into another place "
-                          "with --set run.directory=...")  # fmt: skip
+        raise ConfigError(
+            f"{run.directory}: is the run of {before}, not of {dict(run.over)}. Sweep into another place "
+            "with --set run.directory=..."
+        )
 
 
 def _check_same_size(runs: Sequence[TrainingRun]) -> None:
     sizes = {(run.nodes, run.tasks_per_node) for run in runs}
     if len(sizes) > 1:
         shown = " and ".join(f"{nodes} x {tasks}" for nodes, tasks in sorted(sizes))
-        raise ConfigError(f"--over: these runs need {shown} ranks, and the tasks of a job array are of one size. "
-                          "Sweep each size by itself")  # fmt: skip
+        raise ConfigError(
+            f"--over: these runs need {shown} ranks, and the tasks of a job array are of one size. "
+            "Sweep each size by itself"
+        )
 
 
 def _value(config: Any, key: str) -> Any:

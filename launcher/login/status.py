@@ -11,18 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import slurm
-from launcher.accounting import Account, account
-from launcher.job import JOBS, JobRecord, read_jobs
-from launcher.slurm import JobState
 from pretrain.attempts import LEASE_SECONDS, AttemptRecord, newest_checkpoint, read_attempts
 from pretrain.config import ConfigError
+from pretrain.launcher import slurm
+from pretrain.launcher.job import JOBS, JobRecord, read_jobs
+from pretrain.launcher.login.accounting import Account, account
+from pretrain.launcher.slurm import JobState
 
 RATE_STEPS = 50  # rates are means over so many latest steps
-TAIL_BYTES = 256 * 1024  # of metrics.jsonl, which may be huge; room for that many steps and some evaluations
+TAIL_BYTES = (
+    256 * 1024
+)  # of metrics.jsonl, which may be huge; room for that many steps and some evaluations
 SEARCH_DEPTH = 4  # how far below runs/ a run may lie
 RUN_FILES = (JOBS, "attempts", "launch", "metrics.jsonl")
-TO_BE_MADE_AGAIN = ("restart", "failed", "hung")  # outcomes after which the supervisor or Slurm starts another attempt
+TO_BE_MADE_AGAIN = (
+    "restart",
+    "failed",
+    "hung",
+)  # outcomes after which the supervisor or Slurm starts another attempt
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class RunStatus:
     @property
     def step(self) -> int | None:
         """Steps done."""
-        return self.rates.step if self.rates else (self.attempts[-1].step if self.attempts else None)
+        return (
+            self.rates.step if self.rates else (self.attempts[-1].step if self.attempts else None)
+        )
 
     @property
     def is_over(self) -> bool:
@@ -113,8 +121,10 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:
-        raise ConfigError(f"{root.resolve()}: no runs here. Name them, as in `launcher status runs/demo/alibi`, or start one "
-                          "with `launcher submit` or `launcher local`")  # fmt: skip
+        raise ConfigError(
+            f"{root.resolve()}: no runs here. Name them, as in `launcher status runs/demo/alibi`, or start one "
+            "with `launcher submit` or `launcher local`"
+        )
     return found
 
 
@@ -123,7 +133,9 @@ def check_run(run: Path) -> None:
     if not run.exists():
         raise ConfigError(f"{run}: no such run. `launcher status` lists those below runs/")
     if not any((run / name).exists() for name in RUN_FILES):
-        raise ConfigError(f"{run}: not a run, it has none of {', '.join(RUN_FILES)}. Give a run.directory")
+        raise ConfigError(
+            f"{run}: not a run, it has none of {', '.join(RUN_FILES)}. Give a run.directory"
+        )
 
 
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
@@ -135,34 +147,60 @@ def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -
     attempts = read_attempts(run)
     alive = bool(attempts) and is_alive(attempts[-1], now)
     training = queued(records, queue, "train")
-    job = next((job for job in training if job.state == "RUNNING"), training[-1] if training else None)
-    state, reason = (job.state, job.reason) if job else _state_without_a_job(run, records, attempts, alive, queue)
+    job = next(
+        (job for job in training if job.state == "RUNNING"), training[-1] if training else None
+    )
+    state, reason = (
+        (job.state, job.reason)
+        if job
+        else _state_without_a_job(run, records, attempts, alive, queue)
+    )
     # A job that runs while its attempt has no fresh heartbeat: the node's disk may be slow; Slurm knows better.
-    running = alive or bool(job and attempts and attempts[-1].ended is None and _is_of(attempts[-1], job))
+    running = alive or bool(
+        job and attempts and attempts[-1].ended is None and _is_of(attempts[-1], job)
+    )
     accounts = account(attempts, now if running else None)
     rates, num_steps = read_rates(run / "metrics.jsonl"), read_num_steps(run)
     nodes = job.nodes if job else attempts[-1].owner.nodes if alive else ""
     return RunStatus(
-        run, state, reason, nodes, max(len(attempts) - 1, job.restarts if job else 0), num_steps, rates,
-        _estimated_end(rates, num_steps, accounts, now) if running else None, newest_checkpoint(run), attempts, accounts,
-        job, queued(records, queue, "evaluate"),
-    )  # fmt: skip
+        run,
+        state,
+        reason,
+        nodes,
+        max(len(attempts) - 1, job.restarts if job else 0),
+        num_steps,
+        rates,
+        _estimated_end(rates, num_steps, accounts, now) if running else None,
+        newest_checkpoint(run),
+        attempts,
+        accounts,
+        job,
+        queued(records, queue, "evaluate"),
+    )
 
 
 def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobState]:
     """The jobs of a kind that are in the queue, oldest first."""
-    states = [queue.states[r.job_id] for r in records if r.kind == kind and r.job_id in queue.states]
+    states = [
+        queue.states[r.job_id] for r in records if r.kind == kind and r.job_id in queue.states
+    ]
     return [state for state in states if not state.is_over]
 
 
 def _is_of(attempt: AttemptRecord, job: JobState) -> bool:
-    return job.state == "RUNNING" and attempt.owner.slurm_job_id == job.raw_id and (
-        (attempt.owner.slurm_restart_count or 0) == job.restarts
-    )  # fmt: skip
+    return (
+        job.state == "RUNNING"
+        and attempt.owner.slurm_job_id == job.raw_id
+        and ((attempt.owner.slurm_restart_count or 0) == job.restarts)
+    )
 
 
 def _state_without_a_job(
-    run: Path, records: Sequence[JobRecord], attempts: Sequence[AttemptRecord], alive: bool, queue: Queue
+    run: Path,
+    records: Sequence[JobRecord],
+    attempts: Sequence[AttemptRecord],
+    alive: bool,
+    queue: Queue,
 ) -> tuple[str, str]:
     """(state, reason) of a run that has no training job in the queue, or of whose jobs Slurm does not tell."""
     trained = [record for record in records if record.kind == "train"]
@@ -172,26 +210,40 @@ def _state_without_a_job(
     if newest is None and not trained:
         return "not recorded" if (run / "metrics.jsonl").exists() else "not started", ""
     last = queue.states.get(trained[-1].job_id) if trained else None
-    is_newer = bool(trained) and (newest is None or trained[-1].submitted_at > newest.owner.began_at)
+    is_newer = bool(trained) and (
+        newest is None or trained[-1].submitted_at > newest.owner.began_at
+    )
     if queue.away and trained and (is_newer or newest is None or not _is_final(newest)):
         return "unknown", queue.away
     if newest is None or is_newer:
-        how = f"{last.state}{f' ({last.reason})' if last.reason else ''}" if last else "left the queue"
+        how = (
+            f"{last.state}{f' ({last.reason})' if last.reason else ''}"
+            if last
+            else "left the queue"
+        )
         return "ended", f"job {trained[-1].job_id}: {how} before an attempt began"
     if newest.ended is not None:
         return newest.ended.outcome.replace("_", " "), newest.ended.reason
     seen = time.strftime("%b %d %H:%M", time.localtime(newest.last_heartbeat))
-    return "died", f"{f'job {last.job_id}: {last.state}, ' if last else ''}no sign of life since {seen}"
+    return (
+        "died",
+        f"{f'job {last.job_id}: {last.state}, ' if last else ''}no sign of life since {seen}",
+    )
 
 
 def _is_final(attempt: AttemptRecord) -> bool:
     return attempt.ended is not None and attempt.ended.outcome not in TO_BE_MADE_AGAIN
 
 
-def _estimated_end(rates: Rates | None, num_steps: int | None, accounts: Sequence[Account], now: float) -> float | None:
+def _estimated_end(
+    rates: Rates | None, num_steps: int | None, accounts: Sequence[Account], now: float
+) -> float | None:
     if rates is None or num_steps is None:
         return None
-    spent = {part: sum(each.parts[part] for each in accounts) for part in ("training", "evaluating", "saving")}
+    spent = {
+        part: sum(each.parts[part] for each in accounts)
+        for part in ("training", "evaluating", "saving")
+    }
     besides = sum(spent.values()) / spent["training"] if spent["training"] else 1.0
     return now + (num_steps - rates.step) * rates.step_seconds * besides
 
@@ -209,12 +261,18 @@ def read_num_steps(run: Path) -> int | None:
 
 def read_rates(path: Path) -> Rates | None:
     """From the last `TAIL_BYTES` of metrics.jsonl; None when there is no step in it."""
-    steps = [record for record in _tail(path) if "evaluation" not in record and record.get("step_seconds")]
+    steps = [
+        record
+        for record in _tail(path)
+        if "evaluation" not in record and record.get("step_seconds")
+    ]
     if not steps:
         return None
     last, latest = steps[-1], steps[-RATE_STEPS:]
     seconds = sum(record["step_seconds"] for record in latest)
-    tokens = sum(record["step_seconds"] * (record.get("tokens_per_second") or 0.0) for record in latest)
+    tokens = sum(
+        record["step_seconds"] * (record.get("tokens_per_second") or 0.0) for record in latest
+    )
     loss = last.get("loss_nats")
     if loss is None:  # JSON has no nan: see pretrain/train/metrics.py
         loss = float(last.get("non_finite", {}).get("loss_nats", "nan"))

@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from launcher import slurm
-from launcher.step import say, signals_held
-from launcher.supervise import Signals, Supervisor
 from pretrain.attempts import Attempt, Owner, is_finished
 from pretrain.config import ConfigError, load_config, writing
+from pretrain.launcher import slurm
+from pretrain.launcher.evaluations import submit_pending
+from pretrain.launcher.node.ranks import signals_held
+from pretrain.launcher.node.supervise import Signals, Supervisor
+from pretrain.launcher.terminal import say
 
 KILL_SECONDS = 60.0  # for Slurm to end a step's processes
 AWAY_SECONDS = 600.0  # for slurmctld to come back, when the job is to be requeued
@@ -48,19 +50,34 @@ def attempt(run: Path) -> int:
     if is_finished(run, config.train.num_steps):
         say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
         return 0
-    command = [*launch["command"], launch["python"], "-m", "pretrain", "train", str(run / "launch" / "config.toml")]
+    command = [
+        *launch["command"],
+        launch["python"],
+        "-m",
+        "pretrain",
+        "train",
+        str(run / "launch" / "config.toml"),
+    ]
 
     def start(attempt: Attempt) -> SrunStep:
         name = f"attempt-{attempt.directory.name}"
-        say(f"attempt {attempt.number}: {launch['num_tasks']} ranks on {os.environ.get('SLURM_JOB_NODELIST')}")
+        say(
+            f"attempt {attempt.number}: {launch['num_tasks']} ranks on {os.environ.get('SLURM_JOB_NODELIST')}"
+        )
         return SrunStep(
-            command, job_id, name, {"PRETRAIN_ATTEMPT": str(attempt.directory)}, run / "logs" / f"{name}.log"
+            command,
+            job_id,
+            name,
+            {"PRETRAIN_ATTEMPT": str(attempt.directory)},
+            run / "logs" / f"{name}.log",
         )
 
     with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
         owner = job_owner(job_id, launch["num_tasks"])
         supervisor = Supervisor(config, signals, lambda record: record.owner.slurm_job_id == job_id)
-        end = supervisor.make_attempt(Attempt.begin(run, owner, job_is_over), start, _Evaluations(run))
+        end = supervisor.make_attempt(
+            Attempt.begin(run, owner, job_is_over), start, _Evaluations(run)
+        )
         if end.again and not _requeue(job_id, signals):
             supervisor.give_up(end, "the job could not be requeued")
         return end.code
@@ -73,7 +90,12 @@ class SrunStep:
     """
 
     def __init__(
-        self, command: Sequence[str], job_id: str, name: str, environment: Mapping[str, str], log: Path
+        self,
+        command: Sequence[str],
+        job_id: str,
+        name: str,
+        environment: Mapping[str, str],
+        log: Path,
     ) -> None:
         self.failure = ""
         self._job_id, self._name, self._log = job_id, name, log
@@ -84,12 +106,18 @@ class SrunStep:
             with signals_held():
                 # A process group of its own: what is sent to this process's group is for this process to pass on.
                 self._srun = subprocess.Popen(
-                    [command[0], f"--job-name={name}", *command[1:]], env={**os.environ, **environment},
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
-                )  # fmt: skip
+                    [command[0], f"--job-name={name}", *command[1:]],
+                    env={**os.environ, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
         except OSError as error:
             file.close()
-            raise ConfigError(f"{command[0]}: cannot be started on this node ({error.strerror})") from None
+            raise ConfigError(
+                f"{command[0]}: cannot be started on this node ({error.strerror})"
+            ) from None
         self._copier = threading.Thread(target=_copy, args=(self._srun.stdout, file), daemon=True)
         self._copier.start()
 
@@ -143,7 +171,9 @@ def _copy(source: IO[bytes], log: IO[bytes]) -> None:
             if label is None or label[1] == b"0":
                 copies.append((sys.stdout.buffer, line[label.end() :] if label else line))
             for file, text in copies:
-                with contextlib.suppress(OSError):  # a full disk must not stop who writes into our pipe
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk must not stop who writes into our pipe
                     file.write(text)
                     file.flush()
 
@@ -159,7 +189,9 @@ def _failure(log: Path, code: int) -> tuple[str, int]:
         if match := FAILED_TASK.match(line):
             own = EXIT_CODE.fullmatch(match["how"])
             how = f"ended with exit code {own[1]}" if own else f"was ended ({match['how']})"
-            return f"rank {match['ranks']} on {match['node']} {how}; see {log}", int(own[1]) if own else code
+            return f"rank {match['ranks']} on {match['node']} {how}; see {log}", int(
+                own[1]
+            ) if own else code
     why = f" ({said[0].removeprefix('srun: error: ')})" if said else ""
     return f"srun ended with exit code {code}{why}; see {log}", code
 
@@ -170,7 +202,9 @@ def _read_launch(run: Path) -> dict[str, Any]:
         launch: dict[str, Any] = json.loads(path.read_text())
         return {key: launch[key] for key in ("command", "python", "num_tasks", "nodes")}
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: not what `launcher submit` writes ({error}). Submit the run again") from None
+        raise ConfigError(
+            f"{path}: not what `launcher submit` writes ({error}). Submit the run again"
+        ) from None
 
 
 def job_owner(job_id: str, num_tasks: int) -> Owner:
@@ -178,10 +212,13 @@ def job_owner(job_id: str, num_tasks: int) -> Owner:
     states = slurm.jobs([job_id]) or {}
     state = states.get(job_id)
     return Owner.here(
-        slurm_job_id=job_id, slurm_restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"), submitted_at=state.submitted_at if state else None,
-        num_processes=num_tasks, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
-    )  # fmt: skip
+        slurm_job_id=job_id,
+        slurm_restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
+        submitted_at=state.submitted_at if state else None,
+        num_processes=num_tasks,
+        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+    )
 
 
 def job_is_over(other: Owner) -> bool | None:
@@ -203,7 +240,9 @@ def _requeue(job_id: str, signals: Signals) -> bool:
         except slurm.SlurmError as error:
             patience = AWAY_SECONDS if isinstance(error, slurm.SlurmAway) else REFUSED_SECONDS
             if str(error) != said:
-                say(f"job {job_id}: cannot be requeued yet ({error}); trying for {patience / 60:.0f} minutes")
+                say(
+                    f"job {job_id}: cannot be requeued yet ({error}); trying for {patience / 60:.0f} minutes"
+                )
             said = str(error)
             if time.monotonic() - began > patience:
                 return False
@@ -222,8 +261,6 @@ class _Evaluations:
 
     def __call__(self, last: bool) -> None:
         try:
-            from launcher.evaluations import submit_pending
-
             submit_pending(self._run, at_once=last)
         except Exception as error:
             if not self._said:

@@ -22,7 +22,11 @@ PARTS = {
     "ending": "the processes end",
     "lost": "training, evaluating and saving after the checkpoint that the next attempt went on from",
 }
-WORK = ("training", "evaluating", "saving")  # what is lost when a later attempt starts from before it
+WORK = (
+    "training",
+    "evaluating",
+    "saving",
+)  # what is lost when a later attempt starts from before it
 
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held its nodes "
@@ -75,7 +79,9 @@ def account(attempts: Sequence[AttemptRecord], now: float | None = None) -> list
         running = last and now is not None
         begin = max(free_from, _begin(attempt))
         end = _milliseconds(now) if running and now is not None else _end(attempt)
-        if not last:  # one that lost its place notices late, and writes its end after the next has begun
+        if (
+            not last
+        ):  # one that lost its place notices late, and writes its end after the next has begun
             end = min(end, _begin(attempts[index + 1]))
         end = max(begin, end)
         intervals = _intervals(attempt, begin, end)
@@ -116,7 +122,9 @@ def _end(attempt: AttemptRecord) -> int:
     """When it ended, or its last sign of life."""
     if attempt.ended is not None:
         return _milliseconds(attempt.ended.at)
-    return _milliseconds(max(attempt.owner.began_at, attempt.last_heartbeat, *(mark.at for mark in attempt.phases)))
+    return _milliseconds(
+        max(attempt.owner.began_at, attempt.last_heartbeat, *(mark.at for mark in attempt.phases))
+    )
 
 
 def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
@@ -129,7 +137,9 @@ def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
     return [*intervals, Interval(since, end, phase, step)]
 
 
-def _kept_until(intervals: Sequence[Interval], attempt: AttemptRecord, later: Sequence[AttemptRecord]) -> int:
+def _kept_until(
+    intervals: Sequence[Interval], attempt: AttemptRecord, later: Sequence[AttemptRecord]
+) -> int:
     """The moment after which an attempt's work is lost: the end of the newest save that nobody went back behind."""
     resumed = [step for each in later if (step := resumed_from(each)) is not None]
     if not resumed and attempt.ended is not None and attempt.ended.outcome == "finished":
@@ -137,9 +147,14 @@ def _kept_until(intervals: Sequence[Interval], attempt: AttemptRecord, later: Se
     saved = [mark.saved for mark in attempt.phases if mark.saved is not None]
     # Nobody has gone on from it yet: it will be from its own newest checkpoint.
     step = min(resumed) if resumed else max(saved, default=-1)
-    return max((i.end for i in intervals if i.phase == "saving" and i.step <= step), default=intervals[0].begin)
+    return max(
+        (i.end for i in intervals if i.phase == "saving" and i.step <= step),
+        default=intervals[0].begin,
+    )
 
 
 def resumed_from(attempt: AttemptRecord) -> int | None:
     """The steps done when its work began, or, when it never got that far, the checkpoint it would have loaded."""
-    return next((mark.step for mark in attempt.phases if mark.phase in WORK), attempt.owner.checkpoint_step)
+    return next(
+        (mark.step for mark in attempt.phases if mark.phase in WORK), attempt.owner.checkpoint_step
+    )
