@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.attempts import Owner
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed
+from pretrain.rundir.attempts import Owner
 
 T = TypeVar("T")
 

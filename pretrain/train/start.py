@@ -24,9 +24,10 @@ from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.rundir.metrics import evaluations_at
+from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
 from pretrain.train.account import Account
-from pretrain.train.metrics import METRICS, evaluated
 from pretrain.train.stopping import Requests
 
 Streams = tuple[TokenStream, TokenStream]
@@ -107,7 +108,7 @@ def load(
 ) -> Run:
     """Builds the model and its optimizer and loads the checkpoint. All ranks together."""
     if place.is_main:
-        _show_log("kernels")  # which attention backend was chosen, and why
+        _show_log("pretrain.kernels")  # which attention backend was chosen, and why
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, place, chunks)
@@ -130,7 +131,7 @@ def find_standing(config: RunConfig, resume: str) -> Standing:
     if checkpoint is None:
         return Standing()
     step = read_state(checkpoint)["step"]
-    done = evaluated(config.directory / METRICS, step)
+    done = evaluations_at(RunPaths(config.directory).metrics, step)
     owed = (
         tuple(p for p in protocols(config) if p.key not in done)
         if is_evaluated_after(config, step)

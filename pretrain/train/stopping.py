@@ -12,9 +12,9 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
-from pretrain.attempts import RESTART, STOPPED
+from pretrain.rundir.states import ExitCode
 
-EXIT_CODES = {signal.SIGTERM: STOPPED, signal.SIGUSR1: RESTART}
+EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART}
 """What each request ends a run with once it is saved; the first one wins where ranks were asked for both."""
 INTERRUPTED = 130
 """What Ctrl-C ends a run with, at once and unsaved."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import read_attempts
+from pretrain.rundir.attempts import read_attempts
 from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
 from tests.end_to_end.damage import contents, flip, truncate
 

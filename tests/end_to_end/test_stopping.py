@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from pretrain.attempts import RESTART, STOPPED, Attempt, AttemptRecord, read_attempts
 from pretrain.checkpoint.manifest import complete_checkpoints
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.states import ExitCode
 from tests.end_to_end.commands import (
     PRETRAIN,
     Started,
@@ -105,11 +107,11 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
         (
             signal.SIGUSR1,
             3,
-            RESTART,
+            ExitCode.RESTART,
             lambda: (parts / "metrics.jsonl").exists() and len(untimed(parts)) >= 3,
         ),
-        (signal.SIGUSR1, 1, RESTART, lambda: phase(parts) == ("evaluating", 12)),
-        (signal.SIGTERM, 0, STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
+        (signal.SIGUSR1, 1, ExitCode.RESTART, lambda: phase(parts) == ("evaluating", 12)),
+        (signal.SIGTERM, 0, ExitCode.STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
     ]
     for number, (name, rank, code, moment) in enumerate(stops, start=1):
         with running_ranks(train("disturbed", *LONG), 4) as group:
@@ -127,7 +129,7 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
         ended = last_attempt(parts).ended
         assert (ended.code, ended.outcome, ended.step) == (
             code,
-            "restart" if code == RESTART else "stopped",
+            "restart" if code == ExitCode.RESTART else "stopped",
             step,
         )
     assert (
@@ -169,7 +171,7 @@ def test_a_signal_in_the_middle_of_a_save(workspace, train):
             for process in r.process_ids:
                 os.kill(process, signal.SIGCONT)
         done = r.done()
-    assert [each.code for each in done] == [RESTART] * 2, done
+    assert [each.code for each in done] == [ExitCode.RESTART] * 2, done
     assert complete_checkpoints(run)[-1].name == f"step-{caught:08d}"
     assert untimed(run)[-1]["step"] == caught
 
@@ -190,7 +192,7 @@ def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
         wait_for_running(group, lambda: len(untimed(run)) > seen + 2)
         os.kill(group.process_ids[1], signal.SIGTERM)
         done = group.done()
-    assert [each.code for each in done] == [STOPPED, STOPPED], done
+    assert [each.code for each in done] == [ExitCode.STOPPED, ExitCode.STOPPED], done
     assert "most recent call first" in done[1].err and "most recent call" not in done[0].err
     assert complete_checkpoints(run)[-1].name == f"step-{untimed(run)[-1]['step']:08d}"
 
@@ -217,10 +219,12 @@ import torch
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, RESTART)])
+@pytest.mark.parametrize(
+    ("name", "code"), [(signal.SIGTERM, ExitCode.STOPPED), (signal.SIGUSR1, ExitCode.RESTART)]
+)
 def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
     """A fresh process that meets another `torch` first, which sends the signal. Nothing is trained, nothing saved again."""
-    directory, resumed = run.with_name(f"early-{code}"), code == STOPPED
+    directory, resumed = run.with_name(f"early-{code}"), code == ExitCode.STOPPED
     if resumed:
         shutil.copytree(run, directory)
     before = contents(directory / "checkpoints")
@@ -260,7 +264,7 @@ def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
         assert after == before
         os.kill(holder, signal.SIGCONT)
         os.kill(holder, signal.SIGTERM)
-        assert group.done()[0].code == STOPPED
+        assert group.done()[0].code == ExitCode.STOPPED
     assert pretrain(*train("taken", f"train.num_steps={untimed(run)[-1]['step']}")).code == 0
 
 
