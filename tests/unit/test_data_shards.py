@@ -177,7 +177,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     write_text(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/thesis.txt").write_text("precious")
-    with refused(r"exists, and is no finished data set"):
+    with refused(r"exists, but holds no finished data set"):
         build(config(tmp_path))
     assert contents(tmp_path / "data") == {"thesis.txt": b"precious"}
 
@@ -200,7 +200,7 @@ def test_an_own_tokenizer_is_used(built, tmp_path):
     write_text(tmp_path)
     own = str(built / "data/tokenizer.model")
     with refused(
-        r"data\.vocab_size = 400: the model that data\.tokenizer = .* has 310 pieces\. Set data\.vocab_size=310"
+        r"data\.vocab_size = 400: the model in data\.tokenizer = .* has 310 pieces\. Set data\.vocab_size=310"
     ):
         build(config(tmp_path, tokenizer=own, vocab_size=400))
     build(config(tmp_path, tokenizer=own))
@@ -211,7 +211,7 @@ def test_an_own_tokenizer_is_used(built, tmp_path):
 def test_text_without_words_is_refused(tmp_path):
     write_text(tmp_path)
     (tmp_path / "empty.held").write_text("")
-    with refused(r"data\.validation_paths = .*no text for validation"):
+    with refused(r"data\.validation_paths = .*no text for the validation split"):
         build(config(tmp_path, validation_paths=[str(tmp_path / "*.held")]))
     assert not (tmp_path / "data").exists()
 
@@ -267,7 +267,7 @@ def test_a_flipped_bit_is_found(root, position):
     damaged = bytearray(shard.read_bytes())
     damaged[int(position * (len(damaged) - 1))] ^= 1
     shard.write_bytes(damaged)
-    with refused(r"shard-000000\.tar: damaged: its SHA-256 is \w{64}, the manifest says \w{64}\."):
+    with refused(r"shard-000000\.tar: damaged: its SHA-256 is \w{64}, but the manifest says \w{64}\."):
         verify(root / "data")
 
 
@@ -282,7 +282,7 @@ def test_the_wrong_tokenizer_is_named(root):
     with (root / "data/tokenizer.model").open("ab") as model:
         model.write(b" ")
     with refused(
-        r"tokenizer\.model: wrong tokenizer: the shards of .*train were made with the one whose SHA-256 is"
+        r"tokenizer\.model: wrong tokenizer: its SHA-256 is \w{64}, but the shards of .*train were made"
     ):
         TokenStream(root / "data/train")
 
@@ -290,9 +290,9 @@ def test_the_wrong_tokenizer_is_named(root):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("shard-000002.tar", r"shard-000002\.tar: missing; the manifest lists it"),
-        ("index.npy", r"index\.npy: damaged: its SHA-256 is missing"),
-        ("../tokenizer.model", r"tokenizer\.model: wrong tokenizer: .*this one is missing"),
+        ("shard-000002.tar", r"shard-000002\.tar: missing, but the manifest of .*train refers to it"),
+        ("index.npy", r"index\.npy: missing, but the manifest of .*train refers to it"),
+        ("../tokenizer.model", r"tokenizer\.model: missing, but the manifest of .*train refers to it"),
         (
             "manifest.json",
             r"manifest\.json: no such file, so there is no finished data set .*`pretrain data build CONFIG`",
@@ -308,8 +308,8 @@ def test_a_missing_file_is_named(root, name, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", r"manifest\.json: not a manifest"),
-        ("{}", r"manifest\.json: not a manifest \(Field required\)"),
+        ("{", r"manifest\.json: not a valid manifest"),
+        ("{}", r"manifest\.json: not a valid manifest \(Field required\)"),
     ],
 )
 def test_a_broken_manifest_is_named(root, text, message):
@@ -321,12 +321,12 @@ def test_a_broken_manifest_is_named(root, text, message):
 def test_a_manifest_of_another_version_is_refused(root):
     path = root / "data/train/manifest.json"
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with refused(r"format_version = 2, this program reads 1"):
+    with refused(r"format_version = 2, but this version of pretrain reads format 1"):
         TokenStream(root / "data/train")
 
 
 def test_a_model_of_another_vocabulary_is_refused(built):
     with refused(
-        r"data\.vocab_size = 512: the data set in data\.directory = .* has 310\. Set data\.vocab_size=310"
+        r"data\.vocab_size = 512: the data set in data\.directory = .* has 310 pieces\. Set data\.vocab_size=310"
     ):
         open_stream(config(built, vocab_size=512), "train")

@@ -128,7 +128,7 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line):
     path.write_text(f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(
         ConfigError,
-        match=re.escape(f'{path}:2: want one JSON object with the document under "text"'),
+        match=re.escape(f'{path}:2: expected one JSON object with the document under "text"'),
     ):
         split(section("jsonl", path))
 

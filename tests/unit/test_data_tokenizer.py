@@ -108,7 +108,7 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_with_the_largest_that_work
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused():
     with pytest.raises(
-        ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+"
+        ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+ pieces"
     ):
         train(["".join(chr(0x4E00 + i) * 9 for i in range(500))], vocab_size=310)
 
@@ -119,7 +119,7 @@ def test_no_text_is_refused():
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.model: no readable tokenizer"):
+    with pytest.raises(ConfigError, match=r"absent\.model: cannot read the tokenizer model"):
         Tokenizer(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
     with pytest.raises(ConfigError, match=r"text\.model: not a SentencePiece model"):
@@ -134,5 +134,5 @@ def test_a_model_without_end_of_document_is_refused(tmp_path):
         eos_id=-1,
         minloglevel=2,
     )
-    with pytest.raises(ConfigError, match=r"no_eos\.model: has no </s> piece"):
+    with pytest.raises(ConfigError, match=r"no_eos\.model: the model has no </s> piece"):
         Tokenizer(tmp_path / "no_eos.model")
