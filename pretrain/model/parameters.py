@@ -5,21 +5,21 @@ process. Checkpoints, initial weights and tests address parameters by global nam
 depends on the layout (tensor x pipeline x data). Global names are Megatron's local names, except
 for two:
 
-    local name                                    global name decoder.layers.0.mlp... in the second
-    chunk   decoder.layers.6.mlp... (Megatron counts per chunk) output_layer.weight, tied, on the
-    last stage  embedding.word_embeddings.weight
+    local name                             global name
+    decoder.layers.0.* of a later chunk    decoder.layers.6.* (Megatron numbers layers per chunk)
+    output_layer.weight, if tied           embedding.word_embeddings.weight
 
-How parameters are spread over tensor ranks (TP) and pipeline stages (PP), and which of them are
-copies:
+How parameters are spread over tensor ranks and pipeline stages, and where they are copies:
 
-    parameter                                 over TP       on stages              is a copy
-    linear_qkv, linear_fc1: weight, bias      split, dim 0  the layer's            never
-    linear_proj, linear_fc2: weight           split, dim 1  the layer's            never
-    linear_proj, linear_fc2: bias; norms      replicated    the layer's            TP rank > 0
-    embedding.word_embeddings (vocabulary)    split, dim 0  first; if tied, last   on the last, if
-    PP > 1 output_layer, untied (vocabulary)         split, dim 0  last                   never
-    embedding.position_embeddings             replicated    first                  TP rank > 0
-    position.* (slopes, T5 table: heads)      split, dim 0  every                  stage > 0
+    parameter                            tensor ranks   pipeline stages     copies
+    linear_qkv, linear_fc1 weight, bias  split, dim 0   the layer's         none
+    linear_proj, linear_fc2 weight       split, dim 1   the layer's         none
+    linear_proj, linear_fc2 bias; norms  replicated     the layer's         tensor rank > 0
+    word_embeddings (vocabulary)         split, dim 0   first; last, if     last stage, if tied
+                                                        tied
+    output_layer, untied (vocabulary)    split, dim 0   last                none
+    position_embeddings (learned)        replicated     first               tensor rank > 0
+    position.* (heads of slopes, table)  split, dim 0   every               stage > 0
 
 Data-parallel ranks hold the same parameters as each other. ZeRO's partitioning among them is the
 business of `pretrain.optim`. Of all ranks of one data-parallel replica, exactly one holds any given
