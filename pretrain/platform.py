@@ -118,7 +118,7 @@ def seed_generators(seed: int, tensor_parallel_rank: int) -> None:
     activations that are split over tensor ranks.
 
     Args:
-        seed: The seed; the same on all ranks that share activations.
+        seed: The seed; the same on all tensor ranks.
         tensor_parallel_rank: The tensor rank of this process.
     """
     from megatron.core.tensor_parallel import random
@@ -147,12 +147,11 @@ def _patch_megatron_for_cpu() -> None:
     # pipeline_parallel/p2p_communication.py, for gathered and scattered ones in
     # tensor_parallel/mappings.py and layers.py, and for the frequencies in
     # models/common/embeddings/rotary_pos_embedding.py.
+    # The type checker objects that the original returns a number.
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
     # models/common/language_module/language_module.py moves the tied embedding with .cuda() before
     # it is reduced between the first and the last stage.
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    # pipeline_parallel/p2p_communication.py waits for the device after batched communication.
-    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # a patch
 
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
@@ -188,6 +187,8 @@ def _cpu_rng_tracker() -> Any:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     class CpuRngTracker(CudaRNGStatesTracker):  # type: ignore[misc]  # Megatron ships no types
+        """Keep named states of torch's CPU generator, each restored while it is forked."""
+
         def add(self, name: str, seed: int) -> None:
             self._is_initialized = True
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()

@@ -83,9 +83,8 @@ class Process:
                 env.get("MASTER_ADDR", "127.0.0.1"),
                 int(env.get("MASTER_PORT", 29500)),
             )
-        # srun. A step of one task is a run of one process.
-        num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
-        if "SLURM_PROCID" in env and num_tasks > 1:
+        # srun. A job step of one task is a run of one process.
+        if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             # Derived from the job's number, so that two jobs on one node do not use the same port.
             port = 15_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000
@@ -97,6 +96,12 @@ class Process:
                 int(env.get("MASTER_PORT", port)),
             )
         return Process(0, 1, 0, "127.0.0.1", 0)
+
+
+def _num_slurm_tasks() -> int:
+    """Return the number of tasks of this Slurm job step, or else of the job."""
+    env = os.environ
+    return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
 
 
 def supervised_attempt() -> Path | None:

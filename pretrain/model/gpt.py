@@ -161,9 +161,8 @@ class LayerNorm(nn.LayerNorm):
         """
         super().__init__(hidden_size, eps=eps, bias=config.add_bias_linear)
         for parameter in self.parameters():
-            # The attribute's name is Megatron's
-            # (megatron/core/distributed/finalize_model_grads.py); `pretrain.optim` reads it.
-            # torch's Parameter does not declare it.
+            # The attribute's name is Megatron's (distributed/finalize_model_grads.py), and torch's
+            # Parameter does not declare it. `pretrain.optim` reads it.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -201,7 +200,7 @@ def _build_chunk(
     position: PositionMethod,
     virtual_stage: int | None,
 ) -> GPTModel:
-    """Build one model chunk, with the embedding or the output layer if it is the first or the last.
+    """Build one model chunk; the first includes the embedding, the last the output layer.
 
     Args:
         config: The run's config.
@@ -232,6 +231,8 @@ def _build_chunk(
         table = position.embedding_table()
         if table is not None:
             model.embedding.position_embeddings = table
+        # Before the position table is added, hence on the word embeddings alone. A hook, because
+        # Megatron's embedding has no such factor.
         if position.embedding_scale != 1.0:
             model.embedding.word_embeddings.register_forward_hook(
                 lambda _m, _i, out: out * position.embedding_scale
@@ -249,8 +250,7 @@ def _mark_sharded_weights(model: GPTModel) -> None:
     for module in model.modules():
         if (
             isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
-            # None in a tied output layer on the stage of the embedding, whose weight it is called
-            # with.
+            # A tied output layer on the stage of the embedding has no weight of its own.
             and module.weight is not None
         ):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)

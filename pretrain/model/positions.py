@@ -163,8 +163,9 @@ METHODS: dict[str, type[PositionMethod]] = {
 class SinusoidalTable(nn.Module):
     """Map position ids [B, S] to sines and cosines [B, S, hidden], at any length.
 
-    The first half of the channels are sines, the second half cosines, of
-    position * 10000^(-k / (hidden / 2)).
+    The first half of the channels are sines and the second half cosines of
+    position * 10000^(-k / (hidden / 2)). The paper interleaves the two; the order of channels does
+    not matter to a trained model.
     """
 
     dtype_marker: Tensor

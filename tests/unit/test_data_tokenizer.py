@@ -58,7 +58,7 @@ def test_long_text_has_the_ids_of_the_whole(path):
 
 
 def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path):
-    """With SentencePiece's defaults (Unigram, NFKC, a space before the text) parts have other ids."""
+    """With SentencePiece's defaults (Unigram, NFKC, dummy prefix), parts would get other ids."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.split("\n")),
         model_prefix=str(tmp_path / "own"),
