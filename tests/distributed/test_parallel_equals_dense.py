@@ -37,7 +37,7 @@ VARIANTS = {
 }
 
 
-def _make_config(variant: str, heads: int, parallel: dict[str, Any]) -> RunConfig:
+def variant_config(variant: str, heads: int, parallel: dict[str, Any]) -> RunConfig:
     """Return the config of a variant; its name starts with the position method."""
     sections = {name: dict(keys) for name, keys in VARIANTS[variant].items()}
     sections.setdefault("model", {})["num_attention_heads"] = heads
@@ -50,7 +50,7 @@ def _expected(
     variant: str, heads: int
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, float, dict[str, Tensor]]:
     """Return (weights, token ids, logits, loss, gradients) of the dense reference."""
-    config = _make_config(variant, heads, {})
+    config = variant_config(variant, heads, {})
     state = random_state(config, seed=3)
     tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
     model = DenseGPT(config).load_global_state(state)
@@ -67,7 +67,7 @@ def _expected(
 def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, heads):
     processes, parallel = LAYOUTS[layout]
     state, tokens, logits, loss, gradients = _expected(variant, heads)
-    config = _make_config(variant, heads, parallel)
+    config = variant_config(variant, heads, parallel)
     actual = pools(processes).run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
@@ -84,7 +84,7 @@ def test_the_comparison_would_notice_slopes_of_local_heads(pools):
     Each of two tensor ranks then has the slopes of a model of four heads.
     """
     state, tokens, logits, *_ = _expected("alibi", 8)
-    wrong = DenseGPT(_make_config("alibi", 8, {})).load_global_state(state)
+    wrong = DenseGPT(variant_config("alibi", 8, {})).load_global_state(state)
     wrong._score_bias = lambda length, p, like: _local_slopes_bias(length, like)
     assert (wrong(tokens[:, :-1]) - logits).abs().max() > 100 * TOLERANCE["atol"]
 
