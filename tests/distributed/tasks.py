@@ -1,4 +1,9 @@
-"""What the worker processes are asked to do. Each task is called on every rank and returns something picklable."""
+"""Define the tasks that worker processes run.
+
+Each task is called on every rank and returns something picklable. Imports of Megatron and DeepSpeed
+stand inside the functions: they must come after `pretrain.platform.prepare`, and the test process,
+which imports this module too, does without them.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +14,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain import platform, topology
+from pretrain import platform
 from pretrain.config import RunConfig
+from pretrain.topology import Topology, initialize
 
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
-    """Loss, logits and full gradients of the mean loss over tokens [global batch, S + 1]; on rank 0."""
+    """Compute the loss, logits and gradients of a model on one batch.
+
+    Args:
+        config: The run's config; its layout must fit the number of ranks.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+
+    Returns:
+        On rank 0 {"loss": mean loss in nats, "logits": [global batch, S, V], "gradients": full
+        tensors by global name}; None elsewhere.
+    """
     from pretrain.model.forward import run_schedule
     from pretrain.optim.zero import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
-    place, chunks = _model(config, state)
-    mine = _share(config, place, tokens)
-    all_logits = _logits(config, chunks, mine)
-    losses = run_schedule(chunks, mine, _mean_loss)
+    topology, chunks = _build_model_with(config, state)
+    micro_batches = _split_among_ranks(config, topology, tokens)
+    local_logits = _logits(config, chunks, micro_batches)
+    losses = run_schedule(chunks, micro_batches, _mean_loss)
     finalize_gradients(chunks)
-    loss = average_loss(losses, place)
-    full = _assemble(chunks, gradient, average_over=place.layout.data)
-    gathered: list[Any] = [None] * place.layout.world_size
-    dist.all_gather_object(gathered, (place.data_rank, place.tensor_rank, all_logits))
-    if not place.is_main:
+    loss = average_loss(losses, topology)
+    full = _assemble(chunks, gradient, average_over=topology.layout.data)
+    gathered: list[Any] = [None] * topology.layout.world_size
+    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, local_logits))
+    if not topology.is_main:
         return None
+    # Tensor ranks hold slices of the vocabulary, data ranks hold rows of the batch.
     rows = []
-    for data_rank in range(place.layout.data):
+    for data_rank in range(topology.layout.data):
         parts = sorted((t, x) for d, t, x in gathered if d == data_rank and x is not None)
         rows.append(torch.cat([x for _, x in parts], dim=-1))
     return {"loss": loss, "logits": torch.cat(rows), "gradients": full}
@@ -40,29 +57,52 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
 def train_steps(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> dict[str, Any] | None:
-    """Losses, gradient norms and final weights of one optimizer step on each of `steps` [global batch, S + 1]; rank 0."""
+    """Train a model from given weights, one optimizer step per batch.
+
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        steps: Token ids of the global batches, each [global batch, S + 1].
+
+    Returns:
+        On rank 0 {"losses", "norms": per step, "weights": full fp32 tensors by global name}; None
+        elsewhere.
+    """
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.train.step import average_loss, forward_backward, seed_step
 
-    place, chunks = _model(config, state)
-    optimizer = ZeroOptimizer(config, place, chunks)
+    topology, chunks = _build_model_with(config, state)
+    optimizer = ZeroOptimizer(config, topology, chunks)
     losses, norms = [], []
     for step, tokens in enumerate(steps):
-        seed_step(config, place, step)
-        kept = forward_backward(chunks, optimizer, _share(config, place, tokens))
+        seed_step(config, topology, step)
+        kept = forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
         norms.append(optimizer.step(learning_rate(config, step)))
-        losses.append(average_loss(kept, place))
+        losses.append(average_loss(kept, topology))
     weights = full_weights(optimizer)
+    # The engine is part of reference cycles. Collected now, its memory does not add up over tasks.
     del optimizer, chunks
     gc.collect()
-    return {"losses": losses, "norms": norms, "weights": weights} if place.is_main else None
+    return {"losses": losses, "norms": norms, "weights": weights} if topology.is_main else None
 
 
 def train_steps_in_fp16_on_cpu(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> Any:
-    """`train_steps` with DeepSpeed told that this CPU does fp16 (torch does), and whether the first step moved anything."""
+    """Run `train_steps` in fp16 on a CPU, and see whether the first step changed the weights.
+
+    torch computes in fp16 on a CPU, but DeepSpeed refuses it, as does `pretrain.platform`. Both are
+    told otherwise here.
+
+    Args:
+        config: As in `train_steps`.
+        state: As in `train_steps`.
+        steps: As in `train_steps`.
+
+    Returns:
+        As `train_steps`, with "weights_after_first_step_unchanged" added.
+    """
     platform.prepare(0)
     from deepspeed.accelerator import get_accelerator
 
@@ -82,8 +122,8 @@ def train_steps_in_fp16_on_cpu(
     return result
 
 
-def full_weights(optimizer) -> dict[str, Tensor]:
-    """fp32 masters by global name, assembled from every rank's fragments."""
+def full_weights(optimizer: Any) -> dict[str, Tensor]:
+    """Return the fp32 master weights by global name, assembled from the fragments of every rank."""
     from pretrain.optim.fragments import fragments
 
     mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments(optimizer)]
@@ -95,6 +135,7 @@ def full_weights(optimizer) -> dict[str, Tensor]:
     for name, shape, global_shape, offset, start, flat in (
         item for part in gathered for item in part
     ):
+        # NaN marks what no fragment has filled yet.
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))
         local = torch.full(shape, float("nan"))
         local.view(-1)[start : start + flat.numel()] = flat
@@ -103,30 +144,31 @@ def full_weights(optimizer) -> dict[str, Tensor]:
     return full
 
 
-def _model(config: RunConfig, state: dict[str, Tensor]):
+def _build_model_with(config: RunConfig, state: dict[str, Tensor]) -> tuple[Topology, list[Any]]:
+    """Set up the layout, build this rank's chunks, and fill them with slices of full weights."""
     from pretrain.model.gpt import build_model
     from pretrain.model.parameters import named_parameters
 
-    place = topology.initialize(config)
+    topology = initialize(config)
     chunks = build_model(config)
     with torch.no_grad():
         for named in named_parameters(chunks):
             named.parameter.copy_(named.slice_of(state[named.name]))
-    return place, chunks
+    return topology, chunks
 
 
-def _share(config: RunConfig, place, tokens: Tensor) -> list[Tensor]:
-    return list(
-        tokens.chunk(place.layout.data)[place.data_rank].split(config.batch.micro_batch_size)
-    )
+def _split_among_ranks(config: RunConfig, topology: Topology, tokens: Tensor) -> list[Tensor]:
+    """Return this data rank's micro batches of a global batch."""
+    share = tokens.chunk(topology.layout.data)[topology.data_rank]
+    return list(share.split(config.batch.micro_batch_size))
 
 
-def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
-    """This data rank's logits [B, S, V / tensor ranks], where the last stage is."""
+def _logits(config: RunConfig, chunks: list[Any], batches: list[Tensor]) -> Tensor | None:
+    """Return this rank's logits [B, S, V / tensor ranks] on the last pipeline stage, else None."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(iterator, chunk):
+    def forward_step(iterator: Any, chunk: Any) -> Any:
         inputs = next(iterator)[:, :-1].contiguous().to(platform.device())
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         return chunk(inputs, positions, None), lambda out: (out.sum(), out.detach().clone())
@@ -146,8 +188,14 @@ def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
     return torch.cat(kept) if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
-def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
-    """Full tensors of value(parameter) by global name; copies must agree, data-parallel ranks are averaged."""
+def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Tensor]:
+    """Return full tensors by global name, and check that copies of a parameter agree.
+
+    Args:
+        chunks: This rank's model chunks.
+        value: Function from a parameter to the tensor to assemble, such as its gradient.
+        average_over: Number of data-parallel ranks, whose tensors are averaged.
+    """
     from megatron.core import parallel_state
 
     from pretrain.model.parameters import named_parameters
@@ -172,15 +220,26 @@ def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
 
 
 def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
-    """Trains a run on real data to step `until` and saves there; losses, norms, fp32 state and progress, on rank 0."""
+    """Train a run on real data to a step and save a checkpoint there.
+
+    Args:
+        config: The run's config.
+        resume: Value of --resume.
+        until: The step to stop at.
+
+    Returns:
+        On rank 0 {"began": first step, "losses", "norms": per step, "samples": consumed samples};
+        None elsewhere.
+    """
     from pretrain.checkpoint.save import save_checkpoint
     from pretrain.train.account import Account
     from pretrain.train.loop import step_batches, train_step
     from pretrain.train.start import find_standing, load, prepare
     from pretrain.train.stopping import Requests
 
-    streams, place = prepare(config, resume)
-    run = load(config, streams, place, find_standing(config, resume), Requests(), Account())
+    streams, topology = prepare(config, resume)
+    standing = find_standing(config, resume)
+    run = load(config, streams, topology, standing, Requests(), Account())
     began = run.progress.step
     steps = step_batches(run)
     records = [train_step(run, steps) for _ in range(until - began)]
@@ -195,18 +254,30 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
 
 
 def evaluate(
-    config: RunConfig, state: dict[str, Tensor], protocols: list, tokens_per_batch: int
+    config: RunConfig, state: dict[str, Tensor], protocols: list[Any], tokens_per_batch: int
 ) -> list[Any]:
-    """Evaluations of a model with given weights on the validation stream, by every rank."""
+    """Evaluate a model with given weights on the validation stream.
+
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        protocols: The protocols to evaluate.
+        tokens_per_batch: Tokens in an evaluation batch.
+
+    Returns:
+        One result per protocol, on every rank.
+    """
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
     from pretrain.optim.zero import ZeroOptimizer
 
-    place, chunks = _model(config, state)
-    optimizer = ZeroOptimizer(config, place, chunks) if config.parallel.zero_stage == 3 else None
+    topology, chunks = _build_model_with(config, state)
+    # Under ZeRO 3 only DeepSpeed's engine can gather the weights for a forward pass.
+    needs_engine = config.parallel.zero_stage == 3
+    optimizer = ZeroOptimizer(config, topology, chunks) if needs_engine else None
     evaluator = Evaluator(
         chunks,
-        place,
+        topology,
         open_stream(config, "validation"),
         eos_id=2,
         tokens_per_batch=tokens_per_batch,
