@@ -55,7 +55,7 @@ def attention(
             raise ValueError(
                 f"attention backend triton cannot serve: {refusal}. Choose auto or sdpa"
             )
-        from pretrain.kernels.alibi_attention import (
+        from pretrain.kernels.flash.host import (
             attention_triton,  # not before it is wanted: triton may not be installed
         )
 
@@ -104,7 +104,7 @@ def _triton_refusal(q_SBHD: Tensor) -> str | None:
     """Why the Triton kernel cannot serve this, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    from pretrain.kernels.alibi_attention import refusal
+    from pretrain.kernels.flash.host import refusal
 
     return refusal(q_SBHD)
 

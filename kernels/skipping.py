@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BITS = 24.0
+NEEDED_BITS = 24.0
 """What all dropped weights of a row may add up to: 2^-24, half a unit in the last place of an fp32 one."""
 NORM_SLACK = 1 + 2.0**-12
 """Times a product of norms: above the rounding of sums over 256 columns, of norms and of tensor-core products alike."""
@@ -84,7 +84,7 @@ def key_runs(
     most = abs(scale) * LOG2E * longest_q[..., None] * longest_k[:, :, None] * NORM_SLACK
     floor = (floor - floor.abs() * RELATIVE_SLACK)[..., None]
     gap = floor - (most - slope * distance * (1 - RELATIVE_SLACK))
-    need = torch.tensor(BITS + math.log2(num_keys) * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
+    need = torch.tensor(NEEDED_BITS + math.log2(num_keys) * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
     for longest in (longest_k[:, :, None], longest_v[:, :, None]):
         of_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
         need = need + torch.where(longest > of_own, longest / of_own, 1).log2()
