@@ -1,4 +1,4 @@
-"""A flash-attention kernel in Triton with score biases: ALiBi slopes, T5's relative buckets, or none.
+"""A flash-attention kernel in Triton with score biases: ALiBi slopes, T5 buckets, or none.
 
 The algorithm is that of Dao, "FlashAttention-2" (arXiv 2307.08691): one program owns a tile of
 queries (in part of the backward, a tile of keys) and loops over the tiles on the other side with a
@@ -8,9 +8,9 @@ running softmax in base 2. This kernel differs in four points:
   -slope * |distance| (ALiBi), or an entry of a row that holds one bias per distance for each head,
   whose two ends serve every distance beyond them (T5's buckets are constant there).
 - With ALiBi, tiles of keys whose weights cannot show in the result are not loaded. A program first
-  attends to the keys at its queries' own positions; the logsumexp of those decides which other tiles
-  are needed (`pretrain.kernels.skipping` has the bound and its proof). The forward pass stores the
-  decision and the backward pass visits the same tiles. The host never waits for it.
+  attends to the keys at its queries' own positions; the logsumexp of those decides which other
+  tiles are needed (`pretrain.kernels.skipping` has the bound and its proof). The forward pass
+  stores the decision and the backward pass visits the same tiles. The host never waits for it.
 - There are no atomic additions. Gradients of slopes, of bias rows and of key heads that several
   query heads share are summed in a fixed order, so two runs agree bit for bit.
 - Programs are ordered so that long ones start first (see `forward.py`).

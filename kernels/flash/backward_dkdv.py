@@ -70,8 +70,8 @@ def dkdv_kernel(
     """Compute dk and dv of one block of keys, summed over all query heads that share them.
 
     One program per (key head, batch, block of keys). One program serves all heads of a group in
-    turn, so that their sum needs neither atomics nor a second pass and has a fixed order. Early keys
-    come first: under a causal mask they have the most queries after them.
+    turn, so that their sum needs neither atomics nor a second pass and has a fixed order. Early
+    keys come first: under a causal mask they have the most queries after them.
     """
     key_blocks = tl.cdiv(num_keys, BLOCK_N)
     key_start = tl.program_id(0) % key_blocks * BLOCK_N
@@ -118,13 +118,16 @@ def dkdv_kernel(
             last_key = key_start + BLOCK_N - 1
             begin_whole = tl.cdiv(tl.maximum(last_key - earlier_keys, 0), BLOCK_M) * BLOCK_M
             begin_whole = tl.minimum(tl.maximum(begin_whole, begin), stop)
+        QHead = Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
+        DOutHead = DOut + tl.cast(batch_head, tl.int64) * D
+        d_out_stride_s = batches * heads * D
+        BiasRowHead = BiasRow + head * (2 * row_reach + 1)
         dk, dv = accumulate_over_queries(
-            dk, dv, k, v,
-            Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h, q_stride_s,
-            DOut + tl.cast(batch_head, tl.int64) * D, batches * heads * D,
-            Lse, Delta, FirstTile, EndTile, begin, begin_whole, key_start, batch_head, slope,
-            BiasRow + head * (2 * row_reach + 1), row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-            CAUSAL, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D, CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+            FirstTile, EndTile, begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
+            row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+            CAUSAL, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
         )  # fmt: skip
         # Queries begin_far .. stop are beyond the end of the bias row from every key of the block.
         begin_far = stop
@@ -135,21 +138,19 @@ def dkdv_kernel(
             )
             begin_far = tl.minimum(tl.maximum(begin_far, begin_whole), stop)
         dk, dv = accumulate_over_queries(
-            dk, dv, k, v,
-            Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h, q_stride_s,
-            DOut + tl.cast(batch_head, tl.int64) * D, batches * heads * D,
-            Lse, Delta, FirstTile, EndTile, begin_whole, begin_far, key_start, batch_head, slope,
-            BiasRow + head * (2 * row_reach + 1), row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D, CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+            FirstTile, EndTile, begin_whole, begin_far, key_start, batch_head, slope, BiasRowHead,
+            row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
         )  # fmt: skip
         if BIAS == ROW and CAUSAL:
             dk, dv = accumulate_over_queries(
-                dk, dv, k, v,
-                Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h, q_stride_s,
-                DOut + tl.cast(batch_head, tl.int64) * D, batches * heads * D,
-                Lse, Delta, FirstTile, EndTile, begin_far, stop, key_start, batch_head, slope,
-                BiasRow + head * (2 * row_reach + 1), row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-                False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D, CAUSAL, ROW_END, SKIP, DROPOUT, UPCAST,
+                dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+                FirstTile, EndTile, begin_far, stop, key_start, batch_head, slope, BiasRowHead,
+                row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+                False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+                CAUSAL, ROW_END, SKIP, DROPOUT, UPCAST,
             )  # fmt: skip
 
     # d score / d k is scale * q: the scale is applied once, to the sum.
@@ -200,8 +201,8 @@ def accumulate_over_queries(
 ):
     """Add the contributions of queries begin .. stop to dk and dv, and return (dk, dv).
 
-    Scores are computed transposed, [keys, queries], so that their products with q and d_out have the
-    keys as rows and need no transposition of their own.
+    Scores are computed transposed, [keys, queries], so that their products with q and d_out have
+    the keys as rows and need no transposition of their own.
     """
     key = key_start + tl.arange(0, BLOCK_N)
     row = tl.cast(batch_head, tl.int64) * num_queries
@@ -210,8 +211,8 @@ def accumulate_over_queries(
         query = start + tl.arange(0, BLOCK_M)
         position = query + num_keys - num_queries
         q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
-        # An infinite logsumexp makes every weight of a query zero. That is the mask for queries past
-        # the last one, and for queries whose forward pass skipped these keys.
+        # An infinite logsumexp makes every weight of a query zero. That is the mask for queries
+        # past the last one, and for queries whose forward pass skipped these keys.
         lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
         if SKIP:
             runs = batch_head * query_tiles + query // QUERY_TILE

@@ -36,8 +36,8 @@ def delta_kernel(
     """Compute Delta = the sum over D of out * d_out.
 
     It equals the sum over keys of weights * d_weights, which the gradient of the softmax subtracts
-    from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). It holds with dropout, too,
-    because out was made of the weights that dropout kept.
+    from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). It holds with dropout,
+    too, because out was made of the weights that dropout kept.
     """
     tiles = tl.cdiv(num_queries, BLOCK_M)
     batch_head = tl.program_id(0) // tiles
@@ -101,8 +101,8 @@ def dq_kernel(
 ):
     """Compute dq of one block of queries and, if BIAS_GRAD, its share of the gradient of the bias.
 
-    One program per (query head, batch, block of queries), ordered as in the forward kernel. dq has a
-    kernel of its own although it recomputes the scores: added up in the dkdv kernel it would need
+    One program per (query head, batch, block of queries), ordered as in the forward kernel. dq has
+    a kernel of its own although it recomputes the scores: added up in the dkdv kernel it would need
     atomics, whose order, and so the last bits of dq, would differ from run to run.
     """
     query_blocks = tl.cdiv(num_queries, BLOCK_M)
@@ -151,20 +151,25 @@ def dq_kernel(
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
         stop_far = tl.minimum(stop_far, stop_whole)
         dq, sums, sums_after = accumulate_over_keys(
-            dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s, begin, stop_far,
-            query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+            dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+            begin, stop_far,
+            query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+            num_queries, num_keys,
             False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
         )  # fmt: skip
         begin = stop_far
     dq, sums, sums_after = accumulate_over_keys(
-        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s, begin, stop_whole,
-        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        begin, stop_whole,
+        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        num_queries, num_keys,
         False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
     )  # fmt: skip
     dq, sums, sums_after = accumulate_over_keys(
         dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         tl.maximum(begin, stop_whole), stop,
-        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        num_queries, num_keys,
         True, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
     )  # fmt: skip
 
@@ -214,10 +219,10 @@ def accumulate_over_keys(
 ):
     """Add the contributions of keys begin .. stop and return (dq, sums, sums_after).
 
-    The sums are each query's share of the gradient of the bias. For slopes, `sums` adds up
-    d_score * |distance| (the host negates it). For bias rows, `sums` is the gradient of the entry at
-    distances >= row_reach and `sums_after` of the one at distances <= -row_reach: too many keys share
-    those two to be handled by `backward_row.py`, which covers the distances between.
+    The sums are each query's share of the gradient of the bias. For slopes, `sums` adds up d_score
+    * |distance| (the host negates it). For bias rows, `sums` is the gradient of the entry at
+    distances >= row_reach and `sums_after` of the one at distances <= -row_reach: too many keys
+    share those two to be handled by `backward_row.py`, which covers the distances between.
     """
     position = (query + num_keys - num_queries)[:, None]
     for key_start in range(begin, stop, BLOCK_N):
@@ -225,8 +230,9 @@ def accumulate_over_keys(
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         d_scores = score_gradients(
-            q, k, v, d_out, lse, delta, position, key, query[:, None], batch_head, slope, BiasRow, row_reach,
-            Seed, score_scale, dropout_p, num_keys, MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
+            q, k, v, d_out, lse, delta, position, key, query[:, None], batch_head,
+            slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
+            MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
         )  # fmt: skip
         dq += dot(d_scores.to(k.dtype), k, UPCAST)
         if BIAS_GRAD:

@@ -59,10 +59,11 @@ def row_gradient_kernel(
 ):
     """Sum d_score over all queries, for every distance below row_reach.
 
-    The matrix of scores is cut along its diagonals. A program owns one diagonal of blocks: for every
-    block of queries, the block of keys that lies diagonal * BLOCK_N before it. Element (r, c) of such
-    a block has the same distance, diagonal * BLOCK_N + r - c, wherever on the diagonal the block is.
-    So the blocks are added up as they are, in registers, and no scatter by distance is needed.
+    The matrix of scores is cut along its diagonals. A program owns one diagonal of blocks: for
+    every block of queries, the block of keys that lies diagonal * BLOCK_N before it. Element (r, c)
+    of such a block has the same distance, diagonal * BLOCK_N + r - c, wherever on the diagonal the
+    block is. So the blocks are added up as they are, in registers, and no scatter by distance is
+    needed.
 
     What is stored is sheared: row r is shifted by r, which puts equal distances into equal columns
     (column BLOCK_N - 1 + r - c). The host then sums over rows and splits.
@@ -104,8 +105,9 @@ def row_gradient_kernel(
         lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
         delta = tl.load(Delta + row + query, mask=query < num_queries, other=0.0)
         acc += score_gradients(
-            q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None], batch_head, 0.0,
-            BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_keys, True, CAUSAL, BIAS, DROPOUT, UPCAST,
+            q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None], batch_head,
+            0.0, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_keys,
+            True, CAUSAL, BIAS, DROPOUT, UPCAST,
         )  # fmt: skip
 
     distance = diagonal * BLOCK_N + rows[:, None] - columns[None, :]

@@ -30,8 +30,8 @@ NO_BIAS = tl.constexpr(0)
 SLOPES = tl.constexpr(1)
 # An entry of the head's bias row, by distance.
 ROW = tl.constexpr(2)
-# The last entry of the bias row: for loops over tiles whose keys all lie at or beyond its end. Every
-# score gets the same bias there, so no per-element load is needed.
+# The last entry of the bias row: for loops over tiles whose keys all lie at or beyond its end.
+# Every score gets the same bias there, so no per-element load is needed.
 ROW_END = tl.constexpr(3)
 
 
@@ -59,10 +59,10 @@ def load_tile(
     BLOCK_D: tl.constexpr,  # columns to load: D padded to a power of two
     BOUNDED: tl.constexpr,  # check rows against [0, limit)
 ):
-    """Return rows start .. start + ROWS of X as [ROWS, BLOCK_D], with zeros for what does not exist.
+    """Return rows start .. start + ROWS of X, [ROWS, BLOCK_D], zero where nothing exists.
 
-    Zeros in padded columns add nothing to a product. Without BOUNDED the row mask is left out, which
-    the inner loops over whole tiles use.
+    Zeros in padded columns add nothing to a product. Without BOUNDED the row mask is left out,
+    which the inner loops over whole tiles use.
     """
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -110,8 +110,8 @@ def add_bias(
 ):
     """Return scores + bias. `position` and `key` broadcast against scores of either orientation."""
     if BIAS == SLOPES:
-        # Positions are below 2^24, so both conversions and the difference are exact in fp32. Done in
-        # integers, the difference would need a conversion for every element.
+        # Positions are below 2^24, so both conversions and the difference are exact in fp32. Done
+        # in integers, the difference would need a conversion for every element.
         distance = position.to(tl.float32) - key.to(tl.float32)
         if not CAUSAL:
             distance = tl.abs(distance)

@@ -69,11 +69,11 @@ def forward_kernel(
 ):
     """Compute one tile of queries: its output, its logsumexp and, if SKIP, the tiles it visited.
 
-    One program per (query head, batch, query tile), in this order of significance. Programs start in
-    the order of their ids, so shallow heads (which visit most tiles) start before steep ones, and
-    late queries (with the most keys before them) before early ones: the programs that finish last
-    are short, and no multiprocessor is left alone with a long one. Programs with neighbouring ids
-    read the same keys and values, which stay in the L2 cache.
+    One program per (query head, batch, query tile), in this order of significance. Programs start
+    in the order of their ids, so shallow heads (which visit most tiles) start before steep ones,
+    and late queries (with the most keys before them) before early ones: the programs that finish
+    last are short, and no multiprocessor is left alone with a long one. Programs with neighbouring
+    ids read the same keys and values, which stay in the L2 cache.
     """
     query_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = query_tiles - 1 - tl.program_id(0) % query_tiles
@@ -95,8 +95,8 @@ def forward_kernel(
     queries = start + tl.arange(0, BLOCK_M)
     first_position = start + num_keys - num_queries
     last_position = tl.minimum(start + BLOCK_M, num_queries) - 1 + num_keys - num_queries
-    # The queries' own tiles hold the keys at their positions. Without a causal mask there may be more
-    # queries than keys; queries before the first key take tile 0 as their own.
+    # The queries' own tiles hold the keys at their positions. Without a causal mask there may be
+    # more queries than keys; queries before the first key take tile 0 as their own.
     own_first = tl.maximum(first_position, 0) // KEY_TILE
     own_end = tl.maximum(last_position, 0) // KEY_TILE + 1
     stop = tl.minimum(own_end * KEY_TILE, num_keys)
@@ -123,8 +123,8 @@ def forward_kernel(
     if CAUSAL:
         end = own_end
     if SKIP:
-        # The floor must hold for every query of the tile, so it is the lowest of their logsumexps. A
-        # NaN becomes -inf, which skips nothing; rows past the last query do not count.
+        # The floor must hold for every query of the tile, so it is the lowest of their logsumexps.
+        # A NaN becomes -inf, which skips nothing; rows past the last query do not count.
         row_floor = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
         row_floor = tl.where(row_floor == row_floor, row_floor, float("-inf"))
         floor = tl.min(tl.where(queries < num_queries, row_floor, float("inf")), axis=0)
@@ -219,10 +219,10 @@ def attend_to_keys(
 
     With COLUMN_BIAS (causal, half precision) the bias of a score is slope * (key - first_position),
     which is -slope * distance plus slope * (row of the query). The second term is the same for all
-    keys of a row, so the softmax cancels it; only the logsumexp must be corrected, by `true_lse`. The
-    bias is then a vector over the keys, and an element costs one addition. It makes scores near the
-    diagonal larger by up to slope * BLOCK_M, whose rounding would show in fp32 results, so for fp32
-    the bias is computed for each element.
+    keys of a row, so the softmax cancels it; only the logsumexp must be corrected, by `true_lse`.
+    The bias is then a vector over the keys, and an element costs one addition. It makes scores near
+    the diagonal larger by up to slope * BLOCK_M, whose rounding would show in fp32 results, so for
+    fp32 the bias is computed for each element.
     """
     rows = tl.arange(0, BLOCK_M)
     for key_start in range(begin, stop, BLOCK_N):

@@ -150,8 +150,8 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse, first, end, head_order = ctx.saved_tensors
-        plan = TilePlan(first, end, head_order)
+        *inputs, out, lse, head_order, first, end = ctx.saved_tensors
+        plan = TilePlan(head_order, first, end)
         row_wants_grad = ctx.needs_input_grad[4]
         gradients = run_backward(
             Inputs(*inputs), ctx.options, out, lse, plan, d_out, row_wants_grad

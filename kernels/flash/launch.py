@@ -53,12 +53,12 @@ class TilePlan(NamedTuple):
     All are int32, and empty when nothing is skipped.
     """
 
+    head_order: Tensor
+    """[H + G]: query heads by ascending slope, then key heads."""
     first: Tensor
     """[B, H, query tiles]: the first tile of keys that is visited."""
     end: Tensor
     """[B, H, query tiles]: one past the last."""
-    head_order: Tensor
-    """[H + G]: query heads by ascending slope, then key heads."""
 
 
 def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TilePlan]:
@@ -72,7 +72,7 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         The output [S, B, H, D] in the dtype of q, the logsumexp of each row of scores in base 2
         [B, H, S] in fp32, and the tiles that were visited.
     """
-    q, k, v, slopes, bias_row, seed = inputs
+    q, k, v, slopes, bias_row, _ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
     blocks, key_tile = options.schedule.forward, options.schedule.key_tile
     query_tiles = triton.cdiv(num_queries, blocks.queries)
@@ -108,7 +108,7 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         TRAINED_SLOPES=options.trained_slopes,
         **_variant(inputs, options), **_resources(blocks, bias_row),
     )  # fmt: skip
-    return out, lse, TilePlan(runs[0], runs[1], order)
+    return out, lse, TilePlan(order, runs[0], runs[1])
 
 
 def run_backward(
@@ -145,16 +145,16 @@ def run_backward(
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     # The arguments that all backward kernels take, before and after their own outputs.
-    tensors = (q, k, v, d_out, lse, delta, *_bias_arguments(inputs),
-               plan.head_order, plan.first, plan.end)  # fmt: skip
-    sizes = (options.scale, options.dropout_p, *_strides(q), *_strides(k), *_strides(v),
-             batch, heads, num_queries, num_keys, _row_reach(bias_row))  # fmt: skip
+    tensors = (q, k, v, d_out, lse, delta, *_bias_arguments(inputs), *plan)
+    strides = (*_strides(q), *_strides(k), *_strides(v))
+    counts = (batch, heads, num_queries, num_keys, _row_reach(bias_row))
+    scalars = (options.scale, options.dropout_p, *strides, *counts)
     constants = _variant(inputs, options) | {"HEADS_PER_GROUP": heads // groups}
     tiles = {"QUERY_TILE": options.schedule.forward.queries, "KEY_TILE": options.schedule.key_tile}
 
     blocks = options.schedule.dkdv
     dkdv_kernel[(batch * groups * triton.cdiv(num_keys, blocks.keys),)](
-        *tensors, dk, dv, *sizes, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        *tensors, dk, dv, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def run_backward(
     # Each query's share of the gradient of the bias: see accumulate_over_keys in backward_dq.py.
     sums = torch.empty(2 if bias_grad else 0, *lse.shape, dtype=torch.float32, device=q.device)
     dq_kernel[(batch * heads * triton.cdiv(num_queries, blocks.queries),)](
-        *tensors, dq, sums, *sizes, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        *tensors, dq, sums, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         BIAS_GRAD=bias_grad, **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
 
@@ -172,13 +172,13 @@ def run_backward(
         # A score falls by the slope times the distance.
         d_slopes = -sums[0].sum(dim=(0, 2))
     elif bias_row is not None and row_wants_grad:
-        d_row = _row_gradient(tensors, sizes, constants, bias_row, sums)
+        d_row = _row_gradient(tensors, scalars, constants, bias_row, sums)
     return dq, dk, dv, d_slopes, d_row
 
 
 def _row_gradient(
     tensors: tuple[Tensor, ...],
-    sizes: tuple[int | float, ...],
+    scalars: tuple[int | float, ...],
     constants: dict[str, Any],
     bias_row: Tensor,
     sums: Tensor,
@@ -187,7 +187,7 @@ def _row_gradient(
 
     Args:
         tensors: Tensor arguments that all backward kernels take.
-        sizes: Scalar arguments that all backward kernels take.
+        scalars: Scalar arguments that all backward kernels take.
         constants: Compile-time constants that all kernels take.
         bias_row: [H, 2 * reach + 1].
         sums: [2, B, H, S], what dq_kernel summed at and beyond either end of the row.
@@ -199,8 +199,8 @@ def _row_gradient(
     num_queries, batch, heads, head_dim = q.shape
     # Four tiles (q, k, v, d_out) of this many rows are in shared memory at once.
     block = 32 if padded_width(head_dim) * q.element_size() < 1024 else 16
-    # The diagonals -num_diagonals + 1 .. num_diagonals - 1 contain distances below the reach. Under a
-    # causal mask there are no negative distances.
+    # The diagonals -num_diagonals + 1 .. num_diagonals - 1 contain distances below the reach. Under
+    # a causal mask there are no negative distances.
     num_diagonals = triton.cdiv(reach + block - 1, block)
     first_diagonal = 0 if constants["CAUSAL"] else 1 - num_diagonals
     diagonals = num_diagonals - first_diagonal
@@ -211,7 +211,7 @@ def _row_gradient(
     sheared_shape = (heads, diagonals, splits, block, width)
     sheared = torch.zeros(sheared_shape, dtype=torch.float32, device=q.device)
     row_gradient_kernel[(heads * diagonals * splits,)](
-        *tensors, sheared, *sizes, first_diagonal, diagonals, splits,
+        *tensors, sheared, *scalars, first_diagonal, diagonals, splits,
         BLOCK_M=block, BLOCK_N=block, **constants,
         num_warps=4 if padded_width(head_dim) < 256 else 8, num_stages=1,
     )  # fmt: skip
@@ -232,8 +232,10 @@ def _row_gradient(
 
 
 def _bias_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (slopes, bias row in base 2, seed). A kernel needs a pointer for each, so q stands in
-    for those that its variant does not read."""
+    """Return the slopes, the bias row in base 2, and the seed.
+
+    A kernel needs a pointer for each, so q stands in for those that its variant does not read.
+    """
     q, slopes, bias_row, seed = inputs.q_SBHD, inputs.slopes, inputs.bias_row, inputs.seed
     return (
         q if slopes is None else slopes.contiguous(),
@@ -261,8 +263,8 @@ def _variant(inputs: Inputs, options: Options) -> dict[str, Any]:
 
 def _resources(blocks: Blocks, bias_row: Tensor | None) -> dict[str, int]:
     """Return the launch options of a kernel."""
-    # Triton prefetches biases through shared memory, as it does keys. With three stages of both, the
-    # larger blocks would not fit.
+    # Triton prefetches biases through shared memory, as it does keys. With three stages of both,
+    # the larger blocks would not fit.
     stages = blocks.stages if bias_row is None else min(blocks.stages, 2)
     return {"num_warps": blocks.warps, "num_stages": stages}
 

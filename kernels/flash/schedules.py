@@ -1,7 +1,7 @@
 """Block sizes of the flash-attention kernels, for each dtype, head width and GPU generation.
 
-The sizes are fixed tables and not the result of an autotuner. Block sizes set the order of summation,
-so processes whose timings led them to different sizes would no longer agree bit for bit.
+The sizes are fixed tables and not the result of an autotuner. Block sizes set the order of
+summation, so processes whose timings led them to different sizes would no longer agree bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Schedule(NamedTuple):
 # The sizes were chosen from what ptxas reports, before any was timed on a GPU: the largest blocks
 # whose accumulators stay in registers. The 128 keys in dkdv at width 128 spill a few dozen bytes,
 # which was accepted because a wider block halves how often queries are read. fp32 blocks are small
-# because fp32 products run without tensor cores (`input_precision="ieee"`) and need twice the space.
+# because fp32 products run without tensor cores (`input_precision="ieee"`) and need twice the
+# space.
 SCHEDULES_90 = {
     (2, 64): Schedule(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3), 64),
     (2, 128): Schedule(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3), 128),

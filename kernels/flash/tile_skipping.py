@@ -5,8 +5,8 @@ in plain torch. Two steps:
 
 1. `norms_kernel` runs before the forward pass. For every tile of keys it stores the largest norm of
    its keys and of its values, and it sorts the heads by slope.
-2. In the forward kernel, `find_visited_tiles` compares those norms with the logsumexp that a tile of
-   queries has over the keys at its own positions.
+2. In the forward kernel, `find_visited_tiles` compares those norms with the logsumexp that a tile
+   of queries has over the keys at its own positions.
 
 The backward kernel for keys and values reads the decision the other way round, with
 `find_visiting_tiles`.
@@ -100,7 +100,7 @@ def store_head_order(
     PADDED: tl.constexpr,
     PADDED_PER_HEAD: tl.constexpr,
 ):
-    """Sort the heads by slope, shallow first: shallow heads visit most tiles, so they start first."""
+    """Sort the heads by slope, shallow ones first: they visit most tiles and should start first."""
     mine = tl.arange(0, PADDED)
     each = tl.arange(0, PADDED_PER_HEAD)
     inside = (mine < count)[:, None] & (each < per_head)[None, :]
@@ -110,8 +110,8 @@ def store_head_order(
     slopes = tl.min(slopes, axis=1)
     # Ranks must be a permutation even if a slope is NaN, or a head would not be computed at all.
     slopes = tl.where(slopes == slopes, slopes, float("inf"))
-    # `others` is `slopes` laid out along the other axis. Triton has no operation for that, so select
-    # the diagonal of a broadcast and sum over it.
+    # `others` is `slopes` laid out along the other axis. Triton has no operation for that, so
+    # select the diagonal of a broadcast and sum over it.
     others = tl.sum(tl.where(mine[:, None] == mine[None, :], slopes[:, None], 0.0), axis=0)
     # A rank is the number of heads that come before; ties go by index.
     before = (others[None, :] < slopes[:, None]) | (
@@ -143,7 +143,8 @@ def find_visited_tiles(
 
     This is `pretrain.kernels.skipping.key_runs` for one tile of queries.
     """
-    # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; this is the next power of 2.
+    # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power of
+    # 2.
     OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
     own = own_first + tl.arange(0, OWN)
     own_key = tl.max(tl.load(KeyNorms + own, mask=own < own_end, other=0.0), axis=0)
@@ -157,7 +158,8 @@ def find_visited_tiles(
     need = tl.where(slope > 0, need, float("inf"))
     floor = floor - tl.abs(floor) * RELATIVE_SLACK
 
-    # The kernels loop over one contiguous run, so only its ends are searched for, 64 tiles at a time.
+    # The kernels loop over one contiguous run, so only its ends are searched for, 64 tiles at a
+    # time.
     first = own_first
     for chunk in range(0, own_first, 64):
         tile = chunk + tl.arange(0, 64)
@@ -201,8 +203,8 @@ def tile_matters(
     # Keys and values that are longer than the queries' own count for more in dq and in the output.
     need = need + tl.log2(tl.where(key > own_key, key / own_key, 1.0))
     need = need + tl.log2(tl.where(value > own_value, value / own_value, 1.0))
-    # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a tile
-    # with a NaN anywhere in its terms is visited.
+    # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a
+    # tile with a NaN anywhere in its terms is visited.
     skipped = (gap > need) & (key < float("inf")) & (value < float("inf"))
     return inside & (skipped == 0)
 
