@@ -46,8 +46,8 @@ MATERIALISED_BYTES = 2**33
 """Largest bias tensor that is materialised."""
 INPUTS = ("gaussian", "peaked")
 PEAK = 4.0
-"""Factor on queries and keys for "peaked" inputs, whose scores spread 16 times as wide. They stand
-in for a trained model's: with larger scores a head looks further, and fewer tiles can be skipped."""
+"""Factor on queries and keys of "peaked" inputs, whose scores spread 16 times as wide. They stand
+in for a trained model's: with larger scores a head looks further, and fewer tiles are skipped."""
 WARM_UP_TURNS = 2
 """Turns that are not counted. The first one compiles."""
 
