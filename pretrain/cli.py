@@ -230,19 +230,17 @@ def bench_attention(
         Path | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")
     ] = None,
 ) -> None:
-    """Time every way to attend that this machine has, side by side; on a machine without a GPU, the CPU's.
+    """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
 
     Example: pretrain bench attention --lengths 1024,16384 --write attention.md
     """
-    try:
-        asked = [int(n) for n in lengths.split(",")] if lengths else None
-    except ValueError:
-        asked = [0]
-    if asked is not None and min(asked) < 1:
-        raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 1024,16384")
-    from pretrain.kernels.bench import bench_attention
+    from pretrain.kernels import bench as attention_bench
 
-    text = bench_attention(asked, seconds)
+    try:
+        chosen = attention_bench.parse_lengths(lengths) if lengths else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    text = attention_bench.bench_attention(chosen, seconds)
     if write is not None:
         with writing(write):
             write.write_text(text)
