@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
-from pretrain.config.schema import RunConfig
+from pretrain.config.run import RunConfig
 
 
 def describe(config: RunConfig) -> str:
     """Return the summary that `pretrain config` prints below the resolved config.
 
-    Every line is a TOML comment, so that the output of the command can be saved and used as a config file.
+    Every line is a TOML comment, so that the output of the command can be saved and used as a
+    config file.
     """
     total = num_parameters(config)
     tokens = config.tokens_per_step * config.train.num_steps
@@ -28,7 +29,8 @@ def describe(config: RunConfig) -> str:
 
 
 def _layout(config: RunConfig) -> str:
-    """Return the parallel sizes, with the data-parallel size and micro batches where they are known."""
+    """Return the parallel sizes, with the data-parallel size and micro batches where they are
+    known."""
     p = config.parallel
     model = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
     if p.world_size is None:
@@ -42,7 +44,7 @@ def _layout(config: RunConfig) -> str:
 
 
 def _stages(config: RunConfig) -> list[tuple[str, str]]:
-    """Return a row for each pipeline stage: the layers of its chunks, and the parameters of a rank."""
+    """Return a row for each pipeline stage: layers of its chunks, and parameters of a rank."""
     pipeline = config.parallel.pipeline_model_parallel_size
     rows = []
     for stage in range(pipeline):

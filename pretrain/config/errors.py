@@ -1,7 +1,8 @@
 """Define the two errors that end a command without a traceback: wrong input, and a failed run.
 
-`pretrain` and `launcher` print the message of either as `error: ...` lines; the exit code is 2 for a ConfigError and 1
-for a RunFailed. Any other exception is a bug in this project and keeps its traceback.
+`pretrain` and `launcher` print the message of either as `error: ...` lines; the exit code is 2 for
+a ConfigError and 1 for a RunFailed. Any other exception is a bug in this project and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ class ConfigError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A failure of a command whose input was right. The message says where it failed and what to try."""
+    """A failure of a command whose input was right. The message says where it failed and what to
+    try."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError inside the `with` block into a RunFailed that names `path`.
 
-    The error that Python raises when a disk is full carries no file name, so the user could not see which file system
-    to clean up.
+    The error that Python raises when a disk is full carries no file name, so the user could not see
+    which file system to clean up.
 
     Args:
         path: The file or directory that the block writes to, or below.

@@ -1,7 +1,7 @@
 """Parse what an evaluation shall measure.
 
-`pretrain evaluate` takes these options on its command line, and the launcher passes them on to the evaluation job of
-every checkpoint, so both read and write them here.
+`pretrain evaluate` takes these options on its command line, and the launcher passes them on to the
+evaluation job of every checkpoint, so both read and write them here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ PROTOCOLS = ("nonoverlapping", "sliding")
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """The options of an evaluation. A field that is None takes the value of the run's own config."""
+    """The options of an evaluation; a field that is None takes the value of the run's config."""
 
     lengths: tuple[int, ...] | None
     """Window lengths in tokens."""
     protocols: tuple[str, ...]
     """Names out of PROTOCOLS."""
     stride: int | None
-    """Tokens by which a sliding window moves on, which is also how many of its predictions are scored."""
+    """Tokens by which a sliding window moves on, which is also how many of its predictions are
+    scored."""
     max_tokens: int | None
     """The most tokens of the validation stream to score."""
 
@@ -52,8 +53,8 @@ class EvaluationRequest:
         for name in names:
             if name not in PROTOCOLS:
                 raise ConfigError(
-                    f"--protocols {name}: unknown protocol. Choose {' or '.join(PROTOCOLS)}, or both "
-                    f"separated by a comma"
+                    f"--protocols {name}: unknown protocol. Choose {' or '.join(PROTOCOLS)}, "
+                    "or both separated by a comma"
                 )
         for option, value in (("--stride", stride), ("--max-tokens", max_tokens)):
             if value is not None and value < 1:
@@ -70,15 +71,16 @@ class EvaluationRequest:
         return options
 
     def overrides(self) -> list[str]:
-        """Return the `--set` overrides ("section.key=value") that apply this request to a run's config."""
+        """Return the `--set` overrides ("section.key=value") that apply this request to a run's
+        config."""
         asked = {"lengths": self.lengths, "stride": self.stride, "max_tokens": self.max_tokens}
         settings = [
             f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}"
             for key, v in asked.items()
             if v is not None
         ]
-        # The run's own stride was chosen for its own lengths and may be longer than the shortest new one. Removing it
-        # brings back the default, which follows the lengths.
+        # The run's own stride was chosen for its own lengths and may be longer than the shortest
+        # new one. Removing it brings back the default, which follows the lengths.
         if self.lengths is not None and self.stride is None:
             settings.append("evaluation.stride=none")
         return settings

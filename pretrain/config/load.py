@@ -1,4 +1,5 @@
-"""Read a run's config from TOML and `--set` overrides, check it, and write the resolved config back as TOML."""
+"""Read a run's config from TOML and `--set` overrides, check it, and write the resolved config back
+as TOML."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.schema import RunConfig
+from pretrain.config.run import RunConfig
 
 
 def load_config(
@@ -25,15 +26,17 @@ def load_config(
 
     Args:
         path: The config file.
-        overrides: "section.key=value" as after `--set`; the last of several on one key wins. The value is TOML, or a
-            plain word that needs no quotes; `none` removes the key, which brings its default back.
+        overrides: "section.key=value" as after `--set`; of several on one key the last one wins.
+            The value is TOML, or a plain word, which needs no quotes. `none` removes the key, which
+            brings its default back.
         sections: Whole sections that replace those of the file, before the overrides are applied.
 
     Returns:
         The config, with every rule checked that does not depend on the number of processes.
 
     Raises:
-        ConfigError: When the file cannot be read, or the run cannot work. Names file, key, value and remedy.
+        ConfigError: When the file cannot be read, or the run cannot work. The message names the
+            file, the key, the value and the remedy.
     """
     path = Path(path)
     try:
@@ -77,7 +80,8 @@ def parse_config(values: dict[str, Any], origin: str) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """Return the resolved config as TOML: every key with its value, defaults included.
 
-    Keys whose value is None are left out, since TOML has no null. `load_config` reads the text back as an equal config.
+    Keys whose value is None are left out, since TOML has no null. `load_config` reads the text back
+    as an equal config.
     """
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
@@ -98,13 +102,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        # A shell removes the quotes that TOML wants around a string, so what is not TOML is a string.
+        # A shell removes the quotes that TOML wants around a string: what is not TOML is one.
         value = text
     values[section][name] = value
 
 
 def _explain(error: Any) -> str:
-    """Return one pydantic error (an `ErrorDetails`) as a line that names the key, its value and what is expected."""
+    """Return one pydantic error (an `ErrorDetails`) as a line that names the key, its value and
+    what is expected."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
@@ -116,9 +121,11 @@ def _explain(error: Any) -> str:
 
 
 def _suggestion(location: list[str]) -> str:
-    """Return the end of the message about an unknown key: the key that was probably meant, or those that exist.
+    """Return the end of the message about an unknown key: the key that was probably meant, or those
+    that exist.
 
-    The same name in another section comes first (a key under the wrong header), then a similar name in the section.
+    The same name in another section comes first (a key under the wrong header), then a similar name
+    in the section.
     """
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     if len(location) == 1:
@@ -136,7 +143,8 @@ def _suggestion(location: list[str]) -> str:
 
 
 def _keys(annotation: Any) -> list[str]:
-    """Return the keys of a section, given its annotation in RunConfig; none when it is not a section."""
+    """Return the keys of a section, given its annotation in RunConfig; none when it is not a
+    section."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return list(candidate.model_fields)

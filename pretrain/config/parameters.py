@@ -1,18 +1,19 @@
 """Count parameters in closed form, of the whole model and of one rank, without building the model.
 
-The launcher sizes its checkpoint times with these counts, and `pretrain config` prints them. The tests compare them
-with a sum over all tensors, and with the models that Megatron builds.
+The launcher sizes its checkpoint times with these counts, and `pretrain config` prints them. The
+tests compare them with a sum over all tensors, and with the models that Megatron builds.
 """
 
 from __future__ import annotations
 
-from pretrain.config.schema import RunConfig
+from pretrain.config.run import RunConfig
 
 
 def num_parameters(config: RunConfig) -> int:
     """Return the number of distinct parameters of the whole model.
 
-    The rows that pad the vocabulary count, and an embedding that is tied to the output layer counts once.
+    The rows that pad the vocabulary count, and an embedding that is tied to the output layer counts
+    once.
     """
     c, m = config, config.model
     embedding = c.padded_vocab_size * m.hidden_size
@@ -22,11 +23,12 @@ def num_parameters(config: RunConfig) -> int:
 
 
 def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
-    """Return the number of parameters that one rank of a pipeline stage holds before ZeRO shards anything.
+    """Return the number of parameters that one rank of a pipeline stage holds before ZeRO shards
+    anything.
 
-    All tensor-parallel and data-parallel ranks of a stage hold the same number. The sum over stages may exceed
-    `num_parameters`: with pipeline stages a tied embedding stands on the first and on the last one, and T5's bias
-    table and trainable slopes stand on every stage.
+    All tensor-parallel and data-parallel ranks of a stage hold the same number. The sum over stages
+    may exceed `num_parameters`: with pipeline stages a tied embedding stands on the first and on
+    the last one, and T5's bias table and trainable slopes stand on every stage.
 
     Args:
         config: The run.
@@ -37,7 +39,7 @@ def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
     layers = sum(c.layers_per_chunk[pipeline_rank::pipeline])
     first, last = pipeline_rank == 0, pipeline_rank == pipeline - 1
     embedding = c.padded_vocab_size // tensor * m.hidden_size
-    # The last stage needs an output matrix. On a model of one stage with tied weights that is the embedding itself.
+    # The last stage needs an output matrix. With one stage and tied weights that is the embedding.
     copies = int(first) + int(last and not (first and m.tie_word_embeddings))
     total = layers * _layer(c, tensor) + copies * embedding + _score_positions(c, tensor)
     return total + first * _position_table(c) + last * _norm(c)
@@ -50,7 +52,7 @@ def _layer(c: RunConfig, tensor: int) -> int:
     qkv = (c.model.num_attention_heads + 2 * c.num_query_groups) * c.head_dim // tensor
     ffn = c.ffn_hidden_size // tensor
     column = (qkv + ffn) * (h + bias)
-    # Row-parallel: linear_proj and linear_fc2 split their inputs, and every rank holds both biases whole.
+    # Row-parallel: linear_proj and linear_fc2 split their inputs. Every rank holds their biases.
     row = (h // tensor + ffn) * h + 2 * h * bias
     return column + row + 2 * _norm(c)
 
@@ -66,7 +68,8 @@ def _position_table(c: RunConfig) -> int:
 
 
 def _score_positions(c: RunConfig, tensor: int) -> int:
-    """Return the parameters that add to attention scores: T5's bias table or trainable slopes, split over heads."""
+    """Return the parameters that add to attention scores: T5's bias table or trainable slopes,
+    split over heads."""
     heads = c.model.num_attention_heads // tensor
     if c.position.method == "t5":
         return heads * c.position.relative_attention_num_buckets

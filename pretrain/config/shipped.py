@@ -1,7 +1,8 @@
 """Find the example configs and site files that are installed with the package.
 
-`pretrain/configs` and `pretrain/slurm` lie beside the code. In a clone they are links to the folders of those names at
-its root; in an installed wheel they are folders in site-packages, which nobody would find without being told.
+`pretrain/configs` and `pretrain/slurm` lie beside the code. In a clone they are links to the
+folders of those names at its root; in an installed wheel they are folders in site-packages, which
+nobody would find without being told.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ def shipped_sites() -> list[ShippedFile]:
 
 
 def list_shipped() -> str:
-    """Return the text that `pretrain config --list` prints: path and description of each shipped file."""
-    return "\n".join([
-        "Configs, for `pretrain` and `launcher` as CONFIG:",
-        *_table(shipped_configs()),
-        "",
-        "Example sites, for `launcher submit --site`; copy one and set your cluster's values:",
-        *_table(shipped_sites()),
-    ])
+    """Return the text that `pretrain config --list` prints: path and description of each shipped
+    file."""
+    return "\n".join(
+        [
+            "Configs, for `pretrain` and `launcher` as CONFIG:",
+            *_table(shipped_configs()),
+            "",
+            "Example sites, for `launcher submit --site`; copy one and set your cluster's values:",
+            *_table(shipped_sites()),
+        ]
+    )
 
 
 def _table(files: list[ShippedFile]) -> Iterator[str]:
@@ -51,16 +55,18 @@ def _table(files: list[ShippedFile]) -> Iterator[str]:
 
 
 def _shown(path: Path) -> Path:
-    """Return the path as one would type it: relative to the current directory where it lies below it."""
+    """Return the path as one would type it: relative to the current directory where it lies below
+    it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _shipped(path: Path) -> ShippedFile:
-    # Resolved, the files of a clone are in configs/ and slurm/ at its root and not behind the package's links.
+    # In a clone the package's folders are links. Resolved, the paths are those at the clone's root.
     return ShippedFile(path.resolve(), _first_comment(path.read_text()))
 
 
 def _first_comment(text: str) -> str:
-    """Return the first line of a TOML file without its "#"; empty when the file opens with something else."""
+    """Return the first line of a TOML file without its "#"; empty when the file opens with
+    something else."""
     first, _, _ = text.partition("\n")
     return first.removeprefix("#").strip() if first.startswith("#") else ""
