@@ -211,9 +211,11 @@ def hugging_face_kernels(installed: Environment) -> Iterator[Path]:
     """
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
-    package = installed.site_packages / "kernels"
-    metadata = installed.site_packages / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
-    package.mkdir()
+    # A folder of its own on sys.path, after ours, so that a `kernels` that we installed would win.
+    folder = installed.folder / "hugging_face"
+    package = folder / "kernels"
+    metadata = folder / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    package.mkdir(parents=True)
     metadata.mkdir()
     (package / "__init__.py").write_text(
         "from unittest.mock import MagicMock\n"
@@ -226,9 +228,10 @@ def hugging_face_kernels(installed: Environment) -> Iterator[Path]:
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
     )
+    (installed.site_packages / "hugging_face.pth").write_text(f"{folder}\n")
     yield package
-    shutil.rmtree(package)
-    shutil.rmtree(metadata)
+    (installed.site_packages / "hugging_face.pth").unlink()
+    shutil.rmtree(folder)
 
 
 USES_KERNELS = """
