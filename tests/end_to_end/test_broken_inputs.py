@@ -39,13 +39,13 @@ SETTINGS = {
     "model.num_layers=2.0": ["model.num_layers = 2.0", "valid integer", "got float"],
     "train.num_steps=0": ["train.num_steps = 0", "greater than 0"],
     "position.method=alibii": ["position.method = 'alibii'", "'alibi'", "'rotary'"],
-    "train.num_steps": ["--set train.num_steps: want section.key=value"],
+    "train.num_steps": ["--set train.num_steps: expected section.key=value"],
     "model.num_attention_heads=5": [
         "model.hidden_size = 32",
-        "not divisible by num_attention_heads = 5",
+        "not divisible by model.num_attention_heads = 5",
         "multiple",
     ],
-    "parallel.sequence_parallel=true": ["parallel.sequence_parallel = True", "Leave it out"],
+    "parallel.sequence_parallel=true": ["parallel.sequence_parallel = true", "Remove the key"],
 }
 
 
@@ -147,7 +147,7 @@ def test_processes_that_cannot_share_a_run(refused, workspace, config):
     refused(
         ["train", config, *planned],
         "parallel.world_size = 2",
-        "the run was started with 1 process",
+        "the run was started with 1 process.",
         "Start 2",
     )
     refused(

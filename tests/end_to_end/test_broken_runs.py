@@ -247,16 +247,22 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--lengths", "abc"], ["--lengths abc: want tokens, comma-separated, as in 128,256,512"]),
-        (["--lengths", ""], ["--lengths : want tokens"]),
+        (
+            ["--lengths", "abc"],
+            ["--lengths abc: expected numbers of tokens", "--lengths 128,256,512"],
+        ),
+        (["--lengths", ""], ["--lengths : expected numbers of tokens"]),
         (["--lengths", "32,0"], ["evaluation.lengths = 0", "Choose 1 or more"]),
-        (["--protocols", "foo"], ["--protocols foo: there are nonoverlapping and sliding"]),
+        (
+            ["--protocols", "foo"],
+            ["--protocols foo: unknown protocol. Choose nonoverlapping or sliding"],
+        ),
         (
             ["--lengths", "32,64", "--stride", "48"],
-            ["evaluation.stride = 48", "shortest window of 32", "no longer"],
+            ["evaluation.stride = 48", "shortest window of 32", "Choose 32 or less"],
         ),
-        (["--stride", "0"], ["--stride 0: want 1 or more"]),
-        (["--max-tokens", "-5"], ["--max-tokens -5: want 1 or more"]),
+        (["--stride", "0"], ["--stride 0: expected 1 or more tokens"]),
+        (["--max-tokens", "-5"], ["--max-tokens -5: expected 1 or more tokens"]),
         (["--out", "{folder}/report"], ["--out {folder}/report: the file name must end in .json"]),
         (
             ["--out", "{folder}/run.toml/curve.json"],

@@ -212,7 +212,7 @@ def test_who_loses_a_rank_says_so_in_a_line(workspace, train):
         os.kill(group.process_ids[1], signal.SIGKILL)
         left, killed = group.done()
     assert killed.code == -signal.SIGKILL
-    explained(left, 1, "another rank is gone", "127.0.0.1")
+    explained(left, 1, "lost the connection to another rank", "127.0.0.1")
     assert last_attempt(run).ended.outcome == "failed"
 
 

@@ -212,8 +212,7 @@ def test_a_holder_elsewhere_is_gone_after_a_lease_without_a_heartbeat(
     assert Attempt.begin(tmp_path).number == 2
     said = capfd.readouterr().err
     assert (
-        said.startswith(f"{directory}: begun by process {os.getpid()} ")
-        and "Waiting up to" in said
+        said.startswith(f"{directory}: begun by process {os.getpid()} ") and "Waiting up to" in said
     )
     assert len(said.splitlines()) == 1
 
