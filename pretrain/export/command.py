@@ -18,6 +18,8 @@ from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
+from pretrain.rundir.metrics import newest_evaluation
+from pretrain.rundir.paths import RunPaths
 
 PARITY_ROWS = 4
 """Number of validation sequences that are compared at each length."""
@@ -130,15 +132,6 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name
         ]
         return [r for r in mine if r["method"] == method]
-    metrics = checkpoint.parent.parent / "metrics.jsonl"
-    if not metrics.is_file():
-        return []
-    evaluations = [
-        r for line in metrics.read_text().splitlines() if (r := json.loads(line)).get("evaluation")
-    ]
-    last = max((record["step"] for record in evaluations), default=None)
-    return [
-        {"method": method, "checkpoint": str(checkpoint), **r}
-        for r in evaluations
-        if r["step"] == last
-    ]
+    # A checkpoint's run is two folders up: RUN/checkpoints/step-########.
+    evaluation = newest_evaluation(RunPaths(checkpoint.parents[1]).metrics)
+    return [{"method": method, "checkpoint": str(checkpoint), **record} for record in evaluation]
