@@ -107,7 +107,7 @@ def read_plan(run: Path) -> Plan:
         ) from None
 
 
-# ---- sending jobs ----------------------------------------------------------------------------------------------------
+# ---- sending jobs --------------------------------------------------------------------------------
 def submit_pending(run: Path, at_once: bool = False) -> None:
     """Sends an evaluation job for each complete checkpoint that has none. Never raises: what fails is tried again.
 

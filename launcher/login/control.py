@@ -104,7 +104,7 @@ def _no_job(run: Path, nothing: str) -> str:
     return f"no job in the queue{f' ({ended.outcome}: {ended.reason})' if ended else ''}; {nothing}"
 
 
-# ---- save and stop ---------------------------------------------------------------------------------------------------
+# ---- save and stop -------------------------------------------------------------------------------
 def _save_and_stop(run: Path, job: JobState) -> None:
     """The supervisor is told, not the ranks alone: it then takes no end of theirs for a failure to be mended."""
     if job.state == "RUNNING":
@@ -162,7 +162,7 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
         time.sleep(POLL_SECONDS)
 
 
-# ---- once more -------------------------------------------------------------------------------------------------------
+# ---- once more -----------------------------------------------------------------------------------
 def _submit_again(run: Path, record: JobRecord) -> None:
     """Sends what `launcher submit` or `sweep` left in RUN/launch; of an array, this run's task alone."""
     paths = RunPaths(run)

@@ -244,7 +244,7 @@ def _estimated_end(
     return now + (num_steps - rates.step) * rates.step_seconds * besides
 
 
-# ---- files of the run ------------------------------------------------------------------------------------------------
+# ---- files of the run ----------------------------------------------------------------------------
 def read_num_steps(run: Path) -> int | None:
     """train.num_steps of what was sent, else of what the run wrote."""
     paths = RunPaths(run)

@@ -95,7 +95,7 @@ def submit(
     print(f"next: launcher status {where}\n      launcher logs {where} --follow")
 
 
-# ---- what cannot work ------------------------------------------------------------------------------------------------
+# ---- what cannot work ----------------------------------------------------------------------------
 def place(
     config: RunConfig, site: Site, nodes: int | None, over: Mapping[str, Any] | None = None
 ) -> TrainingRun:
@@ -177,7 +177,7 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
             )
 
 
-# ---- the job ---------------------------------------------------------------------------------------------------------
+# ---- the job -------------------------------------------------------------------------------------
 def training_job(
     runs: Sequence[TrainingRun],
     site: Site,

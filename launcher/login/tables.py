@@ -165,7 +165,7 @@ def goodput_line(whole: TimeSplit) -> str:
     return f"goodput: {held} of the time it held its nodes, {wall} of the wall time"
 
 
-# ---- cells -----------------------------------------------------------------------------------------------------------
+# ---- cells ---------------------------------------------------------------------------------------
 def _row(status: RunStatus, now: float) -> tuple[str, ...]:
     rates = status.rates
     step = (

@@ -142,7 +142,7 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
     return result
 
 
-# ---- gradients across tensor and pipeline ranks ----------------------------------------------------------------------
+# ---- gradients across tensor and pipeline ranks --------------------------------------------------
 def finalize_gradients(chunks: list[GPTModel]) -> None:
     """Sums what several ranks each hold a part of, after the last micro batch and before ZeRO's reduction:
 

@@ -232,14 +232,14 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         None elsewhere.
     """
     from pretrain.checkpoint.save import save_checkpoint
-    from pretrain.train.account import Account
+    from pretrain.train.reporter import AttemptReporter
     from pretrain.train.loop import step_batches, train_step
     from pretrain.train.start import find_standing, load, prepare
     from pretrain.train.stopping import Requests
 
     streams, topology = prepare(config, resume)
     standing = find_standing(config, resume)
-    run = load(config, streams, topology, standing, Requests(), Account())
+    run = load(config, streams, topology, standing, Requests(), AttemptReporter())
     began = run.progress.step
     steps = step_batches(run)
     records = [train_step(run, steps) for _ in range(until - began)]

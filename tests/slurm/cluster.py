@@ -75,7 +75,7 @@ class Cluster:
         """What a command needs to find this cluster, beside the usual variables."""
         return {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
 
-    # ---- the whole ---------------------------------------------------------------------------------------------------
+    # ---- the whole -------------------------------------------------------------------------------
     def start(self) -> None:
         """Starts everything; returns when every node is idle."""
         self._write()
@@ -109,7 +109,7 @@ class Cluster:
             self._kill(name)
         shutil.rmtree(self.root, ignore_errors=True)
 
-    # ---- its parts ---------------------------------------------------------------------------------------------------
+    # ---- its parts -------------------------------------------------------------------------------
     def kill_node(self, node: str) -> None:
         """As a power cut: the node and all that runs on it are gone when this returns. Slurm finds out by itself."""
         self._kill(node)
@@ -174,7 +174,7 @@ class Cluster:
                     found[int(path.name)] = " ".join(words).strip()
         return found
 
-    # ---- commands and jobs -------------------------------------------------------------------------------------------
+    # ---- commands and jobs -----------------------------------------------------------------------
     def run(
         self, *command: object, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
@@ -234,7 +234,7 @@ class Cluster:
             parts.append("\n".join([f"--- {log.name}", *said[-lines:]]) if said else "")
         return "\n".join(filter(None, parts))
 
-    # ---- behind it ---------------------------------------------------------------------------------------------------
+    # ---- behind it -------------------------------------------------------------------------------
     def _write(self) -> None:
         for name in ("munge", "state", "log", "dev", *(f"spool/{node}" for node in self.nodes)):
             (self.root / name).mkdir(parents=True)

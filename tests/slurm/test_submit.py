@@ -140,7 +140,7 @@ def all_jobs(cluster: Cluster) -> list[str]:
     )
 
 
-# ---- proof 5 ---------------------------------------------------------------------------------------------------------
+# ---- proof 5 -------------------------------------------------------------------------------------
 def test_the_paper_s_run_fits_its_site_exactly(cluster, desk):
     """The V100 site as it comes, but for the cores and memory that the tests' nodes have."""
     site = tomllib.loads((ROOT / "slurm/site.v100.toml").read_text()) | {
@@ -176,7 +176,7 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster, desk):
     assert files(desk.work) == before and all_jobs(cluster) == jobs
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------
 def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster, desk):
     desk.site(gpus_per_node=2, tasks_per_node=2, cpus_per_node=4, environment={"COLOUR": "blue"})
     done = desk.submit(
@@ -313,7 +313,7 @@ def test_without_slurm_a_dry_run_still_shows_the_job(desk):
     explained(desk.submit("run", PATH="/nowhere"), 2, "sbatch: no such command", "launcher local")
 
 
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
+# ---- sweeps --------------------------------------------------------------------------------------
 def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
     site = desk.site()
     (finished := Attempt.begin(desk.work / "sw/rotary-64")).end(
@@ -390,7 +390,7 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
     )
 
 
-# ---- proof 7: hostile names and values -------------------------------------------------------------------------------
+# ---- proof 7: hostile names and values -----------------------------------------------------------
 RUN_AS_THEY_ARE = [
     "a b's",
     'a"b',

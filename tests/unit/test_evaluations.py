@@ -97,7 +97,7 @@ def outcomes(run, name=STEP):
     ]
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     plan = planned(tmp_path)
     assert read_plan(tmp_path) == plan
@@ -208,7 +208,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, caps
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what waits ------------------------------------------------------------------------------------------------------
+# ---- what waits ----------------------------------------------------------------------------------
 def test_what_waits_for_an_evaluation(tmp_path):
     assert waiting(tmp_path) == []
     two, one = save(tmp_path, 20), save(tmp_path, 10)
@@ -277,7 +277,7 @@ def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
     assert "not a plan" in capsys.readouterr().err
 
 
-# ---- who evaluates ---------------------------------------------------------------------------------------------------
+# ---- who evaluates -------------------------------------------------------------------------------
 def test_a_result_appears_whole(tmp_path):
     result = tmp_path / "evaluations" / STEP
 

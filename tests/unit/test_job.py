@@ -234,7 +234,7 @@ def test_a_file_is_no_run_directory(tmp_path):
         check_path("run.directory", tmp_path / "file")
 
 
-# ---- the place on the site -------------------------------------------------------------------------------------------
+# ---- the place on the site -----------------------------------------------------------------------
 def run_config(world_size=None, **sections):
     return tiny_config(
         parallel={"world_size": world_size} if world_size else {},
@@ -317,7 +317,7 @@ def built_data(tmp_path):
     return tmp_path / "data"
 
 
-# ---- the signal before the limit -------------------------------------------------------------------------------------
+# ---- the signal before the limit -----------------------------------------------------------------
 def test_the_signal_is_estimated_from_the_size_of_the_model(tmp_path):
     config = load_config("configs/cc100_roberta/alibi_1024.toml")
     # 1.36 billion parameters of 12 bytes at 200 MB/s are 81.6 s, twice; a minute a step and Slurm's own minute.
@@ -355,7 +355,7 @@ def test_a_limit_without_time_before_the_signal_is_refused():
         check_time(None, 70_000)
 
 
-# ---- jobs.jsonl ------------------------------------------------------------------------------------------------------
+# ---- jobs.jsonl ----------------------------------------------------------------------------------
 def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
     records = [
         JobRecord("1", "train", "a", 1.5, "s", 2, 4, "/r"),
@@ -380,7 +380,7 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
     }
 
 
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
+# ---- sweeps --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "values"),
     [

@@ -243,7 +243,7 @@ def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
         run_processes(python(""), 1, tmp_path / "file")
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from pretrain.launcher.cli import main; main()", *arguments]
     return subprocess.run(

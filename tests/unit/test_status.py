@@ -216,7 +216,7 @@ def test_a_local_run_has_no_job_to_cancel_or_requeue():
         control.requeue(run)
 
 
-# ---- logs ------------------------------------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
     run, _ = make_run("a", nproc=12, job="7")
     lines = [
