@@ -8,7 +8,12 @@ import numpy as np
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.manifest import check_same_model, find_checkpoint, load_saved_config
+from pretrain.checkpoint.manifest import (
+    Checkpoint,
+    check_same_model,
+    find_checkpoint,
+    open_checkpoint,
+)
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
@@ -20,7 +25,7 @@ from pretrain.model.gpt import build_model
 
 
 def evaluation_config(
-    checkpoint: Path, request: EvaluationRequest, overrides: list[str]
+    checkpoint: Checkpoint, request: EvaluationRequest, overrides: list[str]
 ) -> RunConfig:
     """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else.
 
@@ -28,12 +33,12 @@ def evaluation_config(
     """
     world_size = topology.Process.from_environment().world_size
     sections = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": world_size}}
-    config = load_saved_config(checkpoint, [*request.overrides(), *overrides], sections)
+    config = checkpoint.load_config([*request.overrides(), *overrides], sections)
     check_same_model(config, checkpoint)
-    trained = load_saved_config(checkpoint).data.sequence_length
+    trained = checkpoint.config.data.sequence_length
     if config.data.sequence_length != trained:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length}: {checkpoint} was trained at {trained}. "
+            f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was trained at {trained}. "
             "Say with --lengths at which lengths to evaluate"
         )
     return config
@@ -46,7 +51,7 @@ def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
 
 
 def evaluate_checkpoint(
-    checkpoint: Path, config: RunConfig, protocols: list[Protocol]
+    checkpoint: Checkpoint, config: RunConfig, protocols: list[Protocol]
 ) -> list[Evaluation]:
     """Scores the validation split with a checkpoint's weights; every rank gets the results, rank 0 prints them."""
     stream = open_stream(config, "validation")
@@ -75,13 +80,13 @@ def evaluate_sources(
     sources: list[Path], request: EvaluationRequest, overrides: list[str], out: Path | None
 ) -> list[dict]:
     """Evaluates each run or checkpoint, prints one table, writes the report to `out` and beside it. Returns records."""
-    checkpoints = [find_checkpoint(source) for source in sources]
+    checkpoints = [open_checkpoint(find_checkpoint(source)) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
     train_length = configs[0].data.sequence_length
     for config, checkpoint in zip(configs, checkpoints):
         if config.data.sequence_length != train_length:
             raise ConfigError(
-                f"{checkpoint}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
+                f"{checkpoint.path}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
                 "One report holds one training length: evaluate them one by one"
             )
     if out is not None:
@@ -91,7 +96,11 @@ def evaluate_sources(
     for checkpoint, config in zip(checkpoints, configs):
         for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
             records.append(
-                {"method": config.position.method, **result.record(), "checkpoint": str(checkpoint)}
+                {
+                    "method": config.position.method,
+                    **result.record(),
+                    "checkpoint": str(checkpoint.path),
+                }
             )
             if result.protocol.name == "nonoverlapping":
                 positions[config.position.method, result.protocol.length] = result.loss_by_position

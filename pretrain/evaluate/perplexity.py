@@ -75,7 +75,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Scores a stream with a model; `engine` stands in for the model where ZeRO 2 or 3 must see the call."""
+    """Scores a stream with a model; `schedule_module`: the optimizer's, where there is one."""
 
     def __init__(
         self,
@@ -86,9 +86,10 @@ class Evaluator:
         *,
         tokens_per_batch: int,
         max_tokens: int | None = None,
-        engine: nn.Module | None = None,
+        schedule_module: nn.Module | None = None,
     ) -> None:
-        self.chunks, self.topology, self.engine = chunks, topology, engine
+        self.chunks, self.topology = chunks, topology
+        self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
         self.tokens = min(len(stream), max_tokens or len(stream))
         self.stream = np.concatenate([[eos_id], stream.read(0, self.tokens)])
@@ -115,7 +116,7 @@ class Evaluator:
                     batches,
                     _keep,
                     forward_only=True,
-                    engine=self.engine,
+                    schedule_module=self.schedule_module,
                     scored=scored,
                 )
                 if is_reporting_rank():

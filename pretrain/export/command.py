@@ -10,7 +10,7 @@ import torch
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_global_state, load_weights
-from pretrain.checkpoint.manifest import find_checkpoint, load_saved_config, read_state
+from pretrain.checkpoint.manifest import Checkpoint, find_checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
@@ -28,22 +28,23 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
 
     Raises ConfigError when no stock class holds the model, or something is missing.
     """
-    checkpoint = find_checkpoint(source)
+    opened = open_checkpoint(find_checkpoint(source))
+    checkpoint = opened.path
     # One process, whatever the layout was; fp32, because the export holds the masters.
     sections: dict[str, dict] = {
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": 1},
     }
-    config = load_saved_config(checkpoint, ["train.precision=fp32"], sections)
+    config = opened.load_config(["train.precision=fp32"], sections)
     stream = open_stream(config, "validation")
-    state = read_state(checkpoint)
+    state = opened.trainer_state
     facts = {
-        "Steps": f"{state['step']:,}",
-        "Tokens seen": f"{state['consumed_samples'] * config.data.sequence_length:,}",
+        "Steps": f"{state.step:,}",
+        "Tokens seen": f"{state.consumed_samples * config.data.sequence_length:,}",
     }
     name = to_huggingface(
         config,
-        load_global_state(checkpoint),
+        load_global_state(opened),
         config.data_directory / TOKENIZER,
         out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
@@ -51,12 +52,14 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         facts=facts,
     )
     print(f"{checkpoint} -> {out} ({name})")
-    report = _compare(config, checkpoint, stream, out)
+    report = _compare(config, opened, stream, out)
     print(report.format())
     return report.passed
 
 
-def _compare(config: RunConfig, checkpoint: Path, stream: TokenStream, out: Path) -> ParityReport:
+def _compare(
+    config: RunConfig, checkpoint: Checkpoint, stream: TokenStream, out: Path
+) -> ParityReport:
     """Logits of our own model, run as in training, beside stock transformers', at L and at 4 L."""
     topology.initialize(config)
     chunks = build_model(config)

@@ -23,14 +23,14 @@ def run_schedule(
     loss_function: LossFunction,
     *,
     forward_only: bool = False,
-    engine: nn.Module | None = None,
+    schedule_module: nn.Module | None = None,
     scored: list[int] | None = None,
 ) -> list[Any]:
     """Runs every micro batch [B, S + 1] of token ids; returns what `loss_function` kept of each.
 
     `loss_function` takes the loss of every token [B, S] (fp32, in nats) and returns (what is differentiated, what is
-    kept); it runs on the last pipeline stage, and elsewhere the result is []. `engine` is called in the chunk's place
-    where DeepSpeed has to see the call (ZeRO 2 and 3). `scored` asks for the loss of the last tokens alone, [B, n], n a
+    kept); it runs on the last pipeline stage, and elsewhere the result is []. `schedule_module` is called
+    in the chunk's place where the optimizer needs that (`ZeroOptimizer.schedule_module`). `scored` asks for the loss of the last tokens alone, [B, n], n a
     micro batch: logits are the widest tensors there are, and those of unscored tokens are not computed.
     """
 
@@ -38,7 +38,7 @@ def run_schedule(
         tokens, last = next(batch_iterator)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
             return call_model(
-                engine or chunk, tokens.to(platform.device(), non_blocking=True), last
+                schedule_module or chunk, tokens.to(platform.device(), non_blocking=True), last
             ), loss_function
 
     micro_batch, length = batches[0].shape[0], batches[0].shape[1] - 1

@@ -35,7 +35,11 @@ class Named:
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
-    """Every parameter of this rank once, in the order of its chunks."""
+    """Every parameter of this rank once, in the order of its chunks.
+
+    Not for a model under ZeRO 3, whose parameters have given up their shapes: ask the optimizer,
+    which lists them before (`ZeroOptimizer.parameters`).
+    """
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     seen: set[int] = set()
@@ -45,8 +49,7 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
                 continue  # the position method is shared by this rank's chunks
             seen.add(id(parameter))
             name = _global_name(local_name, chunk)
-            # ZeRO-3 replaces a parameter's storage; its true shape then stands in ds_shape.
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = tuple(parameter.shape)
             global_shape, offset = list(shape), [0] * len(shape)
             sharded = getattr(parameter, "tensor_model_parallel", False)
             if sharded:

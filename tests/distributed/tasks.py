@@ -16,7 +16,7 @@ from pretrain.config import RunConfig
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
     """Loss, logits and full gradients of the mean loss over tokens [global batch, S + 1]; on rank 0."""
     from pretrain.model.forward import run_schedule
-    from pretrain.optim.zero import finalize_gradients, gradient
+    from pretrain.optim.gradients import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
     place, chunks = _model(config, state)
@@ -84,9 +84,8 @@ def train_steps_in_fp16_on_cpu(
 
 def full_weights(optimizer) -> dict[str, Tensor]:
     """fp32 masters by global name, assembled from every rank's fragments."""
-    from pretrain.optim.fragments import fragments
-
-    mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments(optimizer)]
+    fragments = optimizer.state().fragments
+    mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine]
@@ -176,22 +175,58 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     from pretrain.checkpoint.save import save_checkpoint
     from pretrain.train.account import Account
     from pretrain.train.loop import step_batches, train_step
-    from pretrain.train.start import find_standing, load, prepare
+    from pretrain.train.start import find_start_point, load_run, prepare
     from pretrain.train.stopping import Requests
 
-    streams, place = prepare(config, resume)
-    run = load(config, streams, place, find_standing(config, resume), Requests(), Account())
-    began = run.progress.step
+    streams, topology, checkpoint = prepare(config, resume)
+    start_point = find_start_point(config, resume, checkpoint)
+    run = load_run(config, streams, topology, start_point, Requests(), Account())
+    began = run.state.step
     steps = step_batches(run)
     records = [train_step(run, steps) for _ in range(until - began)]
-    save_checkpoint(config, run.topology, run.optimizer, run.progress)
+    save_checkpoint(config, run.topology, run.optimizer, run.state)
     result = {
         "began": began,
         "losses": [r["loss_nats"] for r in records],
         "norms": [r["gradient_norm"] for r in records],
-        "samples": run.progress.consumed_samples,
+        "samples": run.state.consumed_samples,
     }
     return result if run.topology.is_main else None
+
+
+def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
+    """Resumes a run and trains it to its end; returns how often rank 0 hashed and parsed what.
+
+    Counted for the checkpoint that the run is resumed from: "hash NAME" for state.json and
+    config.toml, "parse config" for calls that read its config.
+    """
+    import hashlib
+    from collections import Counter
+    from pathlib import Path
+
+    from pretrain.checkpoint import manifest
+    from pretrain.train.loop import train
+
+    checkpoint = manifest.find_checkpoint(config.directory)
+    counts: Counter[str] = Counter()
+    digest, parse = hashlib.file_digest, manifest.load_config
+
+    def counted_digest(file, *args):
+        path = Path(file.name)
+        if path.parent == checkpoint and path.name in (manifest.STATE, manifest.CONFIG):
+            counts[f"hash {path.name}"] += 1
+        return digest(file, *args)
+
+    def counted_parse(path, *args):
+        counts["parse config"] += Path(path).parent == checkpoint
+        return parse(path, *args)
+
+    hashlib.file_digest, manifest.load_config = counted_digest, counted_parse
+    try:
+        assert train(config) == 0
+    finally:
+        hashlib.file_digest, manifest.load_config = digest, parse
+    return dict(counts)
 
 
 def evaluate(
@@ -211,6 +246,6 @@ def evaluate(
         eos_id=2,
         tokens_per_batch=tokens_per_batch,
         max_tokens=config.evaluation.max_tokens,
-        engine=optimizer.engine if optimizer else None,
+        schedule_module=optimizer.schedule_module if optimizer else None,
     )
     return [evaluator.evaluate(protocol) for protocol in protocols]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pretrain.checkpoint.load import load_global_state
-from pretrain.checkpoint.manifest import find_checkpoint, read_state, step_directory
+from pretrain.checkpoint.manifest import find_checkpoint, open_checkpoint, step_directory
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 
@@ -30,7 +30,7 @@ def _config(directory, data, parallel, **sections):
 def _state(directory, step):
     """Everything a checkpoint holds of the optimizer, as full tensors."""
     checkpoint = step_directory(directory, step)
-    shapes = read_state(checkpoint)["shapes"]
+    shapes = open_checkpoint(checkpoint).shapes
     import torch.distributed.checkpoint as dcp
 
     keys = [f"{kind}/{name}" for kind in ("master", "exp_avg", "exp_avg_sq") for name in shapes]
@@ -90,8 +90,16 @@ def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
         losses += part["losses"]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)
     a, b = (
-        load_global_state(find_checkpoint(tmp_path / "whole")),
-        load_global_state(find_checkpoint(tmp_path / "moving")),
+        load_global_state(open_checkpoint(find_checkpoint(tmp_path / "whole"))),
+        load_global_state(open_checkpoint(find_checkpoint(tmp_path / "moving"))),
     )
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-4)
+
+
+def test_a_resume_reads_its_checkpoint_once(pools, tiny_data, tmp_path):
+    """One opened checkpoint serves every check and the load: its files are hashed and parsed once."""
+    config = _config(tmp_path / "run", tiny_data, {}, train={"num_steps": 5})
+    pools(1).run(tasks.continue_run, config, "auto", 4)
+    counts = pools(1).run(tasks.reads_of_a_resume, config)[0]
+    assert counts == {"hash config.toml": 1, "hash state.json": 1, "parse config": 1}
