@@ -13,19 +13,20 @@ import time
 
 import torch
 
-from pretrain import platform, topology
+from pretrain import platform
 from pretrain.config import load_config, num_parameters
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.topology import initialize
 from pretrain.train.step import average_loss, forward_backward
 from tests.reference.dense_gpt import DenseGPT, is_decayed
 
 path = sys.argv[1] if len(sys.argv) > 1 else "configs/demo.toml"
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
 config = load_config(path, sys.argv[3:])
-place = topology.initialize(config)
+topology = initialize(config)
 chunks = build_model(config)
-optimizer = ZeroOptimizer(config, place, chunks)
+optimizer = ZeroOptimizer(config, topology, chunks)
 
 dense = DenseGPT(config).to(platform.device())
 named = list(dense.named_parameters())
@@ -43,7 +44,7 @@ shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
 def ours(tokens: torch.Tensor) -> None:
     losses = forward_backward(chunks, optimizer, list(tokens.split(config.batch.micro_batch_size)))
     optimizer.step(config.optimizer.learning_rate)
-    average_loss(losses, place)
+    average_loss(losses, topology)
 
 
 def plain(tokens: torch.Tensor) -> None:

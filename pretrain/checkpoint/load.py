@@ -68,7 +68,7 @@ def load_global_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _verify(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
-    """Verify the files, dealt to the ranks, and the shapes. Raise the first problem on all ranks."""
+    """Verify files, dealt to the ranks, and shapes. Raise the first problem on every rank."""
     problem = None
     try:
         checkpoint.verify_tensors(dist.get_rank(), dist.get_world_size())
@@ -84,7 +84,7 @@ def _verify(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
 
 
 def _mismatch(checkpoint: Checkpoint, parameters: Iterable[Named]) -> str | None:
-    """Return what is wrong with the first parameter that has another shape than the checkpoint's."""
+    """Return a message about the first parameter whose shape is not the checkpoint's, or None."""
     for named in parameters:
         saved = checkpoint.shapes.get(named.name)
         if saved != list(named.global_shape):

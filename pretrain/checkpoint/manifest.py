@@ -1,9 +1,10 @@
 """A checkpoint's manifest: which files belong to it, and proof that each is as it was written.
 
 manifest.json lists every file with its size and SHA-256 and is written last, so a checkpoint that
-has one was written completely. `open_checkpoint` verifies and parses the two small files, state.json
-and config.toml, once; whoever asks about a checkpoint is given the object that it returns. The
-tensors' files are verified by `Checkpoint.verify_tensors`, shared among the ranks.
+has one was written completely. `open_checkpoint` verifies and parses the two small files,
+state.json and config.toml, once; everything that is asked about a checkpoint later is answered by
+the object that it returns. The tensors' files are verified by `Checkpoint.verify_tensors`, whose
+work the ranks share.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def check_same_model(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def check_same_order(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the consumed samples are the same tokens under `config` as in the checkpoint's run.
+    """Check that the consumed samples mean the same tokens as they did in the checkpoint's run.
 
     Raises:
         ConfigError: run.seed or data.sequence_length differs; names both values.

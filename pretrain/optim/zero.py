@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO under Megatron's schedule: the engine built from our config, and one optimizer step.
+"""DeepSpeed ZeRO under Megatron's schedule: the engine, and one optimizer step.
 
 Megatron runs forward and backward passes, DeepSpeed owns the optimizer. How they meet depends on
 the ZeRO stage:

@@ -1,4 +1,4 @@
-"""The parts of one training step: forward and backward passes, the averaged loss, dropout's seed."""
+"""The parts of one training step: forward and backward, the averaged loss, dropout's seed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def average_loss(
 
 
 def agree(requests: Requests) -> None:
-    """Settle `requests` where no loss is averaged that could carry the votes. All ranks together."""
+    """Settle `requests` by a reduction of their own, between steps. All ranks together."""
     votes = torch.tensor(requests.votes(), device=platform.device())
     dist.all_reduce(votes)
     requests.settle(votes.tolist())

@@ -18,8 +18,9 @@ from types import FrameType
 from pretrain.attempts import RESTART, STOPPED
 
 EXIT_CODES = {signal.SIGTERM: STOPPED, signal.SIGUSR1: RESTART}
-"""Request -> the exit code of a run that was saved because of it. The first one has precedence where
-both were asked for. Slurm sends SIGUSR1 before a time limit, when the job is to be started again."""
+"""Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
+Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
+
 INTERRUPTED = 130
 """The exit code of Ctrl-C, as shells give it (128 + SIGINT). It ends a run at once and unsaved."""
 

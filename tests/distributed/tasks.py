@@ -1,37 +1,44 @@
-"""What the worker processes are asked to do. Each task is called on every rank and returns something picklable."""
+"""What the worker processes are asked to do: each task is called on every rank."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain import platform, topology
+from pretrain import platform
 from pretrain.config import RunConfig
+from pretrain.topology import Topology
+from pretrain.topology import initialize as initialize_topology
 
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
-    """Loss, logits and full gradients of the mean loss over tokens [global batch, S + 1]; on rank 0."""
+    """Differentiate the mean loss over tokens [global batch, S + 1].
+
+    Returns the loss, the logits and the full gradients by global name, on rank 0.
+    """
     from pretrain.model.forward import run_schedule
     from pretrain.optim.gradients import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
-    place, chunks = _model(config, state)
-    mine = _share(config, place, tokens)
+    topology, chunks = _model(config, state)
+    mine = _share(config, topology, tokens)
     all_logits = _logits(config, chunks, mine)
     losses = run_schedule(chunks, mine, _mean_loss)
     finalize_gradients(chunks)
-    loss = average_loss(losses, place)
-    full = _assemble(chunks, gradient, average_over=place.layout.data)
-    gathered: list[Any] = [None] * place.layout.world_size
-    dist.all_gather_object(gathered, (place.data_rank, place.tensor_rank, all_logits))
-    if not place.is_main:
+    loss = average_loss(losses, topology)
+    full = _assemble(chunks, gradient, average_over=topology.layout.data)
+    gathered: list[Any] = [None] * topology.layout.world_size
+    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, all_logits))
+    if not topology.is_main:
         return None
     rows = []
-    for data_rank in range(place.layout.data):
+    for data_rank in range(topology.layout.data):
         parts = sorted((t, x) for d, t, x in gathered if d == data_rank and x is not None)
         rows.append(torch.cat([x for _, x in parts], dim=-1))
     return {"loss": loss, "logits": torch.cat(rows), "gradients": full}
@@ -40,50 +47,59 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
 def train_steps(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> dict[str, Any] | None:
-    """Losses, gradient norms and final weights of one optimizer step on each of `steps` [global batch, S + 1]; rank 0."""
+    """Take one optimizer step on each of `steps` [global batch, S + 1].
+
+    Returns losses, gradient norms and final weights, on rank 0.
+    """
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.train.step import average_loss, forward_backward, seed_step
 
-    place, chunks = _model(config, state)
-    optimizer = ZeroOptimizer(config, place, chunks)
+    topology, chunks = _model(config, state)
+    optimizer = ZeroOptimizer(config, topology, chunks)
     losses, norms = [], []
     for step, tokens in enumerate(steps):
-        seed_step(config, place, step)
-        kept = forward_backward(chunks, optimizer, _share(config, place, tokens))
+        seed_step(config, topology, step)
+        kept = forward_backward(chunks, optimizer, _share(config, topology, tokens))
         norms.append(optimizer.step(learning_rate(config, step)))
-        losses.append(average_loss(kept, place))
+        losses.append(average_loss(kept, topology))
     weights = full_weights(optimizer)
     del optimizer, chunks
     gc.collect()
-    return {"losses": losses, "norms": norms, "weights": weights} if place.is_main else None
+    return {"losses": losses, "norms": norms, "weights": weights} if topology.is_main else None
 
 
 def train_steps_in_fp16_on_cpu(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> Any:
-    """`train_steps` with DeepSpeed told that this CPU does fp16 (torch does), and whether the first step moved anything."""
-    platform.prepare(0)
-    from deepspeed.accelerator import get_accelerator
-
-    check, supported = platform.check_precision, type(get_accelerator()).is_fp16_supported
-    platform.check_precision, type(get_accelerator()).is_fp16_supported = (
-        lambda precision: None,
-        lambda self: True,
-    )
-    try:
+    """Run `train_steps` in fp16, and tell whether the first step moved anything."""
+    with fp16_on_cpu():
         first = train_steps(config, state, steps[:1])
         result = train_steps(config, state, steps)
-    finally:
-        platform.check_precision, type(get_accelerator()).is_fp16_supported = check, supported
     if result is not None:
         same = [torch.equal(first["weights"][n], state[n].half().float()) for n in state]
         result["weights_after_first_step_unchanged"] = all(same)
     return result
 
 
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """Have DeepSpeed and our own check accept fp16 on a CPU, which torch computes correctly."""
+    platform.prepare(0)
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    check, supported = platform.check_precision, accelerator.is_fp16_supported
+    platform.check_precision = lambda precision: None
+    accelerator.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        platform.check_precision, accelerator.is_fp16_supported = check, supported
+
+
 def full_weights(optimizer) -> dict[str, Tensor]:
-    """fp32 masters by global name, assembled from every rank's fragments."""
+    """Assemble the fp32 masters by global name from every rank's fragments."""
     fragments = optimizer.state().fragments
     mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -106,22 +122,22 @@ def _model(config: RunConfig, state: dict[str, Tensor]):
     from pretrain.model.gpt import build_model
     from pretrain.model.parameters import named_parameters
 
-    place = topology.initialize(config)
+    topology = initialize_topology(config)
     chunks = build_model(config)
     with torch.no_grad():
         for named in named_parameters(chunks):
             named.parameter.copy_(named.slice_of(state[named.name]))
-    return place, chunks
+    return topology, chunks
 
 
-def _share(config: RunConfig, place, tokens: Tensor) -> list[Tensor]:
+def _share(config: RunConfig, topology: Topology, tokens: Tensor) -> list[Tensor]:
     return list(
-        tokens.chunk(place.layout.data)[place.data_rank].split(config.batch.micro_batch_size)
+        tokens.chunk(topology.layout.data)[topology.data_rank].split(config.batch.micro_batch_size)
     )
 
 
 def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
-    """This data rank's logits [B, S, V / tensor ranks], where the last stage is."""
+    """Return this data rank's logits [B, S, V / tensor ranks] on the last stage, else None."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -146,7 +162,10 @@ def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
 
 
 def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
-    """Full tensors of value(parameter) by global name; copies must agree, data-parallel ranks are averaged."""
+    """Return full tensors of value(parameter) by global name.
+
+    Copies on several ranks must agree; data-parallel ranks are averaged.
+    """
     from megatron.core import parallel_state
 
     from pretrain.model.parameters import named_parameters
@@ -171,7 +190,10 @@ def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
 
 
 def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
-    """Trains a run on real data to step `until` and saves there; losses, norms, fp32 state and progress, on rank 0."""
+    """Train a run on real data to step `until` and save there.
+
+    Returns the step it began at, losses, norms and consumed samples, on rank 0.
+    """
     from pretrain.checkpoint.save import save_checkpoint
     from pretrain.train.account import Account
     from pretrain.train.loop import step_batches, train_step
@@ -192,6 +214,12 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         "samples": run.state.consumed_samples,
     }
     return result if run.topology.is_main else None
+
+
+def continue_run_in_fp16_on_cpu(config: RunConfig, resume: str, until: int) -> Any:
+    """Run `continue_run` in fp16."""
+    with fp16_on_cpu():
+        return continue_run(config, resume, until)
 
 
 def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
@@ -232,16 +260,16 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
 def evaluate(
     config: RunConfig, state: dict[str, Tensor], protocols: list, tokens_per_batch: int
 ) -> list[Any]:
-    """Evaluations of a model with given weights on the validation stream, by every rank."""
+    """Evaluate a model with given weights on the validation stream; every rank returns it all."""
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
     from pretrain.optim.zero import ZeroOptimizer
 
-    place, chunks = _model(config, state)
-    optimizer = ZeroOptimizer(config, place, chunks) if config.parallel.zero_stage == 3 else None
+    topology, chunks = _model(config, state)
+    optimizer = ZeroOptimizer(config, topology, chunks) if config.parallel.zero_stage == 3 else None
     evaluator = Evaluator(
         chunks,
-        place,
+        topology,
         open_stream(config, "validation"),
         eos_id=2,
         tokens_per_batch=tokens_per_batch,
