@@ -1,9 +1,9 @@
-"""How fast one process gets training batches out of shards, in random order. Prints tokens per second.
+"""Measure how many tokens per second one process reads from shards, in random order.
 
-    python benchmarks/data_loader.py [millions of tokens, default 200]
+    python -m benchmarks.data_loader [millions of tokens, default 200]
 
-The shards (2 bytes a token) are written to a temporary directory first, so they are read from the page cache: this is
-the cost of the code, not of a disk.
+The shards (2 bytes a token) are written to a temporary directory first, so they are read from the
+page cache: this measures the code, not a disk.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from pretrain.data.shards import SplitWriter
 from pretrain.data.stream import TokenStream
 
 SECONDS = 2.0
+"""How long batches are read for one number."""
 
 
 def make_stream(root: Path, millions: int) -> TokenStream:
+    """Write `millions` of random tokens as shards under `root` and return a stream over them."""
     (root / "train").mkdir()
     (root / "tokenizer.model").write_bytes(b"")
     writer = SplitWriter(
@@ -44,6 +46,7 @@ def make_stream(root: Path, millions: int) -> TokenStream:
 
 
 def tokens_per_second_of_reads(stream: TokenStream, length: int) -> float:
+    """Return the rate of reading single samples of `length` tokens, without batching."""
     samples = order.num_samples(len(stream), length)
     ids = np.random.default_rng(1).integers(0, samples, 10_000_000 // length)
     start, tokens = time.perf_counter(), 0
@@ -53,6 +56,13 @@ def tokens_per_second_of_reads(stream: TokenStream, length: int) -> float:
 
 
 def tokens_per_second_of_batches(stream: TokenStream, length: int, num_workers: int) -> float:
+    """Return the rate of the training data loader.
+
+    Args:
+        stream: Where tokens come from.
+        length: Tokens in a sample.
+        num_workers: Worker processes of the loader.
+    """
     steps = batches(
         stream,
         seed=0,
@@ -61,7 +71,8 @@ def tokens_per_second_of_batches(stream: TokenStream, length: int, num_workers: 
         micro_batch_size=16,
         num_workers=num_workers,
     )
-    list(islice(steps, 4))  # starts the workers
+    # The first steps start the workers, which is not counted.
+    list(islice(steps, 4))
     start, tokens = time.perf_counter(), 0
     while time.perf_counter() - start < SECONDS:
         tokens += sum(micro.numel() for micro in next(steps))
@@ -69,6 +80,7 @@ def tokens_per_second_of_batches(stream: TokenStream, length: int, num_workers: 
 
 
 def main() -> None:
+    """Print the rates at four sequence lengths."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
         stream = make_stream(Path(root), int(sys.argv[1]) if len(sys.argv) > 1 else 200)

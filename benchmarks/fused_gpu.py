@@ -1,8 +1,11 @@
-"""Does it pay to fuse what stands beside attention? LayerNorm with its residual, bias-GELU, cross-entropy, in the 1.3B model's shapes.
+"""Measure whether it pays to fuse the operations beside attention, in the shapes of the 1.3B model.
 
-Each candidate beside what the model does today (plain torch operations, one after the other), forward and backward, in
-one run: milliseconds (medians) and the peak of memory above its inputs. Needs nothing but torch; about two minutes.
-Usage: python -m benchmarks.fused_gpu [--write FILE] [--tokens 8192].
+    python -m benchmarks.fused_gpu [--write FILE] [--tokens 8192]
+
+The operations are LayerNorm with its residual, bias-GELU, and logits with cross-entropy. Each is
+compared with what the model does today, plain torch operations one after the other, forward and
+backward: milliseconds (medians) and the peak of memory above the inputs. This needs torch alone and
+takes about two minutes.
 """
 
 from __future__ import annotations
@@ -18,13 +21,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, gelu, layer_norm, linear
 from torch.utils.checkpoint import checkpoint
 
-HIDDEN, FFN, VOCABULARY, CHUNKS, REPEATS = 2048, 8192, 50_304, 8, 20
+HIDDEN, FFN, VOCABULARY = 2048, 8192, 50_304
+CHUNKS = 8
+"""Pieces into which the tokens are cut where logits are recomputed piece by piece."""
+REPEATS, WARM_UP_TURNS = 20, 3
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 Operation = Callable[..., Tensor]
 
 
 def main() -> None:
+    """Measure every operation, print the table and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="Also write the table to this Markdown file.")
     parser.add_argument(
@@ -36,8 +43,8 @@ def main() -> None:
     )
     lines = [
         f"# What stands beside attention, on {name}",
-        f"torch {torch.__version__}, {DTYPE}, {arguments.tokens} tokens; hidden {HIDDEN}, FFN {FFN}, vocabulary {VOCABULARY}; "
-        "forward and backward, medians.\n",
+        f"torch {torch.__version__}, {DTYPE}, {arguments.tokens} tokens; hidden {HIDDEN}, "
+        f"FFN {FFN}, vocabulary {VOCABULARY}; forward and backward, medians.\n",
         "| operation | way | ms | MiB at the peak | largest difference |",
         "|---|---|---:|---:|---:|",
     ]
@@ -59,7 +66,11 @@ def main() -> None:
 
 
 def operations(tokens: int) -> dict[str, tuple[list[Tensor], dict[str, Operation]]]:
-    """Name -> (inputs, ways to compute it); the first way is the model's."""
+    """Return, for each operation, its inputs and the ways to compute it, the model's own first.
+
+    Args:
+        tokens: Tokens in a micro batch.
+    """
     wide, narrow = random(tokens, FFN), random(tokens, HIDDEN)
     labels = torch.randint(VOCABULARY, (tokens,), device=DEVICE)
 
@@ -68,7 +79,8 @@ def operations(tokens: int) -> dict[str, tuple[list[Tensor], dict[str, Operation
 
     def norm(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
         total = x + residual
-        return total + layer_norm(total, (HIDDEN,), w, b)  # both are used further on
+        # The model uses both terms further on: one as the residual, one as the layer's input.
+        return total + layer_norm(total, (HIDDEN,), w, b)
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return cross_entropy(linear(x, w).float(), labels)
@@ -104,15 +116,27 @@ def operations(tokens: int) -> dict[str, tuple[list[Tensor], dict[str, Operation
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
+    """Return normal noise times `scale`, the same in every run."""
     generator = torch.Generator(DEVICE).manual_seed(sum(shape))
     return (torch.randn(shape, generator=generator, device=DEVICE) * scale).to(DTYPE)
 
 
 def measure(function: Operation, inputs: list[Tensor]) -> tuple[float, float, list[Tensor]]:
-    """(median milliseconds, MiB above what was allocated before, [output, gradients] in fp32)."""
+    """Time forward and backward of one way to compute an operation.
+
+    Args:
+        function: What to time.
+        inputs: Its arguments; all get gradients.
+
+    Returns:
+        Median milliseconds, peak MiB above what was allocated before (0 on a CPU), and the output
+        and gradients in fp32.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs]
-    times, before, peak, results = [], 0.0, 0.0, []
-    for turn in range(REPEATS + 3):  # the first three compile and warm up
+    times: list[float] = []
+    before, peak, results = 0.0, 0.0, list[Tensor]()
+    # The first turns compile and warm up.
+    for turn in range(REPEATS + WARM_UP_TURNS):
         if CUDA:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -123,9 +147,11 @@ def measure(function: Operation, inputs: list[Tensor]) -> tuple[float, float, li
         if CUDA:
             torch.cuda.synchronize()
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        if turn >= 3:
+        if turn >= WARM_UP_TURNS:
             times.append(1e3 * (time.perf_counter() - begin))
-        results = [] if turn < REPEATS + 2 else results
+        # Only the last turn's results are returned; earlier ones would count as memory.
+        if turn < REPEATS + WARM_UP_TURNS - 1:
+            results = []
     return statistics.median(times), peak, [x.float() for x in results]
 
 

@@ -1,8 +1,10 @@
-"""The framework's training step beside a plain-torch loop over the dense reference of the same sizes, on one process.
+"""Compare the framework's training step with a plain-torch loop over a model of the same sizes.
 
     python -W ignore -m benchmarks.train_step [CONFIG [STEPS [KEY.PATH=VALUE ...]]]
 
-Both take turns, step by step, so that whatever else the machine does meets both alike.
+This shows what Megatron, DeepSpeed and the code around them cost on one process. The plain loop is
+what one would write without a framework: `nn.Module`s, `scaled_dot_product_attention`, AdamW. Both
+take turns, step by step, so that whatever else the machine does affects both alike.
 """
 
 from __future__ import annotations
@@ -10,69 +12,188 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pretrain import platform
-from pretrain.config import load_config, num_parameters
+from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
+from pretrain.kernels.alibi import alibi_slopes
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.topology import initialize
 from pretrain.train.step import average_loss, forward_backward
-from tests.reference.dense_gpt import DenseGPT, is_decayed
 
-path = sys.argv[1] if len(sys.argv) > 1 else "configs/demo.toml"
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
-config = load_config(path, sys.argv[3:])
-topology = initialize(config)
-chunks = build_model(config)
-optimizer = ZeroOptimizer(config, topology, chunks)
-
-dense = DenseGPT(config).to(platform.device())
-named = list(dense.named_parameters())
-groups = [
-    {
-        "params": [p for n, p in named if is_decayed(n, p)],
-        "weight_decay": config.optimizer.weight_decay,
-    },
-    {"params": [p for n, p in named if not is_decayed(n, p)], "weight_decay": 0.0},
-]
-adam = torch.optim.AdamW(groups, lr=config.optimizer.learning_rate)
-shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
+WARM_UP_STEPS = 3
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
+Step = Callable[[Tensor], None]
+"""One optimizer step on token ids [global batch, S + 1]."""
 
 
-def ours(tokens: torch.Tensor) -> None:
-    losses = forward_backward(chunks, optimizer, list(tokens.split(config.batch.micro_batch_size)))
-    optimizer.step(config.optimizer.learning_rate)
-    average_loss(losses, topology)
+class PlainBlock(nn.Module):
+    """One pre-LayerNorm decoder layer."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        m = config.model
+        hidden, bias, eps = m.hidden_size, m.use_bias, m.layernorm_epsilon
+        self.heads, self.groups = m.num_attention_heads, config.num_query_groups
+        self.head_dim = config.head_dim
+        inner = self.heads * self.head_dim
+        self.widths = [inner, self.groups * self.head_dim, self.groups * self.head_dim]
+        self.activation = ACTIVATIONS[m.hidden_act]
+        self.attention_norm = nn.LayerNorm(hidden, eps, bias=bias)
+        self.qkv = nn.Linear(hidden, sum(self.widths), bias=bias)
+        self.projection = nn.Linear(inner, hidden, bias=bias)
+        self.mlp_norm = nn.LayerNorm(hidden, eps, bias=bias)
+        self.up = nn.Linear(hidden, config.ffn_hidden_size, bias=bias)
+        self.down = nn.Linear(config.ffn_hidden_size, hidden, bias=bias)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Map activations [B, S, hidden] to the next layer's, given the ALiBi mask [1, H, S, S]."""
+        parts = self.qkv(self.attention_norm(x)).split(self.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask.to(q.dtype), enable_gqa=self.groups != self.heads
+        )
+        x = x + self.projection(out.transpose(1, 2).flatten(2))
+        mlp: Tensor = self.down(self.activation(self.up(self.mlp_norm(x))))
+        return x + mlp
 
 
-def plain(tokens: torch.Tensor) -> None:
-    parts = tokens.to(platform.device()).split(config.batch.micro_batch_size)
-    for part in parts:
-        (dense.loss(part) / len(parts)).backward()
-    torch.nn.utils.clip_grad_norm_(dense.parameters(), config.optimizer.clip_grad)
-    adam.step()
-    adam.zero_grad()
+class PlainGPT(nn.Module):
+    """A decoder of the config's sizes in plain torch, with ALiBi."""
+
+    mask: Tensor
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        m = config.model
+        self.embedding = nn.Embedding(config.padded_vocab_size, m.hidden_size)
+        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(m.num_layers))
+        self.norm = nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, bias=m.use_bias)
+        self.output = nn.Linear(m.hidden_size, config.padded_vocab_size, bias=False)
+        if m.tie_word_embeddings:
+            self.output.weight = self.embedding.weight
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=m.init_method_std)
+        position = torch.arange(config.data.sequence_length)
+        distance = position[:, None] - position
+        bias = -alibi_slopes(m.num_attention_heads)[:, None, None] * distance
+        # One mask serves all layers and steps; making it is not part of the time.
+        self.register_buffer("mask", bias.masked_fill(distance < 0, -torch.inf)[None])
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats, of predicting each token of ids [B, S + 1]."""
+        x = self.embedding(ids[:, :-1])
+        for block in self.blocks:
+            x = block(x, self.mask)
+        logits = self.output(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-times: dict[str, list[float]] = {"framework": [], "plain torch": []}
-for number in range(steps + 3):
-    tokens = torch.randint(0, config.data.vocab_size, shape)
-    for name, step in (("framework", ours), ("plain torch", plain)):
-        platform.synchronize()
-        begin = time.perf_counter()
-        step(tokens)
-        platform.synchronize()
-        if number >= 3:
-            times[name].append(time.perf_counter() - begin)
-rates = {name: config.tokens_per_step / statistics.median(t) for name, t in times.items()}
-print(
-    f"{num_parameters(config):,} parameters, {config.position.method}, L = {config.data.sequence_length}, {steps} steps, "
-    f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.device_name()}"
-)
-for name, rate in rates.items():
-    print(f"{name:<14}{rate:>12,.0f} tokens/s")
-print(
-    f"the framework takes {rates['plain torch'] / rates['framework'] - 1:+.1%} of plain torch's time on top"
-)
+def framework_step(config: RunConfig) -> Step:
+    """Build the framework's model and optimizer and return its training step."""
+    topology = initialize(config)
+    chunks = build_model(config)
+    optimizer = ZeroOptimizer(config, topology, chunks)
+
+    def step(tokens: Tensor) -> None:
+        batches = list(torch.split(tokens, config.batch.micro_batch_size))
+        losses = forward_backward(chunks, optimizer, batches)
+        optimizer.step(config.optimizer.learning_rate)
+        average_loss(losses, topology)
+
+    return step
+
+
+def plain_step(config: RunConfig) -> Step:
+    """Build the plain model and AdamW and return their training step."""
+    model = PlainGPT(config).to(platform.device())
+    # Weight decay on matrices only, as in the framework.
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.optimizer.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=config.optimizer.learning_rate)
+    autocast = torch.autocast(
+        platform.device().type, torch.bfloat16, enabled=config.train.precision == "bf16"
+    )
+
+    def step(tokens: Tensor) -> None:
+        batches = torch.split(tokens.to(platform.device()), config.batch.micro_batch_size)
+        for batch in batches:
+            with autocast:
+                loss = model.loss(batch) / len(batches)
+            torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        adam.step()
+        adam.zero_grad()
+
+    return step
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError if the plain model does not compute what the config asks for."""
+    if config.position.method != "alibi" or config.position.trainable_slopes:
+        raise ConfigError("benchmarks.train_step compares models with fixed ALiBi slopes only")
+    if config.model.hidden_dropout or config.model.attention_dropout:
+        raise ConfigError("benchmarks.train_step compares models without dropout only")
+    if config.train.precision == "fp16":
+        raise ConfigError("train.precision = fp16: benchmarks.train_step takes fp32 and bf16")
+
+
+def measure(config: RunConfig, num_steps: int) -> dict[str, float]:
+    """Let both steps take turns on random tokens.
+
+    Args:
+        config: The run.
+        num_steps: Steps to count, after WARM_UP_STEPS.
+
+    Returns:
+        Tokens per second of each, from the median time of a step.
+    """
+    steps = {"framework": framework_step(config), "plain torch": plain_step(config)}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
+    for number in range(num_steps + WARM_UP_STEPS):
+        tokens = torch.randint(0, config.data.vocab_size, shape)
+        for name, step in steps.items():
+            platform.synchronize()
+            begin = time.perf_counter()
+            step(tokens)
+            platform.synchronize()
+            if number >= WARM_UP_STEPS:
+                times[name].append(time.perf_counter() - begin)
+    return {name: config.tokens_per_step / statistics.median(t) for name, t in times.items()}
+
+
+def main() -> None:
+    """Run the comparison and print tokens per second."""
+    path = sys.argv[1] if len(sys.argv) > 1 else "configs/demo.toml"
+    num_steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
+    config = load_config(path, sys.argv[3:])
+    check(config)
+    rates = measure(config, num_steps)
+    print(
+        f"{num_parameters(config):,} parameters, L = {config.data.sequence_length}, "
+        f"{num_steps} steps, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{platform.device_name()}"
+    )
+    for name, rate in rates.items():
+        print(f"{name:<14}{rate:>12,.0f} tokens/s")
+    overhead = rates["plain torch"] / rates["framework"] - 1
+    print(f"a step of the framework takes {overhead:+.1%} more time than one of plain torch")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,7 @@
-"""What a score gets for the distance between its query and its key. A distance is query position minus key position."""
+"""The bias that is added to attention scores: ALiBi slopes, T5's relative buckets, or nothing.
+
+A distance is the position of the query minus the position of the key.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,27 @@ from torch import Tensor
 
 
 class ScoreBias(NamedTuple):
-    """What is added to the scores of this rank's H heads: ALiBi's slopes, T5's table, or nothing."""
+    """The bias for the scores of this rank's H heads: slopes, a table, or neither."""
 
     slopes: Tensor | None
-    """[H], fp32."""
+    """ALiBi: [H], fp32."""
     table: Tensor | None
-    """[H, num_buckets]."""
+    """T5: [H, num_buckets]."""
     max_distance: int
-    """Where the last bucket of the table begins."""
+    """T5: the distance at which the last bucket begins."""
     causal: bool
 
     def at(self, distances: Tensor) -> Tensor:
-        """fp32 [H, N] for integer `distances` [N]; [1, N] of zeros for nothing. Differentiable in slopes and table.
+        """Return the bias of every head at the given distances, differentiable in slopes and table.
 
-        It stays fp32 whatever q is: rounded to bf16, neighbouring keys far back would share one bias.
+        The result is fp32 whatever the dtype of q. In bf16, neighbouring keys far from the query
+        would round to the same bias.
+
+        Args:
+            distances: [N], integers.
+
+        Returns:
+            [H, N], fp32; zeros [1, N] if there is no bias.
         """
         if self.slopes is not None:
             return -self.slopes[:, None] * distances.abs()
@@ -38,19 +48,32 @@ class ScoreBias(NamedTuple):
 def relative_buckets(
     distances: Tensor, num_buckets: int, max_distance: int, causal: bool
 ) -> Tensor:
-    """The bucket of every distance, int64 in [0, num_buckets), any shape.
+    """Return the bucket of every distance.
 
-    Raffel et al. 2020, section 2.1: the first half of the buckets hold one distance each, the others logarithmically
-    wider ranges up to `max_distance`, where the last one begins. Without a causal mask, half of the buckets are for
-    keys after the query. The arithmetic is that of `T5Attention._relative_position_bucket` in transformers.
-    Raises ValueError when the buckets do not fit the distance.
+    The rule is that of Raffel et al. 2020, section 2.1: the first half of the buckets hold one
+    distance each; the others hold ranges that grow logarithmically up to `max_distance`, where the
+    last one begins. Without a causal mask, half of all buckets are for keys after the query. The
+    arithmetic is that of `T5Attention._relative_position_bucket` in transformers.
+
+    Args:
+        distances: Integers of any shape. Negative ones count as 0 under a causal mask.
+        num_buckets: Number of buckets.
+        max_distance: Distance at which the last bucket begins.
+        causal: Attention is causal.
+
+    Returns:
+        int64 in [0, num_buckets), in the shape of `distances`.
+
+    Raises:
+        ValueError: There are too few buckets, or `max_distance` is within the exact half.
     """
     each_side = num_buckets if causal else num_buckets // 2
     exact = each_side // 2
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            f"{num_buckets} relative attention buckets with max distance {max_distance}: want at least "
-            f"{2 if causal else 4} buckets, and a distance above {exact}, as far as those of one distance each reach"
+            f"{num_buckets} relative attention buckets with max distance {max_distance}: expected "
+            f"at least {2 if causal else 4} buckets, and a distance above {exact}, the number of "
+            "buckets that hold one distance each"
         )
     future = 0 if causal else (distances < 0).long() * each_side
     distances = distances.clamp(min=0) if causal else distances.abs()

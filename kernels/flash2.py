@@ -1,4 +1,6 @@
-"""Attention through FlashAttention-2 (package `flash_attn`, where it is installed), which adds ALiBi inside its kernel."""
+"""Attention through FlashAttention-2 (the package `flash_attn`), which adds ALiBi in its kernel."""
+
+# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 from __future__ import annotations
 
@@ -12,35 +14,59 @@ from pretrain.kernels.bias import ScoreBias
 
 
 def refusal(q_SBHD: Tensor, bias: ScoreBias) -> str | None:
-    """Why FlashAttention-2 cannot serve this, or None if it can."""
+    """Return the reason why FlashAttention-2 cannot serve this call, or None if it can."""
     if not q_SBHD.is_cuda:
-        return "it runs on CUDA alone"
+        return "it runs on CUDA only"
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash_attn is not installed"
     if torch.cuda.get_device_capability(q_SBHD.device) < (8, 0):
-        return "it wants a GPU of compute capability 8.0 or more"
+        return "it needs a GPU of compute capability 8.0 or more"
     if q_SBHD.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {q_SBHD.dtype}"
+        return f"it does not support {q_SBHD.dtype}"
     if q_SBHD.shape[3] > 256 or q_SBHD.shape[3] % 8:
-        return f"it wants heads of a multiple of 8, at most 256 wide, these have {q_SBHD.shape[3]}"
+        return (
+            f"it needs a head width that is a multiple of 8 and at most 256, not {q_SBHD.shape[3]}"
+        )
     if bias.table is not None:
-        return "it has no bias but ALiBi's"
+        return "it has no bias other than ALiBi"
     if bias.slopes is not None and bias.slopes.requires_grad:
-        return "it gives slopes no gradient"
+        return "it does not compute a gradient for slopes"
     return None
 
 
 def attention_flash2(
     q_SBHD: Tensor,
-    k_SBHD: Tensor,
-    v_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
     bias: ScoreBias,
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
-    """As `pretrain.kernels.dispatch.attention`. Its queries, too, are the last positions of the keys (flash_attn 2.1 and up)."""
-    q, k, v = (x.transpose(0, 1) for x in (q_SBHD, k_SBHD, v_SBHD))
+    """Compute attention by FlashAttention-2.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        bias: Slopes or nothing, and whether attention is causal.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+
+    Returns:
+        The output, [queries, B, H, D].
+    """
+    q, k, v = (x.transpose(0, 1) for x in (q_SBHD, k_SBGD, v_SBGD))
     attend = importlib.import_module("flash_attn").flash_attn_func
-    out = attend(q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=bias.causal, alibi_slopes=bias.slopes,
-                 deterministic=True)  # fmt: skip
+    # From version 2.1 on, flash_attn takes the queries for the last positions of the keys, as we
+    # do. Without `deterministic` its backward pass adds dq with atomics, in an order that varies.
+    out: Tensor = attend(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=bias.causal,
+        alibi_slopes=bias.slopes,
+        deterministic=True,
+    )
     return out.transpose(0, 1)

@@ -1,4 +1,6 @@
-"""Attention through FlexAttention: the compiled CUDA kernel computes bias and mask itself."""
+"""Attention through torch's FlexAttention, which compiles bias and mask into a CUDA kernel."""
+
+# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 from __future__ import annotations
 
@@ -14,65 +16,102 @@ from pretrain.kernels.bias import ScoreBias
 
 
 def refusal(q_SBHD: Tensor, dropout_p: float) -> str | None:
-    """Why FlexAttention cannot serve this, or None if it can."""
+    """Return the reason why FlexAttention cannot serve this call, or None if it can."""
     if not q_SBHD.is_cuda:
         return "it has no backward on CPU (torch 2.13)"
     if torch.cuda.get_device_capability(q_SBHD.device) < (8, 0):
-        return "it wants a GPU of compute capability 8.0 or more"
+        return "it needs a GPU of compute capability 8.0 or more"
     if dropout_p > 0:
         return "it has no dropout"
     if q_SBHD.shape[3] < 16:
-        return f"it wants heads of width 16 or more, these have {q_SBHD.shape[3]}"
+        return f"it needs heads of width 16 or more, these have {q_SBHD.shape[3]}"
     return None
 
 
 def attention_flex(
     q_SBHD: Tensor,
-    k_SBHD: Tensor,
-    v_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
     bias: ScoreBias,
     scale: float | None,
     compiled: bool = True,
 ) -> Tensor:
-    """As `pretrain.kernels.dispatch.attention`. Not compiled it is slow, dense and right, on a CPU too, without gradients."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
+    """Compute attention by FlexAttention.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        bias: Bias of this rank's heads, and whether attention is causal.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        compiled: Compile the kernel. Uncompiled it is dense and slow but exact, also runs on a CPU
+            and has no gradients there: for tests.
+
+    Returns:
+        The output, [queries, B, H, D].
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBGD, v_SBGD))
     num_queries, num_keys = q.shape[2], k.shape[2]
-    first = _scalar(num_keys - num_queries, q.device)  # position of the first query
-    out = (_compiled() if compiled else flex_attention)(
-        q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
-        score_mod=_score_mod(first, bias),
+    # The queries are the last positions of the keys.
+    first_position = _scalar(num_keys - num_queries, q.device)
+    attend = _compiled() if compiled else flex_attention
+    out: Tensor = attend(
+        q,
+        k,
+        v,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        score_mod=_score_mod(first_position, bias),
         block_mask=_causal_block_mask(num_queries, num_keys, q.device) if bias.causal else None,
-    )  # fmt: skip
+    )
     return out.permute(2, 0, 1, 3)
 
 
-def _score_mod(first: Tensor, bias: ScoreBias) -> Callable[..., Tensor] | None:
-    """What the kernel does to one score, in fp32. Captured tensors get their gradients through it."""
+def _score_mod(first_position: Tensor, bias: ScoreBias) -> Callable[..., Tensor] | None:
+    """Return the function that adds the bias to one score, in fp32, or None if there is none.
+
+    Gradients of slopes and table flow through the tensors that it captures.
+    """
     if (slopes := bias.slopes) is not None:
-        return lambda score, b, h, i, j: score - slopes[h] * (first + i - j).abs()
+        return lambda score, b, h, i, j: score - slopes[h] * (first_position + i - j).abs()
     if bias.table is not None:
-        # From max_distance on, either way, the bucket stays the same: a short row a head holds every bias.
-        row = bias.at(torch.arange(-bias.max_distance, bias.max_distance + 1, device=first.device))
-        far = _scalar(bias.max_distance, first.device)
-        return lambda score, b, h, i, j: score + row[h, torch.clamp(first + i - j, -far, far) + far]
+        # Beyond max_distance the bucket no longer changes, in either direction, so a short row per
+        # head holds every bias.
+        reach = bias.max_distance
+        row = bias.at(torch.arange(-reach, reach + 1, device=first_position.device))
+        far = _scalar(reach, first_position.device)
+        return lambda score, b, h, i, j: (
+            score + row[h, torch.clamp(first_position + i - j, -far, far) + far]
+        )
     return None
 
 
 def _scalar(value: int, device: torch.device) -> Tensor:
-    # What the lambdas capture is a tensor: of an int the compiler makes a new kernel a value, or (torch 2.13) fails.
+    """Return `value` as a tensor that a score_mod may capture."""
+    # With a captured int, the compiler would make a new kernel for each value, or fail (torch
+    # 2.13).
     return torch.full((), value, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=8)
 def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """Which tiles hold a key that some query may see. Making one takes queries * keys bytes for a moment."""
-    first = _scalar(num_keys - num_queries, device)
+    """Return which tiles hold a key that some query may see.
+
+    Making it takes queries * keys bytes for a moment, hence the cache.
+    """
+    first_position = _scalar(num_keys - num_queries, device)
     return create_block_mask(
-        lambda b, h, i, j: j <= first + i, None, None, num_queries, num_keys, device=str(device)
+        lambda b, h, i, j: j <= first_position + i,
+        None,
+        None,
+        num_queries,
+        num_keys,
+        device=str(device),
     )
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    # fullgraph: where it cannot be compiled it fails, rather than run dense without saying so.
+    # With fullgraph, what cannot be compiled fails. Without it, FlexAttention would silently fall
+    # back to its dense implementation.
     return torch.compile(flex_attention, fullgraph=True)

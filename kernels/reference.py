@@ -1,6 +1,10 @@
-"""The dense oracle: attention written out from its definition, in double precision, one score matrix a head."""
+"""The dense reference: attention written out from its definition, in double precision.
 
-# Shape suffixes: S sequence (query or key), B batch, H query heads, D width of a head.
+Every backend is tested against it. It shares no code with them but the bucket rule, which is tested
+against transformers.
+"""
+
+# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from pretrain.kernels.bias import relative_buckets
 
 def attention_reference(
     q_SBHD: Tensor,
-    k_SBHD: Tensor,
-    v_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
     *,
     slopes: Tensor | None = None,
     relative_attention_bias: Tensor | None = None,
@@ -24,19 +28,33 @@ def attention_reference(
     keep: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """softmax(scale * q k^T + bias) v, [S, B, H, D] in `dtype`; arguments as `pretrain.kernels.dispatch.attention` takes them.
+    """Compute softmax(scale * q k^T + bias) v with all scores in memory.
 
-    `keep` [B, H, queries, keys] says which weights dropout keeps, in place of torch's generator.
-    In a half-precision `dtype` products are rounded to it, bias and softmax stay fp32: what a plain torch model does.
-    Memory is several times B * H * queries * keys.
+    In a half-precision `dtype`, products are rounded to it while bias and softmax stay in fp32,
+    which is what a plain torch model does. Memory is several times B * H * queries * keys.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        slopes: ALiBi slopes, [H].
+        relative_attention_bias: T5's table, [H, num_buckets].
+        relative_attention_max_distance: Distance at which the last bucket of the table begins.
+        causal: Apply a causal mask.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+        keep: Weights that dropout keeps, [B, H, queries, keys]; drawn from torch's generator if
+            None.
+        dtype: Dtype of the computation.
+
+    Returns:
+        The output, [queries, B, H, D] in `dtype`.
     """
-    (num_queries, num_keys), (heads, head_dim) = (
-        (q_SBHD.shape[0], k_SBHD.shape[0]),
-        q_SBHD.shape[2:],
-    )
-    q, k, v = (x.to(dtype).permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
+    num_queries, num_keys, heads, head_dim = q_SBHD.shape[0], k_SBGD.shape[0], *q_SBHD.shape[2:]
+    q, k, v = (x.to(dtype).permute(1, 2, 0, 3) for x in (q_SBHD, k_SBGD, v_SBGD))
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
 
+    # The queries are the last positions of the keys.
     query_position = torch.arange(num_keys - num_queries, num_keys, device=q.device)
     distance = query_position[:, None] - torch.arange(num_keys, device=q.device)
     score_dtype = torch.promote_types(dtype, torch.float32)
@@ -58,25 +76,34 @@ def attention_reference(
 
 
 def dropout_keep(seed: int, shape: tuple[int, int, int, int], dropout_p: float) -> Tensor:
-    """Which weights the Triton kernel keeps, bool [B, H, queries, keys]: element (b H + h, query, key) of the stream `seed`.
+    """Return the weights that the Triton kernel's dropout keeps.
 
-    Philox4x32 of 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3), the
-    counter being (key, query, head, 0); the upper 24 bits of the first word, as a fraction, are kept from `dropout_p` on.
+    The random numbers are those of Philox4x32 with 7 rounds (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011, section 3.3), from the counter (key, query, b * H + h,
+    0). The upper 24 bits of the first word, read as a fraction, are kept if they are at least
+    dropout_p.
+
+    Args:
+        seed: Key of the generator, below 2^64.
+        shape: (B, H, queries, keys).
+        dropout_p: Probability that a weight is dropped.
+
+    Returns:
+        bool, [B, H, queries, keys].
     """
     batch, heads, num_queries, num_keys = shape
     word = (1 << 32) - 1
     head, query, key = torch.meshgrid(
         *(torch.arange(n) for n in (batch * heads, num_queries, num_keys)), indexing="ij"
     )
-    counter = [key, query, head, torch.zeros_like(key)]
+    c0, c1, c2, c3 = key, query, head, torch.zeros_like(key)
     key_low, key_high = seed & word, seed >> 32
     for _ in range(7):
-        # int64 products wrap, and a shift keeps the sign: the mask mends both
-        low, high = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-        counter = [
-            (high >> 32) & word ^ counter[1] ^ key_low, high & word,
-            (low >> 32) & word ^ counter[3] ^ key_high, low & word,
-        ]  # fmt: skip
+        # int64 products wrap and right shifts keep the sign; masking with `word` corrects both. In
+        # Python `&` binds tighter than `^`.
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (high >> 32) & word ^ c1 ^ key_low, high & word
+        c2, c3 = (low >> 32) & word ^ c3 ^ key_high, low & word
         key_low, key_high = (key_low + 0x9E3779B9) & word, (key_high + 0xBB67AE85) & word
-    kept = (counter[0] >> 8).float() / (1 << 24) >= dropout_p
+    kept = (c0 >> 8).float() / (1 << 24) >= dropout_p
     return kept.reshape(shape)

@@ -1,30 +1,58 @@
-"""Which tiles of keys an ALiBi head need not load, and why nothing is lost: the bound, written out in plain torch.
+"""The bound by which the flash-attention kernel skips tiles of keys under ALiBi, in plain torch.
 
-A key far back carries the bias -slope * distance. Where no q.k can make up for that, its weight is too small to show,
-and its tile need not be loaded. With |q| and |k| the longest rows of a tile of queries and a tile of keys, no score
-between the two exceeds
+A key far from its query carries the bias -slope * distance. Where no product q.k can make up for
+that bias, the key's weight is too small to show in any result, and its tile need not be loaded. The
+kernel decides this per tile of queries and tile of keys, from numbers it has anyway. The same
+arithmetic is in `pretrain.kernels.flash.tile_skipping`, on the device; the tests compare the two.
 
-    |scale| |q| |k| - slope * (distance between the tiles).
+**The bound.** All scores are in base 2. For query i and key j, with N keys in all,
 
-The softmax divides by exp(logsumexp of the row), and the keys of the query's own tile alone give a lower bound of that,
-the row's `floor`. So every weight in the tile is below 2^-need / keys once, in powers of two,
+    s_ij = log2(e) * (scale * q_i . k_j - slope * |i - j|)        the score
+    L_i  = log2(sum over j of 2^s_ij)                             the logsumexp of row i
+    w_ij = 2^(s_ij - L_i)                                         the weight
 
-    floor - that score > log2(keys) + need,
+Take a tile of queries and a tile of keys. Let |q| and |k| be the largest 2-norms in the tiles, and
+d the smallest distance between them.
 
-and all weights dropped from a row sum to less than 2^-need. `need` is 24 bits and more:
-- log2 of how far the tile's longest value, and its longest key, exceed those of the query's own tile: what is dropped
-  from an output is below 2^-24 of the values it is made of, one giant value far away notwithstanding; for keys the
-  same holds of the gradient of q;
-- log2(keys) again where the slopes want a gradient, which weighs every weight by its distance.
-Rounding goes against skipping, a slope that is not positive skips nothing, and rows that are not finite count as
-infinitely long: whatever might see a NaN does.
+1. No score is above `most`. By Cauchy-Schwarz, s_ij <= most = log2(e) * (|scale| |q| |k| - slope
+d).
+2. No logsumexp is below `floor`. A sum only grows with more terms, so L_i is at least the logsumexp
+   over the query's *own* tiles, those that hold the keys at the positions of the tile's queries.
+   `floor` is the lowest of these over the queries of the tile. The kernel attends to the own tiles
+   first, so it has them before it decides.
+3. Hence w_ij <= 2^(most - floor). The tile is skipped if
 
-What is left for a tile of queries is a run of tiles of keys, [first, end), since the kernels loop over runs: what lies
-between two tiles that matter is visited too. The Triton kernel does the same arithmetic on the device
-(`pretrain.kernels.alibi_attention`), and its backward visits the very tiles of its forward.
+       floor - most > need + log2(N).
+
+   Then each of its weights is below 2^-need / N, and since a row has at most N keys, all weights
+   that a row loses sum to less than 2^-need.
+
+-|q| |k| of the own tile would be a simpler lower bound than `floor`, but a much weaker one: for
+Gaussian inputs the largest product of norms is several times the scores that occur.
+
+**What `need` must cover.** It is NEEDED_BITS = 24, plus:
+
+- log2(|v| / |v_own|) where a tile's longest value is longer than the longest of the own tiles.
+  What the output loses is a sum of weights times values. With this term it stays below 2^-24 of the
+  own values, even if one giant value is far away.
+- log2(|k| / |k_own|), likewise. The gradient of q is a sum of score gradients times keys, so a
+  giant key can show there although its weight does not.
+- log2(N) once more if the slopes want a gradient. That gradient multiplies each score gradient by
+  its distance, which is below N.
+
+Outputs and dq are therefore within 2^-24 row by row. dk and dv of a skipped key lose terms that are
+below 2^-24 of the largest dk and dv, not of their own size.
+
+**Rounding** always counts against skipping (the three SLACK constants). Heads whose slope is not
+positive skip nothing. Rows that are not finite count as infinitely long, so every query that could
+see a NaN or an infinity does visit it.
+
+**Runs.** The kernels loop over one contiguous run of tiles, [first, end). Tiles that lie between
+two tiles that matter are visited, too. The backward pass visits the same tiles as the forward pass.
 """
 
-# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head, T tiles.
+# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
+# T tiles.
 
 from __future__ import annotations
 
@@ -34,13 +62,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BITS = 24.0
-"""What all dropped weights of a row may add up to: 2^-24, half a unit in the last place of an fp32 one."""
+NEEDED_BITS = 24.0
+"""All weights that a row loses sum to less than 2^-24: half an fp32 ulp of 1."""
 NORM_SLACK = 1 + 2.0**-12
-"""Times a product of norms: above the rounding of sums over 256 columns, of norms and of tensor-core products alike."""
+"""Factor on the product of norms. It exceeds the relative rounding of sums over up to 256 columns,
+in the norms and in the products q.k, which tensor cores round more coarsely than fp32 does."""
 RELATIVE_SLACK = 2.0**-18
+"""Relative reduction of the floor and of slope * distance, for their rounding in fp32."""
 ABSOLUTE_SLACK = 2.0**-6
-"""In bits, for the rounding of everything else in fp32: logarithms, sums, slope * distance."""
+"""Bits added to `need`, for the rounding of logarithms and of the remaining sums in fp32."""
 LOG2E = math.log2(math.e)
 
 
@@ -48,29 +78,50 @@ class KeyRuns(NamedTuple):
     """The tiles of keys that every tile of queries visits: first <= tile < end."""
 
     first_BHT: Tensor
+    """[B, H, query tiles], int32."""
     end_BHT: Tensor
-    """int32, [batch, query heads, tiles of queries]"""
+    """[B, H, query tiles], int32."""
 
 
 def key_runs(
-    q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, slopes: Tensor, *, query_tile: int, key_tile: int,
-    causal: bool = True, scale: float | None = None, trained_slopes: bool = False,
-) -> KeyRuns:  # fmt: skip
-    """The runs of tiles that matter, from the actual q, k and v. Tiles hold `query_tile` queries and `key_tile` keys.
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    slopes: Tensor,
+    *,
+    query_tile: int,
+    key_tile: int,
+    causal: bool = True,
+    scale: float | None = None,
+    trained_slopes: bool = False,
+) -> KeyRuns:
+    """Return the tiles of keys that each tile of queries must visit.
 
-    Arguments otherwise as `pretrain.kernels.dispatch.attention` takes them; `trained_slopes` where slopes want a gradient.
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        slopes: ALiBi slopes, [H].
+        query_tile: Queries in a tile.
+        key_tile: Keys in a tile.
+        causal: Apply a causal mask.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        trained_slopes: The slopes want a gradient.
+
+    Returns:
+        The first and end tile for each batch, head and tile of queries.
     """
     num_queries, num_keys, heads = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[2]
-    share = heads // k_SBGD.shape[2]
+    heads_per_group = heads // k_SBGD.shape[2]
     scale = q_SBHD.shape[3] ** -0.5 if scale is None else scale
     floor, own_first, own_end = own_floors(
         q_SBHD, k_SBGD, slopes, query_tile, key_tile, causal, scale
     )
     longest_q = longest_rows(q_SBHD, query_tile)
-    longest_k, longest_v = (
-        longest_rows(x, key_tile).repeat_interleave(share, dim=1) for x in (k_SBGD, v_SBGD)
-    )
+    longest_k = longest_rows(k_SBGD, key_tile).repeat_interleave(heads_per_group, dim=1)
+    longest_v = longest_rows(v_SBGD, key_tile).repeat_interleave(heads_per_group, dim=1)
 
+    # The smallest distance between a tile of queries and a tile of keys before or after it.
     starts = torch.arange(len(own_first)) * query_tile
     first_position = starts + num_keys - num_queries
     last_position = (starts + query_tile).clamp(max=num_queries) - 1 + num_keys - num_queries
@@ -80,16 +131,20 @@ def key_runs(
     own = (tiles >= own_first[:, None]) & (tiles < own_end[:, None])
     distance = torch.where(tiles < own_first[:, None], before, after).float()
 
+    # Steps 1 to 3 of the bound. From here on, tensors are [B, H, query tiles, key tiles].
     slope = slopes.float()[None, :, None, None] * LOG2E
     most = abs(scale) * LOG2E * longest_q[..., None] * longest_k[:, :, None] * NORM_SLACK
     floor = (floor - floor.abs() * RELATIVE_SLACK)[..., None]
     gap = floor - (most - slope * distance * (1 - RELATIVE_SLACK))
-    need = torch.tensor(BITS + math.log2(num_keys) * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
+    log2_keys = math.log2(num_keys)
+    need = torch.tensor(NEEDED_BITS + log2_keys * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
     for longest in (longest_k[:, :, None], longest_v[:, :, None]):
-        of_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
-        need = need + torch.where(longest > of_own, longest / of_own, 1).log2()
+        longest_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
+        need = need + torch.where(longest > longest_own, longest / longest_own, 1).log2()
+    # Comparisons with NaN are false, so a tile with a NaN in its terms is not skipped.
     finite = (longest_k < torch.inf) & (longest_v < torch.inf)
     skipped = (gap > need) & finite[:, :, None] & (slope > 0) & ~own
+
     allowed = tiles < own_end[:, None] if causal else torch.ones_like(own)
     matters = ~skipped & allowed
     first = torch.where(matters, tiles, len(tiles)).amin(dim=3)
@@ -106,8 +161,22 @@ def own_floors(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(floor [B, H, T], first [T], end [T]): the least logsumexp, base 2, that the rows of a tile of queries have over
-    the keys of their own tiles [first, end): those that hold the queries' positions, or the nearest to them."""
+    """Return the floor of every tile of queries, and which tiles of keys are its own.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D].
+        slopes: ALiBi slopes, [H].
+        query_tile: Queries in a tile.
+        key_tile: Keys in a tile.
+        causal: Apply a causal mask.
+        scale: Factor of the products q k^T.
+
+    Returns:
+        The floors [B, H, T], in base 2, and the first and end own tile [T]. Own tiles hold the keys
+        at the positions of the queries. Without a causal mask there can be more queries than keys;
+        tile 0 is then the own tile of the queries before the first key.
+    """
     num_queries, num_keys = q_SBHD.shape[0], k_SBGD.shape[0]
     k_SBHD = k_SBGD.repeat_interleave(q_SBHD.shape[2] // k_SBGD.shape[2], dim=2)
     floors, firsts, ends = [], [], []
@@ -121,6 +190,7 @@ def own_floors(
         scores = scores - slopes.float()[:, None, None] * LOG2E * distance.abs()
         if causal:
             scores = scores.masked_fill(distance < 0, -torch.inf)
+        # torch's logsumexp is to base e.
         floors.append((scores * math.log(2)).logsumexp(dim=3).amin(dim=2) * LOG2E)
         firsts.append(first)
         ends.append(last + 1)
@@ -128,21 +198,41 @@ def own_floors(
 
 
 def longest_rows(x_SBHD: Tensor, tile: int) -> Tensor:
-    """The largest 2-norm of the rows of every tile, fp32 [B, H, T]; infinite where a row is not finite."""
+    """Return the largest 2-norm of the rows of each tile, infinity where a row is not finite.
+
+    Args:
+        x_SBHD: Queries, keys or values, [S, B, H, D].
+        tile: Rows in a tile.
+
+    Returns:
+        [B, H, T], fp32.
+    """
+    length, batch, heads, _ = x_SBHD.shape
     norms = x_SBHD.float().square().sum(dim=3).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    padded = torch.nn.functional.pad(norms.permute(1, 2, 0), (0, -len(x_SBHD) % tile))
-    return padded.unflatten(2, (-1, tile)).amax(dim=3)
+    padded = torch.nn.functional.pad(norms.permute(1, 2, 0), (0, -length % tile))
+    return padded.reshape(batch, heads, -1, tile).amax(dim=3)
 
 
 def share_visited(
     runs: KeyRuns, num_queries: int, num_keys: int, query_tile: int, key_tile: int, causal: bool
 ) -> Tensor:
-    """What share of the tiles that a head would visit without skipping it does visit, fp64 [B, H]."""
+    """Return the share of tiles that each head visits, of those it would visit without skipping.
+
+    Args:
+        runs: The tiles that are visited.
+        num_queries: Number of queries.
+        num_keys: Number of keys.
+        query_tile: Queries in a tile.
+        key_tile: Keys in a tile.
+        causal: A causal mask is applied, so tiles after the queries do not count.
+
+    Returns:
+        [B, H], fp64.
+    """
     starts = torch.arange(0, num_queries, query_tile)
     last_position = (starts + query_tile).clamp(max=num_queries) - 1 + num_keys - num_queries
-    ends = (
-        last_position // key_tile + 1
-        if causal
-        else torch.full_like(starts, -(-num_keys // key_tile))
-    )
+    if causal:
+        ends = last_position // key_tile + 1
+    else:
+        ends = torch.full_like(starts, -(-num_keys // key_tile))
     return (runs.end_BHT - runs.first_BHT).cpu().double().sum(dim=2) / ends.sum()

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from pretrain.attempts import STOPPED
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
+from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -365,7 +365,7 @@ def _sum_up(run: Path, code: int) -> None:
     """Where a run's time went, at its end; not of one that failed, whose last line is the error."""
     from pretrain.launcher.login.tables import summary
 
-    if code in (0, STOPPED):
+    if code in (0, ExitCode.STOPPED):
         print(summary(run), file=sys.stderr, flush=True)
 
 

@@ -123,8 +123,8 @@ def load_site(path: str | Path) -> Site:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such site file. Copy an example, slurm/site.v100.toml or "
-            "slurm/site.h100.toml, and set your site's values"
+            f"{path}: no such site file. `pretrain config --list` shows the example sites; copy one "
+            "and set your cluster's values"
         ) from None
     except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable site file ({error})") from None

@@ -3,7 +3,7 @@
 RUN/evaluations/plan.json says how checkpoints are to be evaluated. Whoever looks (the supervisor of training, an
 evaluation job at its end, a person) sends a job for each complete checkpoint without a result or a live job, so what fell
 behind is caught up with. Sending one twice does no harm: a job takes its checkpoint as a run is taken
-(pretrain.attempts), one gets it, and the result appears whole, as RUN/evaluations/step-########, exactly once.
+(pretrain.rundir.lock), one gets it, and the result appears whole, as RUN/evaluations/step-########, exactly once.
 """
 
 from __future__ import annotations
@@ -12,34 +12,32 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.job import (
     Job,
-    JobRecord,
-    append_job,
     launcher_command,
-    read_jobs,
 )
 from pretrain.launcher.terminal import say
+from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
+from pretrain.rundir.files import publish_directory, read_json, replace_file, replace_json
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import JobKind
 
 TRIES = 3
 """Jobs that may end without a result before a checkpoint is given up."""
 ASK_SECONDS = 60.0
 """Between two questions to Slurm about the same checkpoints."""
 POLL_SECONDS = 0.1
-PAUSED = "plan.paused.json"
-CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -67,22 +65,17 @@ class Plan:
         return json.dumps(dataclasses.asdict(self.request) | rest, indent=1) + "\n"
 
 
-def plan_path(run: Path) -> Path:
-    """Where it stands, checkpoints are evaluated."""
-    return run / "evaluations" / "plan.json"
-
-
 def write_plan(run: Path, plan: Plan) -> None:
     """In one move, for whoever reads it meanwhile."""
-    path = plan_path(run)
+    path = RunPaths(run).evaluation_plan
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, plan.dump())
+        replace_file(path, plan.dump())
 
 
 def read_plan(run: Path) -> Plan:
     """Raises ConfigError when there is none, or it is damaged."""
-    path = plan_path(run)
+    path = RunPaths(run).evaluation_plan
     try:
         values = json.loads(path.read_text())
         lengths, job = values["lengths"], values["job"]
@@ -98,7 +91,7 @@ def read_plan(run: Path) -> Plan:
                 name=job["name"],
                 site=parse_site(job["site"], str(path)),
                 directory=Path(job["directory"]),
-                logs=run / "logs",
+                logs=RunPaths(run).logs,
                 commands=(),
                 tasks_per_node=job["tasks_per_node"],
                 time_limit=job["time_limit"],
@@ -122,40 +115,20 @@ def submit_pending(run: Path, at_once: bool = False) -> None:
     is new and otherwise once a minute, or with `at_once` in any case.
     """
     try:
-        waiting = waiting_checkpoints(run)
+        waiting = [path.name for path in checkpoints_awaiting_evaluation(run)]
         if waiting and (at_once or _is_time(run, waiting)):
             submit_waiting(run, read_plan(run), waiting)
     except (ConfigError, RunFailed, OSError) as error:
         say(f"evaluation jobs of {run}: {error}. Tried again later")
 
 
-def waiting_checkpoints(run: Path) -> list[str]:
-    """Complete checkpoints without a result, oldest first; none where no plan says that they are evaluated."""
-    if not plan_path(run).exists():
-        return []
-    names = _step_names(run / "checkpoints") - _step_names(run / "evaluations")
-    return sorted(
-        name for name in names if (run / "checkpoints" / name / "manifest.json").is_file()
-    )
-
-
-def _step_names(directory: Path) -> set[str]:
-    try:
-        return {name for name in os.listdir(directory) if CHECKPOINT.fullmatch(name)}
-    except FileNotFoundError:
-        return set()
-
-
 def _is_time(run: Path, waiting: list[str]) -> bool:
     """Whether to ask Slurm about them now, which is then noted."""
-    asked = run / "evaluations" / "asked.json"
-    before: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(asked.read_text())
-    now = time.time()
-    if before.get("waiting") == waiting and 0 <= now - before["at"] < ASK_SECONDS:
+    asked = RunPaths(run).evaluation_asked
+    before, now = read_json(asked), time.time()
+    if before.get("waiting") == waiting and 0 <= now - before.get("at", 0) < ASK_SECONDS:
         return False
-    _replace(asked, json.dumps({"at": now, "waiting": waiting}))
+    replace_json(asked, {"at": now, "waiting": waiting})
     return True
 
 
@@ -163,7 +136,7 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
     sent = [
         record
         for record in read_jobs(run)
-        if record.kind == "evaluate" and record.checkpoint in waiting
+        if record.kind == JobKind.EVALUATE and record.checkpoint in waiting
     ]
     states = slurm.jobs(record.job_id for record in sent)
     if states is None:
@@ -195,7 +168,7 @@ def _send(run: Path, plan: Plan, name: str) -> None:
         run,
         JobRecord(
             job_id,
-            "evaluate",
+            JobKind.EVALUATE,
             job.name,
             time.time(),
             job.site.name,
@@ -214,18 +187,19 @@ def sending(job: Job) -> list[str]:
 
 def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
     """Leaves failed.json in place of a result, so that neither jobs nor checkpoints pile up."""
+    paths = RunPaths(run)
     reason = (
-        f"jobs {', '.join(tries)} ended without a result; see {log_path(run, name)}. "
+        f"jobs {', '.join(tries)} ended without a result; see {paths.evaluation_log(name)}. "
         "`launcher evaluate-checkpoints` tries again"
     )
-    folder = run / "evaluations" / f".{name}.{uuid.uuid4().hex}"
+    folder = paths.evaluations / f".{name}.{uuid.uuid4().hex}"
     with writing(folder):
         folder.mkdir()
         (folder / "failed.json").write_text(
             json.dumps({"reason": reason, "jobs": list(tries)}) + "\n"
         )
     try:
-        folder.rename(run / "evaluations" / name)
+        publish_directory(folder, paths.evaluations / name)
         say(f"{name}: {reason}")
     except OSError:  # there is a result after all
         shutil.rmtree(folder)
@@ -233,23 +207,13 @@ def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
 
 def pause(run: Path) -> None:
     """No more jobs are sent for the run's checkpoints, until it goes on (`resume`) or there is another plan."""
+    paths = RunPaths(run)
     with contextlib.suppress(FileNotFoundError):
-        plan_path(run).replace(plan_path(run).with_name(PAUSED))
+        paths.evaluation_plan.replace(paths.paused_evaluation_plan)
 
 
 def resume(run: Path) -> None:
     """After `pause`. Where there was none, nothing is done."""
-    paused = plan_path(run).with_name(PAUSED)
-    if not plan_path(run).exists() and paused.exists():
-        paused.replace(plan_path(run))
-
-
-def log_path(run: Path, name: str) -> Path:
-    """What the ranks of a checkpoint's evaluations say."""
-    return run / "logs" / f"evaluate-{name}.log"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    paths = RunPaths(run)
+    if not paths.evaluation_plan.exists() and paths.paused_evaluation_plan.exists():
+        paths.paused_evaluation_plan.replace(paths.evaluation_plan)

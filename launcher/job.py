@@ -5,8 +5,6 @@ Values go into arguments as they are, into the script only quoted, and into jobs
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import shlex
@@ -22,7 +20,6 @@ WAIT_SECONDS = 60  # between a rank's end and the end of those that it leaves wa
 MOST_SIGNAL_SECONDS = 65_535  # sbatch(1), --signal
 NAME_LENGTH = 64
 PATH_LENGTH = 3_500  # of the 4,095 bytes that Linux takes: the rest is for the files below
-JOBS = "jobs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -197,54 +194,3 @@ def check_time(time_limit: str | None, signal_seconds: int) -> None:
             f"time limit {time_limit}: leaves nothing before the {signal_seconds} s that saving may take. "
             f"Ask for more than {signal_seconds // 60 + 1} minutes with --time, or for less with --save-before"
         )
-
-
-# ---- jobs.jsonl ------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class JobRecord:
-    """A line of RUN/jobs.jsonl: a job that was sent for this run."""
-
-    job_id: str
-    """What squeue, scontrol and scancel take: "123", or an array's task "123_0"."""
-    kind: str
-    """train or evaluate."""
-    name: str
-    submitted_at: float
-    """Unix seconds."""
-    site: str
-    nodes: int
-    num_tasks: int
-    run: str
-    array_index: int | None = None
-    checkpoint: str | None = None
-    """evaluate: the checkpoint's name, step-00000100."""
-
-
-def append_job(run: Path, record: JobRecord) -> None:
-    """Adds a line to RUN/jobs.jsonl, in one write, so that two writers do not mix theirs."""
-    line = json.dumps(dataclasses.asdict(record)) + "\n"
-    with writing(run / JOBS):
-        file = os.open(run / JOBS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
-
-
-def read_jobs(run: Path) -> list[JobRecord]:
-    """The jobs sent for a run, oldest first. A line that was cut off, by a full disk, is left out."""
-    try:
-        lines = (run / JOBS).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    records = []
-    names = {field.name for field in dataclasses.fields(JobRecord)}
-    for line in lines:
-        try:
-            values = json.loads(line)
-            records.append(
-                JobRecord(**{name: value for name, value in values.items() if name in names})
-            )
-        except (ValueError, TypeError, AttributeError):
-            continue
-    return records

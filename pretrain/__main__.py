@@ -1,4 +1,4 @@
-"""`python -m pretrain` is `pretrain`."""
+"""Run the `pretrain` command as `python -m pretrain`."""
 
 from pretrain.cli import main
 

@@ -1,13 +1,21 @@
-"""The `pretrain` command: one short function a command; parse, build, call. Heavy imports wait until they are needed."""
+"""Define the `pretrain` command: one short function per subcommand, which parses, builds and calls.
+
+The docstring of such a function is the text of its --help, so it speaks to the user of the command
+and its options document themselves. torch, Megatron and DeepSpeed are imported inside the
+functions, after the config has been checked: they take seconds, and a wrong config should be
+refused at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import re
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -22,6 +30,7 @@ from pretrain.config import (
     load_config,
     writing,
 )
+from pretrain.config.shipped import list_shipped
 from pretrain.train.stopping import INTERRUPTED, Requests
 
 app = typer.Typer(
@@ -29,40 +38,107 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    # The subcommands inherit this from the app.
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(no_args_is_help=True, help="Text to shards of tokens.")
+data = typer.Typer(no_args_is_help=True, help="Build and verify a data set of token shards.")
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 
 Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file; see configs/.")
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
+    ),
 ]
 Overrides = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
+    ),
 ]
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN|CHECKPOINT", help="A run (its newest checkpoint), or a checkpoint."
+        metavar="RUN|CHECKPOINT",
+        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
     ),
 ]
 
 
-@app.callback()
-def pretrain() -> None:
-    """Train short, test long: GPTs with ALiBi in any tensor x pipeline x data-parallel layout.
+def _print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:
+    """Return the callback of a flag that prints a text and ends the command, as --help does."""
 
-    Example: pretrain data build configs/demo.toml && launcher local configs/demo.toml --nproc 2
+    def callback(given: bool) -> None:
+        if given:
+            print(text())
+            raise typer.Exit
+
+    return callback
+
+
+def _version() -> str:
+    """Return the installed version, which pyproject.toml states."""
+    try:
+        return f"pretrain {importlib.metadata.version('pretrain')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "pretrain (run from its source, not installed)"
+
+
+@app.callback()
+def pretrain(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_print_and_exit(_version),
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Pretrain GPTs with ALiBi attention at a short length, and test them at longer ones.
+
+    The `launcher` command starts `pretrain train` on several GPUs or on a Slurm cluster.
+
+    \b
+    Example, on a machine without a GPU:
+      pretrain data build configs/demo.toml
+      launcher local configs/demo.toml --nproc 2
+      pretrain evaluate runs/demo/alibi --out runs/demo/report/curve.json
+      pretrain export runs/demo/alibi runs/demo/hf
     """
 
 
 @app.command()
-def config(config: Config, overrides: Overrides = []) -> None:  # noqa: B006  typer copies it
-    """Show a run's resolved config, its size and how its processes share it; refuse what cannot work.
+def config(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    list_files: Annotated[
+        bool,
+        typer.Option(
+            "--list",
+            # Eager: takes effect before CONFIG is missed.
+            is_eager=True,
+            callback=_print_and_exit(list_shipped),
+            help="List the configs and example sites that are installed with this package.",
+        ),
+    ] = False,
+) -> None:
+    """Check a config and print it in full.
 
-    Example: pretrain config configs/demo.toml --set model.num_layers=8
+    Prints every key with its value, defaults included, then the parameter count and the layout.
+
+    A config that cannot work is refused with the key to change. The output is itself a valid config
+    file.
+
+    \b
+    Examples:
+      pretrain config --list
+      pretrain config configs/demo.toml --set model.num_layers=8
     """
     from pretrain.config.describe import describe
 
@@ -73,9 +149,14 @@ def config(config: Config, overrides: Overrides = []) -> None:  # noqa: B006  ty
 
 @data.command("build")
 def data_build(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
-    """Train the tokenizer and write the shards of both splits to data.directory; done before, nothing is done.
+    """Train the tokenizer and write the token shards.
 
-    Example: pretrain data build configs/demo.toml
+    Both splits, train and validation, go to data.directory. Does nothing when the data set is there
+    already and the corpus has not changed.
+
+    \b
+    Example:
+      pretrain data build configs/demo.toml
     """
     run = load_config(config, overrides)
     from pretrain.data.build import build
@@ -85,9 +166,13 @@ def data_build(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
 
 @data.command("verify")
 def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
-    """Read every shard again and compare it with the manifest's SHA-256.
+    """Compare every shard with its recorded SHA-256.
 
-    Example: pretrain data verify configs/demo.toml
+    `pretrain data build` records the digests when it writes the shards.
+
+    \b
+    Example:
+      pretrain data verify configs/demo.toml
     """
     from pretrain.data.stream import verify
 
@@ -103,29 +188,42 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|none|PATH", help="Newest checkpoint, start afresh, or this one."
+            metavar="auto|none|PATH",
+            help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
+            "(none), or from this checkpoint.",
         ),
     ] = "auto",
 ) -> None:
-    """Train a run, or go on with it. One process by itself; many under `launcher local`, torchrun or srun, which start this.
+    """Train a run, or resume it from its newest checkpoint.
 
-    SIGTERM to any process saves and ends the run with exit code 80, SIGUSR1 with 75 (to be started again); SIGUSR2 shows
-    the process's stacks. The same command goes on from there.
+    By itself this command is one process. `launcher local`, torchrun and srun start one process per
+    GPU.
 
-    Example: pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
+    \b
+    Signals, to any of the processes:
+      SIGTERM   save, then exit with code 80
+      SIGUSR1   save, then exit with code 75, which asks to be started again
+      SIGUSR2   write the stacks of the process's threads to stderr and go on
+
+    \b
+    Example:
+      pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
     """
+    # Before the slow imports, so that a signal that comes during them is not lost.
     requests = Requests()
-    requests.listen()  # before the slow imports, in which a signal may come
-    run = load_config(config, overrides)  # so that a typing mistake shows at once
+    requests.listen()
+    # Also before them, so that a typing mistake shows at once.
+    run = load_config(config, overrides)
     from pretrain import topology
     from pretrain.train.loop import train as run_training
 
     code = run_training(run, resume, requests)
-    if not code:  # else at once: all ranks are here, and what started them ends those that are late
+    # After success all ranks are here and can close the process group together. After a failure
+    # some may never come, and whatever started the ranks ends those that wait.
+    if not code:
         topology.finish()
-    _leave(
-        code
-    )  # everything is closed: the interpreter would take seconds to undo what it has imported
+    # All files are closed. An ordinary exit would take seconds to unload the imported libraries.
+    _leave(code)
 
 
 @app.command()
@@ -133,31 +231,55 @@ def evaluate(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN|CHECKPOINT...", help="Runs (newest checkpoint) or checkpoints."
+            metavar="RUN|CHECKPOINT...",
+            help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
         ),
     ],
     lengths: Annotated[
         str | None,
-        typer.Option(help="Tokens, comma-separated; default: the config's, else 1 to 16 L."),
+        typer.Option(
+            metavar="N,N,...",
+            help="Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the "
+            "config, else 1, 2, 4, 8 and 16 times the training length.",
+        ),
     ] = None,
     protocols: Annotated[
-        str, typer.Option(help="nonoverlapping, sliding, or both.")
+        str, typer.Option(help="nonoverlapping, sliding, or both separated by a comma.")
     ] = "nonoverlapping,sliding",
     stride: Annotated[
-        int | None, typer.Option(help="Sliding: predictions of each window that count.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
+            "config, or the shortest length when --lengths is given.",
+        ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Score at most so many; default: the config's, else all.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Score at most this many validation tokens. Default: evaluation.max_tokens of the "
+            "config, else all.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write FILE.json and, beside it, a CSV, plots and report.md."),
+        typer.Option(
+            metavar="FILE.json",
+            help="Write the results to this file, and a CSV, plots and report.md beside it.",
+        ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Perplexity by length, far beyond the training length. Every token is scored exactly once in either protocol.
+    """Measure perplexity at several window lengths.
 
-    Example: pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 --out runs/demo/report/curve.json
+    The lengths may go far beyond the training length. Every validation token is scored exactly once
+    by either protocol. Under torchrun or srun all processes share the work.
+
+    \b
+    Example:
+      pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
+          --out runs/demo/report/curve.json
     """
     from pretrain.evaluate.command import evaluate_sources
 
@@ -168,14 +290,19 @@ def evaluate(
 @app.command()
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run whose checkpoints were evaluated.")
+        Path,
+        typer.Argument(metavar="RUN", help="Directory of a run whose checkpoints were evaluated."),
     ],
 ) -> None:
-    """Put a run's evaluated checkpoints together: perplexity at each length over training steps, in RUN/evaluations.
+    """Combine the evaluations of a run's checkpoints.
 
-    The launcher's evaluation jobs do this after each checkpoint; by hand it does no harm.
+    Shows perplexity at each length over training steps. Writes curve.json, a CSV, plots and
+    report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
+    running it by hand is safe.
 
-    Example: pretrain report runs/demo/alibi
+    \b
+    Example:
+      pretrain report runs/demo/alibi
     """
     from pretrain.evaluate.checkpoints import report_run
 
@@ -186,15 +313,26 @@ def report(
 @app.command()
 def export(
     source: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write the Hugging Face model to.")
+    ],
     curve: Annotated[
         Path | None,
-        typer.Option(help="curve.json for the model card; default: the run's last evaluation."),
+        typer.Option(
+            metavar="FILE.json",
+            help="Length curve for the model card, as `pretrain evaluate --out` writes it. "
+            "Default: the run's last evaluation.",
+        ),
     ] = None,
 ) -> None:
-    """Write a Hugging Face model, reload it with stock transformers and compare logits on validation text.
+    """Write a Hugging Face model and verify it.
 
-    Example: pretrain export runs/demo/alibi runs/demo/hf
+    Loads the written model with stock transformers and compares its logits. The comparison runs on
+    validation text at up to four times the training length. When it fails, the exit code is 1.
+
+    \b
+    Example:
+      pretrain export runs/demo/alibi runs/demo/hf
     """
     from pretrain.export.command import export_source
 
@@ -206,11 +344,17 @@ def export(
 def bench_train(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Steps to time, after a few to warm up.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to time, after a few that warm up.")
+    ] = 20,
 ) -> None:
-    """Time training steps on random tokens: tokens/s, where a step's time goes, peak memory.
+    """Time training steps on random tokens.
 
-    Example: pretrain bench train configs/demo.toml --steps 20
+    Prints tokens/s, the time that each part of a step takes, and peak memory.
+
+    \b
+    Example:
+      pretrain bench train configs/demo.toml --steps 20
     """
     run = load_config(config, overrides)
     from pretrain.train.bench import bench_training
@@ -230,86 +374,112 @@ def bench_attention(
         Path | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")
     ] = None,
 ) -> None:
-    """Time every way to attend that this machine has, side by side; on a machine without a GPU, the CPU's.
+    """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
 
     Example: pretrain bench attention --lengths 1024,16384 --write attention.md
     """
-    try:
-        asked = [int(n) for n in lengths.split(",")] if lengths else None
-    except ValueError:
-        asked = [0]
-    if asked is not None and min(asked) < 1:
-        raise ConfigError(f"--lengths {lengths}: want tokens, comma-separated, as in 1024,16384")
-    from pretrain.kernels.bench import bench_attention
+    from pretrain.kernels import bench as attention_bench
 
-    text = bench_attention(asked, seconds)
+    try:
+        chosen = attention_bench.parse_lengths(lengths) if lengths else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    text = attention_bench.bench_attention(chosen, seconds)
     if write is not None:
         with writing(write):
             write.write_text(text)
 
 
 def main() -> None:
-    """Entry point: bad input is `error: ...` and exit code 2, a failure of the run 1, Ctrl-C 130; none is a traceback."""
+    """Run the command and end the process with its exit code.
+
+    Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
+    130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
+    own.
+    """
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
     warnings.simplefilter("ignore")
-    interrupts = _noted_interrupts()
+    interrupts = _record_interrupts()
     try:
         app()
-    except SystemExit as end:  # how typer ends every command; 130 is what it makes of Ctrl-C
+    except SystemExit as end:
+        # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
         if not (end.code and interrupts):
             raise
         _leave(INTERRUPTED, "interrupted")
     except BaseException as error:
-        if interrupts:  # libraries turn a KeyboardInterrupt into errors of their own
+        # Libraries turn a KeyboardInterrupt into errors of their own: the record decides, not the
+        # type.
+        if interrupts:
             _leave(INTERRUPTED, "interrupted")
         if isinstance(error, ConfigError | RunFailed):
-            _leave(
-                2 if isinstance(error, ConfigError) else 1,
-                *(f"error: {line}" for line in str(error).splitlines()),
-            )
+            code = 2 if isinstance(error, ConfigError) else 1
+            _leave(code, *(f"error: {line}" for line in str(error).splitlines()))
         if isinstance(error, OSError):
             named = error.filename and error.strerror
             _leave(1, f"error: {error.filename}: {error.strerror}" if named else f"error: {error}")
-        if lost := _lost_rank(error):
-            _leave(1, f"error: another rank is gone ({lost}); what it said last tells why")
+        if lost := _lost_connection(error):
+            _leave(
+                1,
+                f"error: lost the connection to another rank ({lost}). "
+                "The output of that rank says why it ended",
+            )
         raise
 
 
-def _lost_rank(error: BaseException) -> str | None:
-    """What the network says of a rank that ended, if that is what `error` is; a traceback would hide that rank's own."""
+def _lost_connection(error: BaseException) -> str | None:
+    """Return what gloo or NCCL says about a peer that ended, or None when `error` is about
+    something else.
+
+    A traceback of every surviving rank would hide the message of the one rank that failed.
+    """
     said = re.search(
-        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)|remote process exited[^.]*",
+        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)"
+        r"|remote process exited[^.]*",
         str(error),
     )
     return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None
 
 
-def _noted_interrupts() -> list[int]:
-    """Grows with every Ctrl-C from now on; each still raises KeyboardInterrupt. Where Ctrl-C is ignored it stays so."""
-    noted: list[int] = []
+def _record_interrupts() -> list[int]:
+    """Return a list that grows with every Ctrl-C from now on; each still raises KeyboardInterrupt.
 
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
+    Where Ctrl-C is ignored, as in a shell's background job, it stays ignored.
+    """
+    recorded: list[int] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        recorded.append(number)
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, note)
-    return noted
+        signal.signal(signal.SIGINT, record)
+    return recorded
 
 
 def _leave(code: int, *lines: str) -> None:
-    """Says why and ends the process. Not sys.exit: leaving a process group in order waits for ranks that have not failed."""
-    where = _rank_prefix()
+    """Print `lines` to stderr and end the process at once with `code`.
+
+    os._exit instead of sys.exit: an orderly exit destroys the process group, which waits for ranks
+    that have not failed.
+    """
+    prefix = _rank_prefix()
     sys.stdout.flush()
-    print("".join(f"{where}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+    text = "".join(f"{prefix}{line}\n" for line in lines)
+    # One write, so that the lines of ranks that share a terminal do not mix.
+    print(text, end="", file=sys.stderr, flush=True)
     os._exit(code)
 
 
 def _rank_prefix() -> str:
+    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a command of one
+    process."""
+    # Without pretrain.topology, or in the middle of its import, no rank has been assigned yet.
     process = getattr(sys.modules.get("pretrain.topology"), "Process", None)
-    if process is None:  # not imported, or interrupted at it: too early for ranks
+    if process is None:
         return ""
-    with contextlib.suppress(ConfigError):  # which may be what is being said
+    # An incomplete environment may be the very error that is being reported.
+    with contextlib.suppress(ConfigError):
         if rank := process.from_environment().rank:
             return f"rank {rank}: "
     return ""

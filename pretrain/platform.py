@@ -1,6 +1,8 @@
-"""CPU or CUDA: the device, its backend, its number types, its random generators, and Megatron's CPU gaps.
+"""Hide the difference between running on CUDA and running on the CPU.
 
-Nothing else in the project asks which of the two it runs on.
+This module owns the device, the torch.distributed backend, the data types, the random generators
+and the patches that let Megatron run without CUDA. Nothing else in the project asks which of the
+two it runs on.
 """
 
 from __future__ import annotations
@@ -11,92 +13,122 @@ import os
 import resource
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from pretrain.config import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of train.precision."""
 
 
 def has_cuda() -> bool:
-    """True where the run takes place on NVIDIA GPUs; everything else runs on the CPU."""
+    """Return True if the run uses NVIDIA GPUs. Every other run uses the CPU."""
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """This process's device."""
+    """Return the device of this process."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def backend() -> str:
-    """The torch.distributed backend that serves `device()`."""
+    """Return the name of the torch.distributed backend for `device()`."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def device_name() -> str:
-    """As the vendor calls it, for looking up its peak ("NVIDIA H200", "cpu")."""
+    """Return the vendor's name of the device, such as "NVIDIA H200", or "cpu"."""
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
 def check_precision(precision: str) -> None:
-    """Raises ConfigError when this device cannot train in `precision`."""
+    """Raise ConfigError if this device cannot train in `precision` (a key of DTYPES)."""
     if has_cuda():
         if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
-            raise ConfigError(f"train.precision = bf16: {device_name()} has none. Use fp16")
+            raise ConfigError(
+                f"train.precision = bf16: {device_name()} does not support it (compute capability "
+                "8.0 is needed). Use fp16"
+            )
     elif precision == "fp16":
         raise ConfigError(
-            "train.precision = fp16: DeepSpeed does not train in it on a CPU. Use bf16 or fp32"
+            "train.precision = fp16: DeepSpeed does not support it on a CPU. Use bf16 or fp32"
         )
 
 
 def peak_memory_bytes() -> int:
-    """Most memory this process has held: allocated on the GPU, or resident on the CPU."""
+    """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if has_cuda():
         return torch.cuda.max_memory_allocated()
+    # Linux reports ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def synchronize() -> None:
-    """Waits for the device, so that a clock read afterwards has seen the work."""
+    """Wait for the device, so that a clock read afterwards includes the work queued before."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
 def prepare(local_rank: int) -> None:
-    """Once per process, before Megatron or DeepSpeed are imported: picks the device and quiets the libraries."""
-    os.environ["LOCAL_RANK"] = str(
-        local_rank
-    )  # deepspeed/runtime/engine.py insists on it, also under srun
+    """Select this process's device, and configure DeepSpeed and Megatron for it.
+
+    Must be called before anything else imports Megatron or DeepSpeed. May be called again.
+
+    Args:
+        local_rank: Number of this process on its machine.
+
+    Raises:
+        ConfigError: if the machine has fewer GPUs than processes.
+    """
+    # deepspeed/runtime/engine.py requires it, and srun does not set it.
+    os.environ["LOCAL_RANK"] = str(local_rank)
     if has_cuda():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. "
-                "Start one process a GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+                f"process {local_rank} of this machine has no GPU of its own, because there are "
+                f"only {torch.cuda.device_count()}. Start one process per GPU, or set "
+                "CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         torch.cuda.set_device(local_rank)
-        # What Megatron's overlap of communication and computation needs (megatron/core/tensor_parallel/layers.py).
+        # One hardware queue, so that kernels start in the order in which they were launched.
+        # Megatron relies on it to overlap communication and computation
+        # (megatron/core/tensor_parallel/layers.py).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # Imported here because DeepSpeed chooses its accelerator from the environment on import.
     import deepspeed.ops
 
     for name in ("DeepSpeed", "torch.distributed", "megatron"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not has_cuda():
-        # deepspeed/comm/torch.py would compile this extension on first use (70 s, and only where a compiler is).
+        # deepspeed/comm/torch.py would compile this extension when communication starts, which
+        # takes 70 s and needs a compiler. It goes unused when marked as incompatible.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _patch_megatron()
+        _patch_megatron_for_cpu()
 
 
 def seed_generators(seed: int, tensor_parallel_rank: int) -> None:
-    """Seeds the default generator (same on all tensor ranks) and Megatron's tracked one (own on each)."""
+    """Seed torch's default generator and Megatron's tracked generators.
+
+    The default generator gets the same seed on all tensor ranks, for dropout on replicated
+    activations. The tracked "model-parallel-rng" gets another one on each, for dropout on
+    activations that are split over tensor ranks.
+
+    Args:
+        seed: The seed; the same on all tensor ranks.
+        tensor_parallel_rank: The tensor rank of this process.
+    """
     from megatron.core.tensor_parallel import random
 
     if has_cuda():
         torch.cuda.manual_seed(seed)
         random.model_parallel_cuda_manual_seed(seed)
         return
+    # The same names and offset as model_parallel_cuda_manual_seed
+    # (megatron/core/tensor_parallel/random.py).
     torch.default_generator.manual_seed(seed)
     tracker = random.get_cuda_rng_tracker()
     tracker.reset()
@@ -104,46 +136,58 @@ def seed_generators(seed: int, tensor_parallel_rank: int) -> None:
     tracker.add("model-parallel-rng", seed + 2718 + tensor_parallel_rank)
 
 
-# ---- Megatron-core 0.16 assumes CUDA in five places; each is patched here, and only where CUDA is absent -------------
-def _patch_megatron() -> None:
+def _patch_megatron_for_cpu() -> None:
+    """Replace the places where Megatron-core 0.16 assumes CUDA. Called only where there is no CUDA.
+
+    Paths in the comments are relative to megatron/core. Some patches replace functions of
+    torch.cuda: they are what Megatron calls, and without CUDA nothing else can use them.
+    """
     cpu = torch.device("cpu")
-    # p2p_communication.py, mappings.py, layers.py, rotary_pos_embedding.py allocate on the current device.
+    # Buffers are allocated with device=torch.cuda.current_device(): for received activations in
+    # pipeline_parallel/p2p_communication.py, for gathered and scattered ones in
+    # tensor_parallel/mappings.py and layers.py, and for the frequencies in
+    # models/common/embeddings/rotary_pos_embedding.py.
+    # The type checker objects that the original returns a number.
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
-    # language_module.py moves the tied embedding with .cuda().
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
-    # dist_checkpointing and the schedules wait for the device.
-    torch.cuda.synchronize = lambda *args, **kwargs: None
+    # models/common/language_module/language_module.py moves the tied embedding with .cuda() before
+    # it is reduced between the first and the last stage.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # a patch
 
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
-    schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]  # schedules.py allocates with device="cuda"
+    # pipeline_parallel/schedules.py counts tokens in torch.zeros(..., device="cuda").
+    schedules.torch = _TorchOnCpu()
+    # tensor_parallel/random.py tracks states of the CUDA generator. Marked as initialized, because
+    # Megatron would otherwise put its own tracker back.
     random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    # random.py keeps the CUDA state beside the CPU one when it recomputes; the CPU one is enough here.
+    # The same file saves and restores the CUDA generator around activation recomputation, beside
+    # the CPU generator, which is enough here.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 class _TorchOnCpu(types.ModuleType):
-    """`torch`, but zeros(device="cuda") lands on the CPU."""
+    """The `torch` module, except that zeros(device="cuda") allocates on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     @staticmethod
-    def zeros(*size, device=None, **kwargs) -> torch.Tensor:
+    def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
 
 
-def _cpu_rng_tracker():
+def _cpu_rng_tracker() -> Any:
+    """Return a tracker like Megatron's CudaRNGStatesTracker that works on the CPU generator."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    class CpuRngTracker(CudaRNGStatesTracker):
-        """Megatron's tracker over the CPU's generator."""
+    class CpuRngTracker(CudaRNGStatesTracker):  # type: ignore[misc]  # Megatron ships no types
+        """Keep named states of torch's CPU generator, each restored while it is forked."""
 
         def add(self, name: str, seed: int) -> None:
             self._is_initialized = True

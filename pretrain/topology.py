@@ -1,4 +1,25 @@
-"""This process's place in tensor x pipeline x data, over Megatron's parallel_state."""
+"""Find this process's ranks in the tensor x pipeline x data topology and make its process groups.
+
+The layout is Megatron's default order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py), without
+context and expert parallelism:
+
+    rank = tensor_rank + tensor_size * (data_rank + data_size * pipeline_rank)
+
+For tensor_model_parallel_size = 2, pipeline_model_parallel_size = 2 and 8 processes, the
+data-parallel size is 8 / (2 * 2) = 2, and the ranks are:
+
+                           data rank 0        data rank 1
+                           tensor 0  1        tensor 0  1
+    pipeline rank 0               0  1               2  3
+    pipeline rank 1               4  5               6  7
+
+Tensor ranks communicate in every layer. They have consecutive numbers, so that they usually share a
+node. Pipeline stages exchange only the activations at their borders, and are furthest apart.
+
+    tensor rank    holds a slice of every matrix of its layers, and of the attention heads
+    pipeline rank  holds a contiguous part of the layers (one per virtual stage, if interleaved)
+    data rank      has its own share of the global batch; ZeRO shards the optimizer state over these
+"""
 
 from __future__ import annotations
 
@@ -8,34 +29,52 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.attempts import Owner
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed
+from pretrain.rundir.attempts import Owner
 
 T = TypeVar("T")
 
-# Long enough for a slow file system at a barrier; a watchdog outside the process handles true hangs.
+# Long enough for a slow file system at a barrier. The launcher's watchdog handles processes that
+# hang.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
 
 
 @dataclass(frozen=True)
 class Process:
-    """Who this process is, as its launcher says: `launcher local`, torchrun, srun, or nobody (one process)."""
+    """The identity that a process gets from whatever started it.
+
+    That is `launcher local`, torchrun or srun; a process started by itself is a run of one.
+    """
 
     rank: int
+    """Number of this process in the run, from 0."""
+
     world_size: int
+    """Number of processes in the run."""
+
     local_rank: int
+    """Number of this process on its machine, which selects its GPU."""
+
     address: str
+    """Host name on which rank 0 listens."""
+
     port: int
+    """Port on which rank 0 listens."""
 
     @staticmethod
     def from_environment() -> Process:
-        """Reads torchrun's variables, else srun's, else stands alone. Raises ConfigError when they are incomplete."""
+        """Read the identity from the variables of torchrun or srun; without them, a run of one.
+
+        Raises:
+            ConfigError: if the nodes of a Slurm job step are not known.
+        """
         env = os.environ
+        # torchrun and `launcher local`.
         if "RANK" in env and "WORLD_SIZE" in env:
             return Process(
                 int(env["RANK"]),
@@ -44,16 +83,14 @@ class Process:
                 env.get("MASTER_ADDR", "127.0.0.1"),
                 int(env.get("MASTER_PORT", 29500)),
             )
-        if (
-            "SLURM_PROCID" in env
-            and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1))) > 1
-        ):
+        # srun. A job step of one task is a run of one process.
+        if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-            # Two jobs on one node must not meet: the port follows from the job's number.
+            # Derived from the job's number, so that two jobs on one node do not use the same port.
             port = 15_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000
             return Process(
                 int(env["SLURM_PROCID"]),
-                int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1))),
+                num_tasks,
                 int(env.get("SLURM_LOCALID", 0)),
                 env.get("MASTER_ADDR") or first_host(nodes),
                 int(env.get("MASTER_PORT", port)),
@@ -61,74 +98,117 @@ class Process:
         return Process(0, 1, 0, "127.0.0.1", 0)
 
 
+def _num_slurm_tasks() -> int:
+    """Return the number of tasks of this Slurm job step, or else of the job."""
+    env = os.environ
+    return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
+
+
 def supervised_attempt() -> Path | None:
-    """The attempt that a supervisor has begun for these processes (PRETRAIN_ATTEMPT); None: they were started by hand."""
+    """Return the directory of the attempt that this process belongs to, or None.
+
+    The launcher's supervisor begins an attempt and names it in PRETRAIN_ATTEMPT. None means that
+    the processes were started by hand.
+    """
     directory = os.environ.get("PRETRAIN_ATTEMPT")
     return Path(directory) if directory else None
 
 
 def owner() -> Owner:
-    """This process as the holder of an attempt, with what Slurm says of it."""
-    env, processes = os.environ, Process.from_environment().world_size
+    """Return this process as the owner of an attempt, with its Slurm job if it has one."""
+    env, num_processes = os.environ, Process.from_environment().world_size
     if "SLURM_JOB_ID" not in env:
-        return Owner.here(num_processes=processes)
+        return Owner.here(num_processes=num_processes)
     return Owner.here(
         slurm_job_id=env["SLURM_JOB_ID"],
         slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
         slurm_cluster=env.get("SLURM_CLUSTER_NAME"),
-        num_processes=processes,
+        num_processes=num_processes,
         nodes=env.get("SLURM_JOB_NODELIST", ""),
     )
 
 
 def first_host(nodes: str) -> str:
-    """First host of a Slurm node list: "gpu[003-007,12],login1" -> "gpu003". Raises ConfigError when there is none."""
+    """Return the first host of a Slurm node list: "gpu003" for "gpu[003-007,12],login1".
+
+    Parsed here rather than by `scontrol show hostnames`, which a container may not have.
+
+    Raises:
+        ConfigError: if the list names no host.
+    """
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\]([^,]*))?", nodes)
     if not match:
-        raise ConfigError(f"SLURM_JOB_NODELIST = {nodes!r}: no host in it. Set MASTER_ADDR")
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST = {nodes!r}: names no host for rank 0. Set MASTER_ADDR to its name"
+        )
     prefix, ranges, suffix = match.groups()
     return prefix + (re.split("[-,]", ranges)[0] + (suffix or "") if ranges else "")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes and this process's ranks along each axis."""
+    """The sizes of the parallel axes and this process's rank along each of them."""
 
     rank: int
+    """Rank among all processes."""
+
     layout: Layout
+    """Number of processes along each axis."""
+
     tensor_rank: int
+    """In [0, layout.tensor)."""
+
     pipeline_rank: int
+    """In [0, layout.pipeline)."""
+
     data_rank: int
+    """In [0, layout.data)."""
 
     @property
     def is_main(self) -> bool:
-        """The one process that prints and writes what is written once."""
+        """True on rank 0, which prints, and writes what is written once per run."""
         return self.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
+        """True on the pipeline stage that holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """True on the pipeline stage that holds the output layer and computes the loss."""
         return self.pipeline_rank == self.layout.pipeline - 1
 
 
 def initialize(config: RunConfig, process: Process | None = None) -> Topology:
-    """Joins the process group and splits it by `config.parallel`.
+    """Join the run's processes, split them by `config.parallel` and seed the random generators.
 
-    A second call with another layout in the same processes re-splits them (the tests share processes so). Raises
-    ConfigError when the processes cannot share the run.
+    A second call in the same processes splits them anew. Tests rely on this to check many layouts
+    without restarting processes.
+
+    Args:
+        config: The run's config.
+        process: This process; None reads the environment.
+
+    Returns:
+        The topology, with this process's ranks.
+
+    Raises:
+        ConfigError: if the number of processes does not fit the config, or if the device cannot
+            train in its precision.
     """
     process = process or Process.from_environment()
     layout = config.layout(process.world_size)
     platform.check_precision(config.train.precision)
     platform.prepare(process.local_rank)
+    # After `prepare`, which must precede the first import of Megatron.
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
         if process.world_size == 1:
-            store: dist.Store | None = dist.HashStore()  # alone: no port to take
+            # A store in memory: a run of one process needs no port, which might be taken.
+            # torch.distributed does not list HashStore in __all__.
+            store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(
@@ -138,7 +218,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
                 world_size=process.world_size,
                 timeout=COLLECTIVE_TIMEOUT,
             )
-    _leave_groups()
+    _destroy_model_parallel_groups()
     parallel_state.initialize_model_parallel(
         layout.tensor,
         layout.pipeline,
@@ -156,32 +236,47 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
     )
 
 
-def on_main(place: Topology, function: Callable[[], T]) -> T:
-    """What `function` gave on rank 0, which alone calls it, or the ConfigError or RunFailed it raised, on every rank."""
-    answer: list[Any] = [None, None]
-    if place.is_main:
+def on_main(topology: Topology, function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 only, and return its result on every rank. A collective operation.
+
+    Args:
+        topology: This process's topology.
+        function: The function. Its result must be picklable.
+
+    Raises:
+        ConfigError, RunFailed: on every rank, if `function` raised it on rank 0. Raised on rank 0
+            alone, it would leave the others waiting in their next collective.
+    """
+    outcome: list[Any] = [None, None]
+    if topology.is_main:
         try:
-            answer[0] = function()
+            outcome[0] = function()
         except (ConfigError, RunFailed) as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer, device=platform.device())
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, device=platform.device())
+    if outcome[1] is not None:
+        raise outcome[1]
+    return cast(T, outcome[0])
 
 
 def finish() -> None:
-    """Leaves the process group; a second call does nothing."""
+    """Leave the process group. A second call does nothing."""
     if dist.is_initialized():
-        _leave_groups()
+        _destroy_model_parallel_groups()
         dist.destroy_process_group()
 
 
-def _leave_groups() -> None:
-    """Megatron's `destroy_model_parallel` forgets its groups without closing them: threads and sockets, some thirty each."""
+def _destroy_model_parallel_groups() -> None:
+    """Close the process groups that Megatron has made, if any.
+
+    Megatron's `destroy_model_parallel` only forgets them (megatron/core/parallel_state.py). Left
+    open, they keep their threads and sockets: 51 threads per initialization on a single gloo
+    process.
+    """
     from megatron.core import parallel_state
 
     for group in parallel_state._global_process_group_list or []:
-        if group is not None:  # the default group
+        # None stands for the default group, which stays.
+        if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""What tests share: a tiny data set of real text, and a small run."""
+"""Share a tiny data set of real text, a small config and the parallel layouts among the tests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from pretrain.config import RunConfig, load_config, parse_config
 
 warnings.simplefilter("ignore")
 if not torch.cuda.is_available():
-    # Without a GPU the kernels run in Triton's interpreter, which is chosen when triton is first imported, by whomever.
+    # Without a GPU the kernels run in Triton's interpreter. Triton reads this variable when it is
+    # first imported, which any library may do, so it is set before everything else.
     os.environ["TRITON_INTERPRET"] = "1"
-# A shell's background job has SIGINT ignored, nohup's SIGHUP, and so would every process that the tests start to signal.
+# A non-interactive shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP.
+# Child processes inherit this, and the tests that send signals to processes they start would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A built data set: Shakespeare's shorter works under a small vocabulary, in small blocks and shards."""
+    """Build a small data set of Shakespeare and return its directory.
+
+    The vocabulary, blocks and shards are small, so that reads cross many borders.
+    """
     from pretrain.data.build import build
 
     directory = tmp_path_factory.mktemp("data") / "shards"
@@ -64,10 +69,11 @@ TINY: dict[str, dict[str, Any]] = {
     "evaluation": {"lengths": [32, 64], "max_tokens": 2048},
     "logging": {"wandb": "disabled", "tensorboard": False},
 }
+"""Sections of the small config that `tiny_config` starts from."""
 
 
 def tiny_config(**sections: dict[str, Any]) -> RunConfig:
-    """A small run; `sections` override single keys."""
+    """Return the config of a small run, with single keys of its sections replaced."""
     values = copy.deepcopy(TINY)
     for section, keys in sections.items():
         values.setdefault(section, {}).update(keys)
@@ -88,4 +94,4 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
 }
-"""The layouts of every proof: name -> (processes, [parallel])."""
+"""The layouts in which the sharded model is checked: name -> (number of processes, [parallel])."""

@@ -10,23 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pretrain.attempts import AttemptRecord
+from pretrain.rundir.attempts import AttemptRecord
+from pretrain.rundir.states import Outcome, Phase
 
+WAITING, LOST = "waiting", "lost"
 PARTS = {
-    "waiting": "before an attempt: in the queue, or between the end of one attempt and the start of the next",
-    "starting": "the processes start and find each other",
-    "loading": "the model is built and a checkpoint loaded",
-    "training": "steps that the run kept",
-    "evaluating": "evaluations in the loop, and of checkpoints",
-    "saving": "checkpoints are written",
-    "ending": "the processes end",
-    "lost": "training, evaluating and saving after the checkpoint that the next attempt went on from",
+    WAITING: "before an attempt: in the queue, or between the end of one attempt and the start of the next",
+    Phase.STARTING: "the processes start and find each other",
+    Phase.LOADING: "the model is built and a checkpoint loaded",
+    Phase.TRAINING: "steps that the run kept",
+    Phase.EVALUATING: "evaluations in the loop, and of checkpoints",
+    Phase.SAVING: "checkpoints are written",
+    Phase.ENDING: "the processes end",
+    LOST: "training, evaluating and saving after the checkpoint that the next attempt went on from",
 }
-WORK = (
-    "training",
-    "evaluating",
-    "saving",
-)  # what is lost when a later attempt starts from before it
+WORK = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING)
+"""What is lost when a later attempt starts from before it."""
 
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held its nodes "
@@ -44,7 +43,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeSplit:
     """Milliseconds in each part of `PARTS`: of one attempt with the wait before it, or of a run."""
 
     parts: dict[str, int]
@@ -57,22 +56,22 @@ class Account:
     @property
     def goodput(self) -> float | None:
         """Kept training time over the time nodes were held, 0 to 1; None when none were."""
-        held = self.wall - self.parts["waiting"]
-        return self.parts["training"] / held if held else None
+        held = self.wall - self.parts[WAITING]
+        return self.parts[Phase.TRAINING] / held if held else None
 
     @property
     def goodput_of_wall(self) -> float | None:
         """The same over the whole wall time, waiting included."""
-        return self.parts["training"] / self.wall if self.wall else None
+        return self.parts[Phase.TRAINING] / self.wall if self.wall else None
 
 
-def account(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[Account]:
-    """One account an attempt, oldest first; their sum (`total`) fills the run's wall time.
+def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[TimeSplit]:
+    """Return one split per attempt, oldest first; their sum (`total`) fills the run's wall time.
 
     `now` (unix seconds) when the last attempt still runs, else None. An attempt that left no ended.json ends at its
     last sign of life. Where hosts' clocks disagree, an interval is cut to what is free.
     """
-    accounts = []
+    splits = []
     free_from = _first_moment(attempts)
     for index, attempt in enumerate(attempts):
         last = index == len(attempts) - 1
@@ -87,18 +86,18 @@ def account(attempts: Sequence[AttemptRecord], now: float | None = None) -> list
         intervals = _intervals(attempt, begin, end)
         kept_until = end if running else _kept_until(intervals, attempt, attempts[index + 1 :])
         parts = dict.fromkeys(PARTS, 0)
-        parts["waiting"] = begin - free_from
+        parts[WAITING] = begin - free_from
         for interval in intervals:
             lost = interval.phase in WORK and interval.begin >= kept_until
-            parts["lost" if lost else interval.phase] += interval.end - interval.begin
-        accounts.append(Account(parts))
+            parts[LOST if lost else interval.phase] += interval.end - interval.begin
+        splits.append(TimeSplit(parts))
         free_from = end
-    return accounts
+    return splits
 
 
-def total(accounts: Sequence[Account]) -> Account:
+def total(splits: Sequence[TimeSplit]) -> TimeSplit:
     """The sum."""
-    return Account({part: sum(each.parts[part] for each in accounts) for part in PARTS})
+    return TimeSplit({part: sum(each.parts[part] for each in splits) for part in PARTS})
 
 
 def _milliseconds(seconds: float) -> int:
@@ -129,7 +128,8 @@ def _end(attempt: AttemptRecord) -> int:
 
 def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
     """[begin, end) cut at every change of phase; "starting" until the first line."""
-    intervals, since, phase, step = [], begin, "starting", 0
+    intervals, since, step = [], begin, 0
+    phase: str = Phase.STARTING
     for mark in (mark for mark in attempt.phases if mark.phase in PARTS):
         at = min(max(_milliseconds(mark.at), since), end)
         intervals.append(Interval(since, at, phase, step))
@@ -142,13 +142,13 @@ def _kept_until(
 ) -> int:
     """The moment after which an attempt's work is lost: the end of the newest save that nobody went back behind."""
     resumed = [step for each in later if (step := resumed_from(each)) is not None]
-    if not resumed and attempt.ended is not None and attempt.ended.outcome == "finished":
+    if not resumed and attempt.ended is not None and attempt.ended.outcome == Outcome.FINISHED:
         return intervals[-1].end
     saved = [mark.saved for mark in attempt.phases if mark.saved is not None]
     # Nobody has gone on from it yet: it will be from its own newest checkpoint.
     step = min(resumed) if resumed else max(saved, default=-1)
     return max(
-        (i.end for i in intervals if i.phase == "saving" and i.step <= step),
+        (i.end for i in intervals if i.phase == Phase.SAVING and i.step <= step),
         default=intervals[0].begin,
     )
 

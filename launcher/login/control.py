@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.attempts import (
-    RESTART,
-    STOPPED,
-    AttemptRecord,
-    is_finished,
-    newest_checkpoint,
-    read_attempts,
-)
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
-from pretrain.launcher.job import JobRecord, append_job, read_jobs
 from pretrain.launcher.login.status import ask, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
+from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
+from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import ExitCode, JobKind, in_words
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two questions to Slurm
@@ -34,7 +29,7 @@ def cancel(run: Path, save: bool) -> None:
     """
     check_run(run)
     records = read_jobs(run)
-    training, evaluating = _in_queue(run, records, "train", "evaluate")
+    training, evaluating = _in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
         raise ConfigError(f"{run}: {_no_job(run, 'nothing to cancel')}")
     if not save:
@@ -60,7 +55,7 @@ def requeue(run: Path) -> None:
     """Has a run's job save and start again; sends another when it has none. Raises ConfigError, RunFailed as `cancel`."""
     check_run(run)
     records = read_jobs(run)
-    [training] = _in_queue(run, records, "train")
+    [training] = _in_queue(run, records, JobKind.TRAIN)
     for job in training:
         if job.state == "RUNNING":
             slurm.signal(job.job_id, "USR1", batch=True)
@@ -82,7 +77,7 @@ def requeue(run: Path) -> None:
             f"{run}: is finished. To train it further, submit it with more train.num_steps"
         )
     attempts = read_attempts(run)
-    sent = [record for record in records if record.kind == "train"]
+    sent = [record for record in records if record.kind == JobKind.TRAIN]
     if not sent or (
         attempts and is_alive(attempts[-1], time.time()) and attempts[-1].owner.slurm_job_id is None
     ):
@@ -128,14 +123,16 @@ def _save_and_stop(run: Path, job: JobState) -> None:
             f"job {job.job_id}: ended without a word, so nothing was saved{_newest(run)}"
         )
     ended = attempt.ended
-    if ended.code not in (0, RESTART, STOPPED):
-        raise RunFailed(f"{run}: {ended.outcome.replace('_', ' ')}: {ended.reason}{_newest(run)}")
+    if ended.code not in (ExitCode.FINISHED, ExitCode.RESTART, ExitCode.STOPPED):
+        raise RunFailed(f"{run}: {in_words(ended.outcome)}: {ended.reason}{_newest(run)}")
     print(f"{run}: {ended.outcome} after step {ended.step}{_newest(run)}")
 
 
 def _newest(run: Path) -> str:
-    step = newest_checkpoint(run)
-    return "; it has no checkpoint" if step is None else f"; newest checkpoint step-{step:08d}"
+    step = newest_checkpoint_step(run)
+    return (
+        "; it has no checkpoint" if step is None else f"; newest checkpoint {checkpoint_name(step)}"
+    )
 
 
 def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
@@ -168,15 +165,13 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
 # ---- once more -------------------------------------------------------------------------------------------------------
 def _submit_again(run: Path, record: JobRecord) -> None:
     """Sends what `launcher submit` or `sweep` left in RUN/launch; of an array, this run's task alone."""
-    folder = run / "launch"
+    paths = RunPaths(run)
+    arguments = list(read_launch(run).sbatch)
     try:
-        arguments, script = (
-            json.loads((folder / "launch.json").read_text())["sbatch"],
-            (folder / "train.sbatch").read_text(),
-        )
-    except (OSError, ValueError, KeyError) as error:
+        script = paths.launch_script.read_text()
+    except OSError as error:
         raise ConfigError(
-            f"{folder}: not what `launcher submit` writes ({error}). Submit the run again"
+            f"{paths.launch_script}: cannot be read ({error.strerror}). Submit the run again"
         ) from None
     index = record.array_index
     if index is not None:

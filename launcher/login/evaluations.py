@@ -11,10 +11,12 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config
 from pretrain.launcher.cluster import Site
-from pretrain.launcher.evaluations import Plan, submit_waiting, waiting_checkpoints, write_plan
+from pretrain.launcher.evaluations import Plan, submit_waiting, write_plan
 from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login.submit import TrainingRun
 from pretrain.launcher.terminal import say
+from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
+from pretrain.rundir.paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def make_plan(config: RunConfig, run: Path, training: Job, asked: Asked) -> Plan
         name=job_name(name),
         site=training.site,
         directory=training.directory,
-        logs=run / "logs",
+        logs=RunPaths(run).logs,
         commands=(),
         tasks_per_node=tasks,
         time_limit=asked.time_limit or training.time_limit,
@@ -90,16 +92,17 @@ def evaluate_run(run: Path, site: Site, asked: Asked) -> None:
         job_name(".".join(run.parts[-2:])),
         site,
         Path.cwd(),
-        run / "logs",
+        RunPaths(run).logs,
         (),
         tasks_per_node=site.max_tasks_per_node,
         time_limit=site.time_limit,
     )
     plan = make_plan(config, run, like, asked)
     write_plan(run, plan)
-    for failed in (run / "evaluations").glob("step-*/failed.json"):
-        shutil.rmtree(failed.parent)
-    if waiting := waiting_checkpoints(run):
+    for result in named_by_step(RunPaths(run).evaluations):
+        if (result / "failed.json").exists():
+            shutil.rmtree(result)
+    if waiting := [path.name for path in checkpoints_awaiting_evaluation(run)]:
         submit_waiting(run, plan, waiting)
     else:
         say(
@@ -109,11 +112,9 @@ def evaluate_run(run: Path, site: Site, asked: Asked) -> None:
 
 def run_config(run: Path) -> Path:
     """The config that a run was sent or started with. Raises ConfigError."""
-    found = [
-        path for path in (run / "launch" / "config.toml", run / "config.toml") if path.is_file()
-    ]
-    if not found:
+    config = RunPaths(run).newest_config()
+    if config is None:
         raise ConfigError(
             f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
         )
-    return found[0]
+    return config

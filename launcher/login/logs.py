@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from pretrain.attempts import AttemptRecord, read_attempts
 from pretrain.config import ConfigError
-from pretrain.launcher.job import read_jobs
-from pretrain.launcher.login.status import TO_BE_MADE_AGAIN, check_run, look
+from pretrain.launcher.login.status import check_run, look
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.jobs import read_jobs
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import STARTED_AGAIN, JobKind, in_words
 
 FIRST_LINES = 20  # what --follow shows of the past
 FIRST_BYTES = 1024 * 1024  # it looks for them in the last of the log
@@ -149,8 +151,8 @@ class _Over:
     def why(self, attempts: list[AttemptRecord]) -> str:
         """How the run ended; "" while it goes on."""
         ended = attempts[-1].ended if attempts else None
-        if ended and ended.outcome not in TO_BE_MADE_AGAIN:
-            return f"{self._run}: {ended.outcome.replace('_', ' ')}: {ended.reason}"
+        if ended and ended.outcome not in STARTED_AGAIN:
+            return f"{self._run}: {in_words(ended.outcome)}: {ended.reason}"
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return ""
         [status], _ = look([self._run])
@@ -164,13 +166,13 @@ def _log(
     run: Path, attempt: AttemptRecord, rank: int | None, one_attempt: bool
 ) -> tuple[Path, int | None]:
     """An attempt's log, and the rank to look for in it."""
-    logs, ranks = run / "logs", attempt.owner.num_processes
+    paths, ranks = RunPaths(run), attempt.owner.num_processes
     if rank is not None and rank >= ranks:
         raise ConfigError(
             f"--rank {rank}: attempt {attempt.number} of {run} has ranks 0 to {ranks - 1}"
         )
     if attempt.owner.slurm_job_id is not None:
-        return logs / f"attempt-{attempt.number:04d}.log", rank
+        return paths.attempt_log(attempt.number), rank
     if not rank:
         others = f"; --rank 1 to {ranks - 1} have logs" if ranks > 1 else ""
         raise ConfigError(
@@ -179,9 +181,9 @@ def _log(
         )
     if one_attempt:
         raise ConfigError(
-            f"--attempt: without Slurm a rank has one log of all attempts, {logs}/rank-{rank}.log"
+            f"--attempt: without Slurm a rank has one log of all attempts, {paths.rank_log(rank)}"
         )
-    return logs / f"rank-{rank}.log", None
+    return paths.rank_log(rank), None
 
 
 def _waiting(run: Path) -> str:
@@ -190,13 +192,11 @@ def _waiting(run: Path) -> str:
     words = [
         f"It is {status.state}" + (f" ({status.reason or away})" if status.reason or away else "")
     ]
-    jobs = [record for record in read_jobs(run) if record.kind == "train"]
+    jobs = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
     if jobs:
-        places = [
-            folder / f"slurm-{jobs[-1].job_id}.log"
-            for folder in (run / "logs", run.parent / "logs")
-        ]
-        words += [f"what its job said is in {path}" for path in places if path.exists()]
+        # The jobs of a sweep's array write into the folder above.
+        found = [RunPaths(folder).slurm_log(jobs[-1].job_id) for folder in (run, run.parent)]
+        words += [f"what its job said is in {path}" for path in found if path.exists()]
     return "; ".join(words)
 
 

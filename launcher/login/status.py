@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from pretrain.attempts import LEASE_SECONDS, AttemptRecord, newest_checkpoint, read_attempts
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
-from pretrain.launcher.job import JOBS, JobRecord, read_jobs
-from pretrain.launcher.login.accounting import Account, account
+from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
 from pretrain.launcher.slurm import JobState
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.jobs import JobRecord, read_jobs
+from pretrain.rundir.lock import LEASE_SECONDS
+from pretrain.rundir.metrics import is_evaluation, read_metrics
+from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
+from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
 RATE_STEPS = 50  # rates are means over so many latest steps
 TAIL_BYTES = (
     256 * 1024
 )  # of metrics.jsonl, which may be huge; room for that many steps and some evaluations
 SEARCH_DEPTH = 4  # how far below runs/ a run may lie
-RUN_FILES = (JOBS, "attempts", "launch", "metrics.jsonl")
-TO_BE_MADE_AGAIN = (
-    "restart",
-    "failed",
-    "hung",
-)  # outcomes after which the supervisor or Slurm starts another attempt
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class RunStatus:
     checkpoint: int | None
     """The step of the newest complete one."""
     attempts: list[AttemptRecord]
-    accounts: list[Account]
+    splits: list[TimeSplit]
     """One an attempt."""
     job: JobState | None
     """The training job in the queue."""
@@ -114,7 +112,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     found = []
     for folder, folders, files in os.walk(root):
         path = Path(folder)
-        if JOBS in files or "attempts" in folders:
+        if "jobs.jsonl" in files or "attempts" in folders:
             found.append(path)
             folders.clear()
         elif len(path.relative_to(root).parts) >= SEARCH_DEPTH:
@@ -132,10 +130,11 @@ def check_run(run: Path) -> None:
     """Raises ConfigError for what is no run's directory."""
     if not run.exists():
         raise ConfigError(f"{run}: no such run. `launcher status` lists those below runs/")
-    if not any((run / name).exists() for name in RUN_FILES):
+    if not is_run(run):
         raise ConfigError(
-            f"{run}: not a run, it has none of {', '.join(RUN_FILES)}. Give a run.directory"
+            f"{run}: not a run, it has none of {', '.join(RUN_MARKS)}. Give a run.directory"
         )
+    check_version(run)
 
 
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
@@ -146,7 +145,7 @@ def is_alive(attempt: AttemptRecord, now: float) -> bool:
 def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
     attempts = read_attempts(run)
     alive = bool(attempts) and is_alive(attempts[-1], now)
-    training = queued(records, queue, "train")
+    training = queued(records, queue, JobKind.TRAIN)
     job = next(
         (job for job in training if job.state == "RUNNING"), training[-1] if training else None
     )
@@ -159,8 +158,8 @@ def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -
     running = alive or bool(
         job and attempts and attempts[-1].ended is None and _is_of(attempts[-1], job)
     )
-    accounts = account(attempts, now if running else None)
-    rates, num_steps = read_rates(run / "metrics.jsonl"), read_num_steps(run)
+    splits = time_splits(attempts, now if running else None)
+    rates, num_steps = read_rates(RunPaths(run).metrics), read_num_steps(run)
     nodes = job.nodes if job else attempts[-1].owner.nodes if alive else ""
     return RunStatus(
         run,
@@ -170,12 +169,12 @@ def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -
         max(len(attempts) - 1, job.restarts if job else 0),
         num_steps,
         rates,
-        _estimated_end(rates, num_steps, accounts, now) if running else None,
-        newest_checkpoint(run),
+        _estimated_end(rates, num_steps, splits, now) if running else None,
+        newest_checkpoint_step(run),
         attempts,
-        accounts,
+        splits,
         job,
-        queued(records, queue, "evaluate"),
+        queued(records, queue, JobKind.EVALUATE),
     )
 
 
@@ -203,12 +202,12 @@ def _state_without_a_job(
     queue: Queue,
 ) -> tuple[str, str]:
     """(state, reason) of a run that has no training job in the queue, or of whose jobs Slurm does not tell."""
-    trained = [record for record in records if record.kind == "train"]
+    trained = [record for record in records if record.kind == JobKind.TRAIN]
     newest = attempts[-1] if attempts else None
     if newest is not None and alive:
         return "running", ""
     if newest is None and not trained:
-        return "not recorded" if (run / "metrics.jsonl").exists() else "not started", ""
+        return "not recorded" if RunPaths(run).metrics.exists() else "not started", ""
     last = queue.states.get(trained[-1].job_id) if trained else None
     is_newer = bool(trained) and (
         newest is None or trained[-1].submitted_at > newest.owner.began_at
@@ -223,7 +222,7 @@ def _state_without_a_job(
         )
         return "ended", f"job {trained[-1].job_id}: {how} before an attempt began"
     if newest.ended is not None:
-        return newest.ended.outcome.replace("_", " "), newest.ended.reason
+        return in_words(newest.ended.outcome), newest.ended.reason
     seen = time.strftime("%b %d %H:%M", time.localtime(newest.last_heartbeat))
     return (
         "died",
@@ -232,26 +231,24 @@ def _state_without_a_job(
 
 
 def _is_final(attempt: AttemptRecord) -> bool:
-    return attempt.ended is not None and attempt.ended.outcome not in TO_BE_MADE_AGAIN
+    return attempt.ended is not None and attempt.ended.outcome not in STARTED_AGAIN
 
 
 def _estimated_end(
-    rates: Rates | None, num_steps: int | None, accounts: Sequence[Account], now: float
+    rates: Rates | None, num_steps: int | None, splits: Sequence[TimeSplit], now: float
 ) -> float | None:
     if rates is None or num_steps is None:
         return None
-    spent = {
-        part: sum(each.parts[part] for each in accounts)
-        for part in ("training", "evaluating", "saving")
-    }
-    besides = sum(spent.values()) / spent["training"] if spent["training"] else 1.0
+    spent = {part: sum(each.parts[part] for each in splits) for part in WORK}
+    besides = sum(spent.values()) / spent[Phase.TRAINING] if spent[Phase.TRAINING] else 1.0
     return now + (num_steps - rates.step) * rates.step_seconds * besides
 
 
 # ---- files of the run ------------------------------------------------------------------------------------------------
 def read_num_steps(run: Path) -> int | None:
     """train.num_steps of what was sent, else of what the run wrote."""
-    for path in (run / "launch" / "config.toml", run / "config.toml"):
+    paths = RunPaths(run)
+    for path in (paths.launch_config, paths.config):
         try:
             return int(tomllib.loads(path.read_text())["train"]["num_steps"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -261,11 +258,8 @@ def read_num_steps(run: Path) -> int | None:
 
 def read_rates(path: Path) -> Rates | None:
     """From the last `TAIL_BYTES` of metrics.jsonl; None when there is no step in it."""
-    steps = [
-        record
-        for record in _tail(path)
-        if "evaluation" not in record and record.get("step_seconds")
-    ]
+    records = read_metrics(path, TAIL_BYTES)
+    steps = [r for r in records if not is_evaluation(r) and r.get("step_seconds")]
     if not steps:
         return None
     last, latest = steps[-1], steps[-RATE_STEPS:]
@@ -274,24 +268,6 @@ def read_rates(path: Path) -> Rates | None:
         record["step_seconds"] * (record.get("tokens_per_second") or 0.0) for record in latest
     )
     loss = last.get("loss_nats")
-    if loss is None:  # JSON has no nan: see pretrain/train/metrics.py
-        loss = float(last.get("non_finite", {}).get("loss_nats", "nan"))
-    return Rates(last["step"], loss, tokens / seconds, seconds / len(latest))
-
-
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The records at the end of a file of JSON lines. Lines cut at either end are left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().splitlines()[1 if size > TAIL_BYTES else 0 :]
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+    return Rates(
+        last["step"], math.nan if loss is None else loss, tokens / seconds, seconds / len(latest)
+    )

@@ -17,21 +17,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pretrain.attempts import is_finished, read_attempts
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
-from pretrain.launcher.evaluations import plan_path
 from pretrain.launcher.job import (
     Job,
-    JobRecord,
-    append_job,
     check_path,
     check_time,
     job_name,
     launcher_command,
-    read_jobs,
 )
+from pretrain.rundir.attempts import is_finished, read_attempts
+from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job, read_jobs
+from pretrain.rundir.paths import RunPaths, claim_version
+from pretrain.rundir.states import JobKind, Phase
 
 BYTES_PER_PARAMETER = 12  # fp32 master weight and two Adam moments
 BYTES_PER_SECOND = 200e6  # a modest shared file system's
@@ -79,7 +78,7 @@ def submit(
     run = place(config, site, nodes)
     check_runs([run], site, dry_run)
     job = training_job([run], site, time_limit, save_before)
-    more = {plan_path(run.directory): plan(run, job)} if plan else {}
+    more = {RunPaths(run.directory).evaluation_plan: plan(run, job)} if plan else {}
     if dry_run:
         show([run], job, more)
         return
@@ -162,7 +161,7 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
         record.job_id: run
         for run in runs
         for record in read_jobs(run.directory)
-        if record.kind == "train"
+        if record.kind == JobKind.TRAIN
     }
     states = slurm.jobs(sent)
     if states is None:
@@ -198,7 +197,7 @@ def training_job(
         name=name or runs[0].name,
         site=site,
         directory=Path.cwd(),
-        logs=logs or runs[0].directory / "logs",
+        logs=logs or RunPaths(runs[0].directory).logs,
         commands=tuple(launcher_command("attempt", str(run.directory)) for run in runs),
         nodes=runs[0].nodes,
         tasks_per_node=runs[0].tasks_per_node,
@@ -217,9 +216,9 @@ def signal_seconds(run: TrainingRun) -> int:
     saves, steps = [], []
     for attempt in read_attempts(run.directory):
         for begin, end in zip(attempt.phases, attempt.phases[1:]):
-            if begin.phase == "saving" and end.saved is not None:
+            if begin.phase == Phase.SAVING and end.saved is not None:
                 saves.append(end.at - begin.at)
-            elif begin.phase == "training" and end.step > begin.step:
+            elif begin.phase == Phase.TRAINING and end.step > begin.step:
                 steps.append((end.at - begin.at) / (end.step - begin.step))
     save = max(saves, default=num_parameters(run.config) * BYTES_PER_PARAMETER / BYTES_PER_SECOND)
     return EARLY_SECONDS + math.ceil(2 * save + max(steps, default=STEP_SECONDS))
@@ -259,14 +258,15 @@ def send(
     """
     files = dict(more)
     for run in runs:
-        files |= {run.directory / "launch" / name: text for name, text in _frozen(run, job)}
-    with _written(files, [job.logs, *(run.directory / "logs" for run in runs)]):
+        files |= dict(_frozen(run, job))
+    with _written(files, [job.logs, *(RunPaths(run.directory).logs for run in runs)]):
         job_id = slurm.submit(job.arguments(), job.script())
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (each, run) in enumerate(zip(ids, runs)):
+        claim_version(run.directory)
         record = JobRecord(
             each,
-            "train",
+            JobKind.TRAIN,
             run.name,
             time.time(),
             job.site.name,
@@ -277,26 +277,27 @@ def send(
         )
         append_job(run.directory, record)
         if job.is_array:  # its tasks have their logs in one folder, and each run shows its own
-            link = run.directory / "logs" / f"slurm-{each}.log"
+            link = RunPaths(run.directory).slurm_log(each)
             with contextlib.suppress(OSError):
                 link.symlink_to(os.path.relpath(job.logs / link.name, link.parent))
     return ids
 
 
-def _frozen(run: TrainingRun, job: Job) -> Iterator[tuple[str, str]]:
+def _frozen(run: TrainingRun, job: Job) -> Iterator[tuple[Path, str]]:
     """What the job reads, so that edits while it waits change nothing: names and texts of the files in RUN/launch."""
-    launch = {
-        "command": job.step(),
-        "python": _python(job.site),
-        "num_tasks": run.num_tasks,
-        "nodes": run.nodes,
-        "over": dict(run.over),
-        "sbatch": job.arguments(),
-        "site": job.site.model_dump(mode="json"),
-    }
-    yield "config.toml", dump_config(run.config)
-    yield "launch.json", json.dumps(launch, indent=1) + "\n"
-    yield "train.sbatch", job.script()
+    record = LaunchRecord(
+        command=tuple(job.step()),
+        python=_python(job.site),
+        num_tasks=run.num_tasks,
+        nodes=run.nodes,
+        over=dict(run.over),
+        sbatch=tuple(job.arguments()),
+        site=job.site.model_dump(mode="json"),
+    )
+    paths = RunPaths(run.directory)
+    yield paths.launch_config, dump_config(run.config)
+    yield paths.launch_record, json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+    yield paths.launch_script, job.script()
 
 
 @contextmanager

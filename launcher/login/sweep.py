@@ -15,12 +15,14 @@ from typing import Any
 
 import tomli_w
 
-from pretrain.attempts import is_finished
 from pretrain.config import ConfigError, load_config
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import job_name
 from pretrain.launcher.login.submit import TrainingRun, check_runs, place, send, show, training_job
+from pretrain.rundir.attempts import is_finished
+from pretrain.rundir.files import read_json
+from pretrain.rundir.paths import RunPaths
 
 NAME_LENGTH = 80
 LOGS = ".logs"  # hidden, so that RUN/* are the runs
@@ -178,9 +180,8 @@ def _runs(
 
 def _check_same_run(run: TrainingRun) -> None:
     """The directory may be there from an earlier sweep, but only from one over the same keys and values."""
-    try:
-        before = json.loads((run.directory / "launch" / "launch.json").read_text())["over"]
-    except (OSError, ValueError, KeyError, TypeError):
+    before = read_json(RunPaths(run.directory).launch_record).get("over")
+    if before is None:
         return
     if before != json.loads(json.dumps(run.over)):
         raise ConfigError(

@@ -9,9 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.attempts import AttemptRecord, newest_checkpoint, read_attempts
-from pretrain.launcher.login.accounting import PARTS, Account, account, total
+from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
 from pretrain.launcher.login.status import RunStatus, find_runs, look, read_num_steps
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import ENDED_WELL, in_words
 
 WATCH_SECONDS = 5.0
 WIDTH = 120  # where there is no terminal to ask
@@ -115,29 +118,29 @@ def detail(status: RunStatus, now: float) -> str:
     lines += _field("reason", status.reason)
     lines += _field("step", _progress(status, now))
     if status.checkpoint is not None:
-        lines += _field("checkpoint", f"step-{status.checkpoint:08d}")
+        lines += _field("checkpoint", f"{checkpoint_name(status.checkpoint)}")
     lines += _field("evaluations", _evaluations(status))
-    if status.accounts:
+    if status.splits:
         lines += [
             "",
-            *_attempts(status.attempts, status.accounts, now),
+            *_attempts(status.attempts, status.splits, now),
             "",
             *_ends(status.attempts),
         ]
-        lines += [goodput_line(total(status.accounts))]
+        lines += [goodput_line(total(status.splits))]
     return "\n".join(lines)
 
 
 def summary(run: Path) -> str:
     """A run at its end, in a few lines: how far it came, in how many attempts, and where the time went."""
     attempts = read_attempts(run)
-    accounts = account(attempts)
+    splits = time_splits(attempts)
     if not attempts:
         return f"{run}: no attempt yet"
-    newest, num_steps, checkpoint = attempts[-1], read_num_steps(run), newest_checkpoint(run)
-    outcome = newest.ended.outcome.replace("_", " ") if newest.ended else "not ended"
+    newest, num_steps, checkpoint = attempts[-1], read_num_steps(run), newest_checkpoint_step(run)
+    outcome = in_words(newest.ended.outcome) if newest.ended else "not ended"
     step = newest.ended.step if newest.ended else newest.step
-    whole = total(accounts)
+    whole = total(splits)
     spent = ", ".join(
         f"{part} {duration(whole.parts[part])}" for part in PARTS if whole.parts[part]
     )
@@ -146,7 +149,7 @@ def summary(run: Path) -> str:
         [
             f"{run}: {outcome} at step {step}{f' of {num_steps}' if num_steps else ''}, {len(attempts)} attempt{plural}, "
             + (
-                f"newest checkpoint step-{checkpoint:08d}"
+                f"newest checkpoint {checkpoint_name(checkpoint)}"
                 if checkpoint is not None
                 else "no checkpoint"
             ),
@@ -156,7 +159,7 @@ def summary(run: Path) -> str:
     )
 
 
-def goodput_line(whole: Account) -> str:
+def goodput_line(whole: TimeSplit) -> str:
     """'goodput 91.2 % of the time it held its nodes, 60.3 % of the wall time'"""
     held, wall = percent(whole.goodput, 1), percent(whole.goodput_of_wall, 1)
     return f"goodput: {held} of the time it held its nodes, {wall} of the wall time"
@@ -181,7 +184,7 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
         _loss(rates.loss_nats) if rates else "",
         moment(status.ends_at, now) if status.ends_at else "",
         "" if status.checkpoint is None else str(status.checkpoint),
-        percent(total(status.accounts).goodput) if status.accounts else "",
+        percent(total(status.splits).goodput) if status.splits else "",
     )
 
 
@@ -220,25 +223,26 @@ def _progress(status: RunStatus, now: float) -> str:
 
 def _evaluations(status: RunStatus) -> str:
     """Of checkpoints, by jobs of their own (--evaluate-checkpoints)."""
-    folder = status.run / "evaluations"
-    if not (folder / "plan.json").exists():
+    paths = RunPaths(status.run)
+    if not paths.evaluation_plan.exists():
         return ""
-    done = sum(1 for _ in folder.glob("step-*/curve.json"))
+    results = named_by_step(paths.evaluations)
+    done = sum((result / "curve.json").exists() for result in results)
     queued = [f"job {job.job_id} {job.state}" for job in status.evaluations]
     return ", ".join([f"{done} done", *queued])
 
 
 def _attempts(
-    attempts: Sequence[AttemptRecord], accounts: Sequence[Account], now: float
+    attempts: Sequence[AttemptRecord], splits: Sequence[TimeSplit], now: float
 ) -> list[str]:
     """A line an attempt with its time split, and their sum."""
     heads = ["attempt", "began", "end", *PARTS, "sum"]
     rows = [
         [str(a.number), moment(a.owner.began_at, now), _end(a), *_split(each)]
-        for a, each in zip(attempts, accounts)
+        for a, each in zip(attempts, splits)
     ]
     if len(rows) > 1:
-        rows.append(["all", "", "", *_split(total(accounts))])
+        rows.append(["all", "", "", *_split(total(splits))])
     widths = [max(len(cell) for cell in column) for column in zip(heads, *rows)]
     left = ("began", "end")
     return [
@@ -250,24 +254,23 @@ def _attempts(
     ]
 
 
-def _split(account: Account) -> list[str]:
+def _split(split: TimeSplit) -> list[str]:
     return [
-        *(duration(account.parts[part]) if account.parts[part] else "-" for part in PARTS),
-        duration(account.wall),
+        *(duration(split.parts[part]) if split.parts[part] else "-" for part in PARTS),
+        duration(split.wall),
     ]
 
 
 def _end(attempt: AttemptRecord) -> str:
-    return attempt.ended.outcome.replace("_", " ") if attempt.ended else ""
+    return in_words(attempt.ended.outcome) if attempt.ended else ""
 
 
 def _ends(attempts: Sequence[AttemptRecord]) -> list[str]:
     """Why attempts ended that did not end well."""
-    well = ("finished", "restart", "stopped")
     lines = [
         f"  attempt {a.number}: {a.ended.reason}"
         for a in attempts
-        if a.ended and a.ended.outcome not in well
+        if a.ended and a.ended.outcome not in ENDED_WELL
     ]
     return [*lines, ""] if lines else []
 

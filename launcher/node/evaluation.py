@@ -9,20 +9,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain.attempts import HEARTBEAT_SECONDS, Attempt, Owner, RunBusy, unknown
 from pretrain.config import ConfigError
-from pretrain.launcher.evaluations import CHECKPOINT, log_path, read_plan, submit_pending
+from pretrain.launcher.evaluations import read_plan, submit_pending
 from pretrain.launcher.node.ranks import Step
 from pretrain.launcher.node.srun import SrunStep, job_is_over, job_owner
 from pretrain.launcher.terminal import say
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.checkpoints import checkpoint_step
+from pretrain.rundir.files import publish_directory
+from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, RunBusy, unknown
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import ExitCode, Outcome
 
 POLL_SECONDS = 0.1
 
 
 def run_job(run: Path, name: str) -> int:
     """Evaluates a checkpoint, if nobody did; brings the run's curve up to date; sends what is left. The exit code."""
-    if not CHECKPOINT.fullmatch(name) or not (run / "checkpoints" / name).is_dir():
-        raise ConfigError(f"{run / 'checkpoints' / name}: no such checkpoint")
+    paths = RunPaths(run)
+    checkpoint, result = paths.checkpoints / name, paths.evaluations / name
+    if checkpoint_step(name) is None or not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint}: no such checkpoint")
     plan, job_id = read_plan(run), os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise ConfigError(
@@ -35,18 +42,18 @@ def run_job(run: Path, name: str) -> int:
         settings = [word for override in plan.overrides for word in ("--set", override)]
         evaluate = [
             "evaluate",
-            str(run / "checkpoints" / name),
+            str(checkpoint),
             *plan.request.options(),
             *settings,
             "--out",
             str(out),
         ]
         return SrunStep(
-            [*plan.job.step(), *python, *evaluate], job_id, name, {}, log_path(run, name)
+            [*plan.job.step(), *python, *evaluate], job_id, name, {}, paths.evaluation_log(name)
         )
 
     code = evaluate_once(run, name, start, job_owner(job_id, plan.job.num_tasks), job_is_over)
-    if (run / "evaluations" / name).exists():  # another's too: it may have been killed before this
+    if result.exists():  # another's too: it may have been killed before this
         reported = subprocess.run(
             [*plan.job.site.container, *python, "report", str(run)], check=False
         ).returncode
@@ -67,17 +74,18 @@ def evaluate_once(
     `start` is given the curve.json to write and returns the ranks that do it. Killed at any moment this leaves nothing
     that the next one, which begins anew, would take for a result.
     """
-    result, step = run / "evaluations" / name, int(name.removeprefix("step-"))
+    paths, step = RunPaths(run), checkpoint_step(name) or 0
+    result = paths.evaluations / name
     if result.exists():
         say(f"{name}: evaluated before")
         return 0
     try:
-        claim = Attempt.begin(run / "evaluations" / "claims" / name, owner, job_is_over)
+        claim = Attempt.begin(paths.evaluation_claim(name), owner, job_is_over)
     except RunBusy as busy:
         say(f"{name}: left to another: {busy}")
         return 0
     if result.exists():  # since we looked
-        claim.end("finished", 0, "evaluated before", step)
+        claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated before", step)
         say(f"{name}: evaluated before")
         return 0
     out = claim.directory / "result"
@@ -91,15 +99,15 @@ def evaluate_once(
         say(f"{name}: another job took this one for dead and evaluates it")
         return 1
     if code:
-        claim.end("failed", code, ranks.failure, step)
+        claim.end(Outcome.FAILED, code, ranks.failure, step)
         say(f"{name}: not evaluated: {ranks.failure or f'exit code {code}'}")
         return code
     try:
-        out.rename(result)
+        publish_directory(out, result)
     except OSError:
         if not result.exists():
             raise
-    claim.end("finished", 0, "evaluated", step)
+    claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated", step)
     say(f"{name}: evaluated; {result}/report.md")
     return 0
 

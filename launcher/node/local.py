@@ -18,11 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pretrain.attempts import RESTART, STOPPED, Attempt, Owner
 from pretrain.config import ConfigError, RunConfig, dump_config
 from pretrain.launcher.node.ranks import signals_held
 from pretrain.launcher.node.supervise import Signals, Supervisor
 from pretrain.launcher.terminal import say
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.paths import RunPaths, claim_version
+from pretrain.rundir.states import ExitCode
 
 POLL_SECONDS = 0.02
 KILL_AFTER_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -44,7 +48,7 @@ def run_locally(
     saved on SIGUSR1, which is passed on. SIGINT, SIGTERM and SIGHUP are passed on too, so that the run can save and stop; a
     second one ends it. Returns the exit code of the last attempt. Raises ConfigError, RunBusy among them.
     """
-    run, logs = config.directory, config.directory / "logs"
+    run, logs = config.directory, RunPaths(config.directory).logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,6 +57,7 @@ def run_locally(
         ) from None
     resume_from = _Resume(run, resume)
     attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
+    claim_version(run)
     first = attempt.number
 
     def start(attempt: Attempt) -> LocalStep:
@@ -83,14 +88,16 @@ class _Resume:
         first = ["--resume", self._first] if self._first is not None else []
         if not again or self._first in (None, "auto"):
             return first
-        saved = sorted(self._saved() - self._before)
-        if saved:  # by name: an older branch of the run may have gone further
-            return ["--resume", str(saved[-1][0].parent)]
+        saved = self._saved() - self._before
+        if saved:
+            # Not "auto": an older branch of the run may have gone further.
+            newest = max((path for path, _ in saved), key=lambda p: checkpoint_step(p.name) or 0)
+            return ["--resume", str(newest)]
         return ["--resume", "auto"] if self._first == "none" else first
 
     def _saved(self) -> set[tuple[Path, int]]:
-        found = (self._run / "checkpoints").glob("step-*/manifest.json")
-        return {(path, path.stat().st_mtime_ns) for path in found}
+        found = complete_checkpoints(self._run)
+        return {(path, (path / MANIFEST).stat().st_mtime_ns) for path in found}
 
 
 class LocalStep:
@@ -133,7 +140,7 @@ class LocalStep:
         codes = [process.poll() for process in self._processes]
         if self._failed is None and any(codes):
             self._failed = next(rank for rank, code in enumerate(codes) if code)
-            asked = self._asked or codes[self._failed] in (RESTART, STOPPED)
+            asked = self._asked or codes[self._failed] in (ExitCode.RESTART, ExitCode.STOPPED)
             self._deadline = time.monotonic() + (KILL_AFTER_SECONDS if asked else 0)
         if None in codes and (self._failed is None or time.monotonic() < self._deadline):
             return None
@@ -180,7 +187,10 @@ class LocalStep:
             if code > 0
             else f"was ended by {signal.Signals(-code).name}"
         )
-        if code in (RESTART, STOPPED) or code == self._processes[0].returncode > 0:
+        if (
+            code in (ExitCode.RESTART, ExitCode.STOPPED)
+            or code == self._processes[0].returncode > 0
+        ):
             return  # not a failure, or rank 0 has said the same on the terminal
         say(self.failure + (f"; the end of {self._log(rank)}:" if rank else ""))
         if rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -13,15 +12,18 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from pretrain.attempts import Attempt, Owner, is_finished
 from pretrain.config import ConfigError, load_config, writing
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.node.ranks import signals_held
 from pretrain.launcher.node.supervise import Signals, Supervisor
 from pretrain.launcher.terminal import say
+from pretrain.rundir.attempts import Owner, is_finished
+from pretrain.rundir.jobs import read_launch
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.paths import RunPaths
 
 KILL_SECONDS = 60.0  # for Slurm to end a step's processes
 AWAY_SECONDS = 600.0  # for slurmctld to come back, when the job is to be requeued
@@ -41,7 +43,8 @@ def attempt(run: Path) -> int:
     After an attempt that is to be made again the job is requeued, and Slurm ends this process. Raises ConfigError, RunBusy
     among them.
     """
-    launch, config = _read_launch(run), load_config(run / "launch" / "config.toml")
+    paths = RunPaths(run)
+    launch, config = read_launch(run), load_config(paths.launch_config)
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise ConfigError(
@@ -50,30 +53,24 @@ def attempt(run: Path) -> int:
     if is_finished(run, config.train.num_steps):
         say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
         return 0
-    command = [
-        *launch["command"],
-        launch["python"],
-        "-m",
-        "pretrain",
-        "train",
-        str(run / "launch" / "config.toml"),
-    ]
+    train = [launch.python, "-m", "pretrain", "train", str(paths.launch_config)]
+    command = [*launch.command, *train]
 
     def start(attempt: Attempt) -> SrunStep:
         name = f"attempt-{attempt.directory.name}"
         say(
-            f"attempt {attempt.number}: {launch['num_tasks']} ranks on {os.environ.get('SLURM_JOB_NODELIST')}"
+            f"attempt {attempt.number}: {launch.num_tasks} ranks on {os.environ.get('SLURM_JOB_NODELIST')}"
         )
         return SrunStep(
             command,
             job_id,
             name,
             {"PRETRAIN_ATTEMPT": str(attempt.directory)},
-            run / "logs" / f"{name}.log",
+            paths.attempt_log(attempt.number),
         )
 
     with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
-        owner = job_owner(job_id, launch["num_tasks"])
+        owner = job_owner(job_id, launch.num_tasks)
         supervisor = Supervisor(config, signals, lambda record: record.owner.slurm_job_id == job_id)
         end = supervisor.make_attempt(
             Attempt.begin(run, owner, job_is_over), start, _Evaluations(run)
@@ -194,17 +191,6 @@ def _failure(log: Path, code: int) -> tuple[str, int]:
             ) if own else code
     why = f" ({said[0].removeprefix('srun: error: ')})" if said else ""
     return f"srun ended with exit code {code}{why}; see {log}", code
-
-
-def _read_launch(run: Path) -> dict[str, Any]:
-    path = run / "launch" / "launch.json"
-    try:
-        launch: dict[str, Any] = json.loads(path.read_text())
-        return {key: launch[key] for key in ("command", "python", "num_tasks", "nodes")}
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{path}: not what `launcher submit` writes ({error}). Submit the run again"
-        ) from None
 
 
 def job_owner(job_id: str, num_tasks: int) -> Owner:

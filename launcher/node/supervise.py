@@ -14,31 +14,26 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pretrain.attempts import (
-    HEARTBEAT_SECONDS,
-    RESTART,
-    STOPPED,
-    Attempt,
+from pretrain.config import RunConfig
+from pretrain.launcher.node.ranks import Step
+from pretrain.launcher.terminal import say
+from pretrain.rundir.attempts import (
     AttemptRecord,
     Progress,
-    newest_checkpoint,
     read_attempt,
     read_attempts,
     read_progress,
 )
-from pretrain.config import RunConfig
-from pretrain.launcher.node.ranks import Step
-from pretrain.launcher.terminal import say
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
+from pretrain.rundir.states import STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
 
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0  # between two looks at `progress`
 EVALUATE_SECONDS = 5.0  # between two looks for checkpoints to evaluate
 DUMP_SECONDS = 3.0  # for the ranks to write their stacks
-BAD_INPUT = 2
-KILLED = 128 + signal.SIGKILL
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WORKING = ("training", "evaluating")
-FAILURES = ("failed", "hung")
+WORKING = (Phase.TRAINING, Phase.EVALUATING)
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class Watchdog:
         self._idle += min(
             passed, 2 * self._pause
         )  # while this process itself was paused, nobody looked
-        phase, step = (progress.phase, progress.step) if progress else ("starting", 0)
+        phase, step = (progress.phase, progress.step) if progress else (Phase.STARTING, 0)
         limit = self._hang if phase in WORKING else self._startup
         return (
             f"no progress for {limit:g} s while {phase}, at step {step}"
@@ -162,7 +157,7 @@ class Supervisor:
         if (
             died > self.config.recovery.max_restarts
         ):  # each took its supervisor with it, as a node does
-            return self._conclude(attempt, "failed", 1, "not started")
+            return self._conclude(attempt, Outcome.FAILED, ExitCode.FAILED, "not started")
         step = None
         try:
             step = start(attempt)  # before there are threads: it forks
@@ -172,7 +167,9 @@ class Supervisor:
         except BaseException as error:
             if step is not None:
                 step.kill()
-            self._write_down(attempt, "failed", 1, f"{type(error).__name__}: {error}")
+            self._write_down(
+                attempt, Outcome.FAILED, ExitCode.FAILED, f"{type(error).__name__}: {error}"
+            )
             raise
         finally:
             for thread in reversed(beside):
@@ -184,7 +181,7 @@ class Supervisor:
 
     def give_up(self, end: End, why: str) -> None:
         """`end` asked for another attempt, which cannot be had."""
-        self._write_down(end.attempt, "gave_up", end.code, f"{end.reason}; {why}")
+        self._write_down(end.attempt, Outcome.GAVE_UP, end.code, f"{end.reason}; {why}")
         say(f"attempt {end.attempt.number}: {why}")
 
     def _watch(self, attempt: Attempt, step: Step, lost: threading.Event) -> tuple[str, int, str]:
@@ -193,7 +190,7 @@ class Supervisor:
         watchdog = Watchdog(attempt.directory, recovery.hang_seconds, recovery.startup_seconds)
         while True:
             if self.local and self.signals.stops > 1:
-                return "stopped", step.end(), "ended by a second signal"
+                return Outcome.STOPPED, step.end(), "ended by a second signal"
             self._pass_on_signals(step)
             code = step.poll()
             if code is not None:
@@ -201,8 +198,8 @@ class Supervisor:
             if lost.is_set():
                 step.kill()
                 return (
-                    "superseded",
-                    1,
+                    Outcome.SUPERSEDED,
+                    ExitCode.FAILED,
                     "another attempt has taken the run over: nothing was heard of this one for too long",
                 )
             if stuck := watchdog.stuck():
@@ -217,7 +214,7 @@ class Supervisor:
                         step.signal(number)
                         time.sleep(DUMP_SECONDS)
                 step.kill()
-                return "hung", KILLED, stuck
+                return Outcome.HUNG, ExitCode.KILLED, stuck
             time.sleep(POLL_SECONDS)
 
     def _pass_on_signals(self, step: Step) -> None:
@@ -232,36 +229,39 @@ class Supervisor:
         """What the ranks' own end means."""
         at = f"step {read_attempt(attempt.directory).step}"
         if code == 0:
-            return "finished", 0, f"at step {self.config.train.num_steps}"
-        if code == BAD_INPUT:
-            return "refused", code, "bad input, as the ranks' last lines say"
-        if code == STOPPED:
-            return "stopped", code, f"saved at {at}"
+            return Outcome.FINISHED, code, f"at step {self.config.train.num_steps}"
+        if code == ExitCode.BAD_INPUT:
+            return Outcome.REFUSED, code, "bad input, as the ranks' last lines say"
+        if code == ExitCode.STOPPED:
+            return Outcome.STOPPED, code, f"saved at {at}"
         if self.signals.stops:
-            return "stopped", code, f"asked to stop, at {at}, and not saved: {step.failure}"
-        if code == RESTART:
-            return "restart", code, f"saved at {at}"
-        return "failed", code, f"{step.failure}, at {at}"
+            return Outcome.STOPPED, code, f"asked to stop, at {at}, and not saved: {step.failure}"
+        if code == ExitCode.RESTART:
+            return Outcome.RESTART, code, f"saved at {at}"
+        return Outcome.FAILED, code, f"{step.failure}, at {at}"
 
     def _conclude(self, attempt: Attempt, outcome: str, code: int, reason: str) -> End:
         """Whether to try again, written down and said."""
-        again = outcome in ("restart", *FAILURES) and not self.signals.stops
+        again = outcome in STARTED_AGAIN and not self.signals.stops
         if again:
             records, most = read_attempts(attempt.run), self.config.recovery.max_restarts
-            count, saved = without_progress(records, self.is_ours), newest_checkpoint(attempt.run)
+            count, saved = (
+                without_progress(records, self.is_ours),
+                newest_checkpoint_step(attempt.run),
+            )
             if not most:
                 again = False
             elif why := self._hopeless(records, code, count):
-                outcome, reason, again = "gave_up", f"{reason}; given up: {why}", False
+                outcome, reason, again = Outcome.GAVE_UP, f"{reason}; given up: {why}", False
             else:
                 start = "from scratch" if saved is None else f"from step {saved}"
                 limit = f" ({count} of {most} without progress)" if count else ""
                 say(f"attempt {attempt.number}: {reason}; starting again {start}{limit}")
         self._write_down(attempt, outcome, code, reason)
         if not again and (
-            not self.local or outcome in ("hung", "gave_up", "superseded")
+            not self.local or outcome in (Outcome.HUNG, Outcome.GAVE_UP, Outcome.SUPERSEDED)
         ):  # else the ranks have said it
-            say(f"attempt {attempt.number}: {outcome.replace('_', ' ')}: {reason}")
+            say(f"attempt {attempt.number}: {in_words(outcome)}: {reason}")
         return End(attempt, outcome, code, reason, again)
 
     def _hopeless(self, records: list[AttemptRecord], code: int, count: int) -> str | None:
@@ -270,14 +270,15 @@ class Supervisor:
         if count > most:
             return f"{count} attempts in a row without a new checkpoint (recovery.max_restarts = {most})"
         now, before = records[-1], records[-2] if count > 1 else None
-        if before is None or before.ended is None or before.ended.outcome != "failed":
+        if before is None or before.ended is None or before.ended.outcome != Outcome.FAILED:
             return None
         same = (before.ended.code, before.ended.step) == (
             code,
             now.step,
         ) and code < 128  # not a signal's
         worked = all(
-            any(phase.phase == "training" for phase in record.phases) for record in (before, now)
+            any(phase.phase == Phase.TRAINING for phase in record.phases)
+            for record in (before, now)
         )
         if same and (self.local or worked):
             return "the attempt before failed in the same way at the same step"
@@ -286,7 +287,7 @@ class Supervisor:
     def _write_down(self, attempt: Attempt, outcome: str, code: int, reason: str) -> None:
         step = (
             self.config.train.num_steps
-            if outcome == "finished"
+            if outcome == Outcome.FINISHED
             else read_attempt(attempt.directory).step
         )
         try:
@@ -302,9 +303,12 @@ def without_progress(
     count = 0
     if not records:
         return 0
-    newest = newest_checkpoint(records[0].directory.parents[1])
+    newest = newest_checkpoint_step(records[0].directory.parents[1])
     for record in reversed(records):
-        over = record.ended is not None and record.ended.outcome in ("finished", "gave_up")
+        over = record.ended is not None and record.ended.outcome in (
+            Outcome.FINISHED,
+            Outcome.GAVE_UP,
+        )
         if over or not is_ours(record) or (newest or 0) > (record.owner.checkpoint_step or 0):
             return count
         newest, count = record.owner.checkpoint_step, count + 1

@@ -1,10 +1,15 @@
-"""What a run is. `load_config` reads one; `RunConfig` holds it and every value derived from it. Never imports torch."""
+"""Read, check and describe the configuration of a run.
+
+`load_config` reads a TOML file, `RunConfig` holds its values and every value derived from them.
+This package never imports torch: the launcher checks a run on a login node, where torch may be
+missing or slow to load.
+"""
 
 from pretrain.config.errors import ConfigError, RunFailed, writing
 from pretrain.config.evaluation import EvaluationRequest
 from pretrain.config.load import dump_config, load_config, parse_config
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
-from pretrain.config.schema import Layout, RunConfig
+from pretrain.config.run import Layout, RunConfig
 
 __all__ = [
     "ConfigError",

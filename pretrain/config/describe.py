@@ -1,41 +1,59 @@
-"""A run in a few lines for a person: its size and how its processes share it."""
+"""Describe a run in a few lines: its size, its length in tokens and how its processes share it."""
 
 from __future__ import annotations
 
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
-from pretrain.config.schema import RunConfig
+from pretrain.config.run import RunConfig
 
 
 def describe(config: RunConfig) -> str:
-    """What `pretrain config` prints below the TOML, as comments so that the whole stays TOML."""
-    c, p, total = config, config.parallel, num_parameters(config)
-    tokens = c.tokens_per_step * c.train.num_steps
-    lines = [
-        f"parameters       {total:,} ({_short(total)}), vocabulary padded from {c.data.vocab_size:,} to {c.padded_vocab_size:,}",
-        f"positions        {c.position.method}, trained at {c.data.sequence_length} tokens, evaluated at "
-        + ", ".join(str(n) for n in c.evaluation_lengths),
-        f"training         {c.train.num_steps:,} steps of {c.tokens_per_step:,} tokens = {tokens:,} tokens ({_short(tokens)})",
+    """Return the summary that `pretrain config` prints below the resolved config.
+
+    Every line is a TOML comment, so that the output of the command can be saved and used as a
+    config file.
+    """
+    total = num_parameters(config)
+    tokens = config.tokens_per_step * config.train.num_steps
+    steps = f"{config.train.num_steps:,} steps of {config.tokens_per_step:,} tokens"
+    vocabulary = f"{config.data.vocab_size:,} padded to {config.padded_vocab_size:,}"
+    lengths = ", ".join(str(length) for length in config.evaluation_lengths)
+    trained = f"trained at {config.data.sequence_length} tokens"
+    rows = [
+        ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
+        ("positions", f"{config.position.method}, {trained}, evaluated at {lengths}"),
+        ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
+        ("layout", _layout(config)),
+        *_stages(config),
     ]
-    if p.world_size is not None:
-        layout = c.layout(p.world_size)
-        lines.append(
-            f"{layout.world_size} processes    tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, "
-            f"{layout.num_microbatches} micro batches of {c.batch.micro_batch_size} a step, ZeRO {p.zero_stage}"
-        )
-    else:
-        lines.append(
-            f"layout           tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x data "
-            f"(what is left of the processes), ZeRO {p.zero_stage}"
-        )
-    for stage in range(p.pipeline_model_parallel_size):
-        layers = c.layers_per_chunk[stage :: p.pipeline_model_parallel_size]
-        name = f"stage {stage}"
-        lines.append(
-            f"{name:<17}{'+'.join(map(str, layers))} layers, {num_parameters_of_rank(c, stage):,} parameters a rank"
-        )
-    return "\n".join(f"# {line}" for line in lines)
+    return "\n".join(f"# {name:<16} {text}" for name, text in rows)
+
+
+def _layout(config: RunConfig) -> str:
+    """Return the parallel sizes, with the data-parallel size and micro batches where they are
+    known."""
+    p = config.parallel
+    model = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
+    if p.world_size is None:
+        return f"{model} x data (all remaining processes), ZeRO {p.zero_stage}"
+    layout = config.layout(p.world_size)
+    batches = f"{layout.num_microbatches} micro batches of {config.batch.micro_batch_size} a step"
+    return (
+        f"{layout.world_size} processes = {model} x data {layout.data}, {batches}, "
+        f"ZeRO {p.zero_stage}"
+    )
+
+
+def _stages(config: RunConfig) -> list[tuple[str, str]]:
+    """Return a row for each pipeline stage: layers of its chunks, and parameters of a rank."""
+    pipeline = config.parallel.pipeline_model_parallel_size
+    rows = []
+    for stage in range(pipeline):
+        layers = "+".join(map(str, config.layers_per_chunk[stage::pipeline]))
+        parameters = num_parameters_of_rank(config, stage)
+        rows.append((f"stage {stage}", f"{layers} layers, {parameters:,} parameters a rank"))
+    return rows
 
 
 def _short(count: int) -> str:
-    """1317632 -> 1.32M, 1359000000 -> 1.36B."""
+    """Return a count in millions or billions: 1317632 -> "1.32M", 1359000000 -> "1.36B"."""
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"

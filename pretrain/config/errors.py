@@ -1,4 +1,9 @@
-"""The two ways a command ends badly: its input was wrong, or it failed. Neither is shown as a traceback."""
+"""Define the two errors that end a command without a traceback: wrong input, and a failed run.
+
+`pretrain` and `launcher` print the message of either as `error: ...` lines; the exit code is 2 for
+a ConfigError and 1 for a RunFailed. Any other exception is a bug in this project and keeps its
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,36 @@ from pathlib import Path
 
 
 class ConfigError(ValueError):
-    """A run that cannot work. The message names the file, the key, the value and the remedy."""
+    """Wrong input: a config, option or file with which the command cannot work.
+
+    The message names the file, the key, the value and what to do about it.
+    """
 
 
 class RunFailed(RuntimeError):
-    """A run that was right and failed all the same. The message says where, and what to try."""
+    """A failure of a command whose input was right. The message says where it failed and what to
+    try."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around writes to `path` or into it: what the disk refuses is RunFailed with a name, which a full disk's error lacks."""
+    """Turn an OSError inside the `with` block into a RunFailed that names `path`.
+
+    The error that Python raises when a disk is full carries no file name, so the user could not see
+    which file system to clean up.
+
+    Args:
+        path: The file or directory that the block writes to, or below.
+
+    Raises:
+        RunFailed: When the operating system refuses the write (full disk, quota, permissions).
+    """
     try:
         yield
     except OSError as error:
+        # The refused file may be another one than `path`, for example a file below that directory.
         where = f", {error.filename}" if error.filename and str(error.filename) != str(path) else ""
         raise RunFailed(
-            f"{path}: cannot be written ({error.strerror or error}{where}). Make room or choose another place, "
-            "then run the command again"
+            f"{path}: cannot be written ({error.strerror or error}{where}). "
+            "Make room or choose another place, then run the command again"
         ) from error

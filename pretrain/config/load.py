@@ -1,4 +1,5 @@
-"""TOML and --set in, a checked RunConfig out; and the resolved TOML back out."""
+"""Read a run's config from TOML and `--set` overrides, check it, and write the resolved config back
+as TOML."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.schema import RunConfig
+from pretrain.config.run import RunConfig
 
 
 def load_config(
@@ -21,17 +22,29 @@ def load_config(
     overrides: Sequence[str] = (),
     sections: Mapping[str, dict[str, Any]] | None = None,
 ) -> RunConfig:
-    """Reads `path` (TOML), applies `overrides` ("section.key=value", later ones win) and checks the whole.
+    """Read a TOML file, apply overrides and check the result.
 
-    `sections` stand in place of the file's sections of those names, before the overrides.
-    Raises ConfigError, naming file, key, value and remedy.
+    Args:
+        path: The config file.
+        overrides: "section.key=value" as after `--set`; of several on one key the last one wins.
+            The value is TOML, or a plain word, which needs no quotes. `none` removes the key, which
+            brings its default back.
+        sections: Whole sections that replace those of the file, before the overrides are applied.
+
+    Returns:
+        The config, with every rule checked that does not depend on the number of processes.
+
+    Raises:
+        ConfigError: When the file cannot be read, or the run cannot work. The message names the
+            file, the key, the value and the remedy.
     """
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such config file. `ls configs` shows those that come with the project"
+            f"{path}: no such config file. `pretrain config --list` shows the configs that are "
+            "installed with this package"
         ) from None
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable config file ({error})") from None
@@ -44,77 +57,94 @@ def load_config(
 
 
 def parse_config(values: dict[str, Any], origin: str) -> RunConfig:
-    """The same from a dictionary of sections; `origin` stands in the messages."""
+    """Build and check a config from a dictionary of sections.
+
+    Args:
+        values: Section name -> its keys and values, as tomllib returns them.
+        origin: What the values were read from; every line of an error message begins with it.
+
+    Raises:
+        ConfigError: When a key or value is not valid, or the run cannot work.
+    """
     try:
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
     except ConfigError as error:
-        raise ConfigError(
-            "\n".join(f"{origin}: {line}" for line in str(error).splitlines())
-        ) from None
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
     return config
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as TOML: every key with its value, those without one left out; `load_config` reads it back."""
+    """Return the resolved config as TOML: every key with its value, defaults included.
+
+    Keys whose value is None are left out, since TOML has no null. `load_config` reads the text back
+    as an equal config.
+    """
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
+    """Apply one "section.key=value" to the sections in place."""
     key, separator, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (separator and dot and name):
         raise ConfigError(
-            f"--set {override}: want section.key=value, as in --set train.num_steps=100"
+            f"--set {override}: expected section.key=value, as in --set train.num_steps=100"
         )
     if not isinstance(values.setdefault(section, {}), dict):
-        raise ConfigError(f"--set {override}: {section} is not a section")
+        raise ConfigError(f"--set {override}: {section} is a value in the config, not a section")
     if text.strip() == "none":
         values[section].pop(name, None)
         return
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # an unquoted string, as a shell leaves it
+        # A shell removes the quotes that TOML wants around a string: what is not TOML is one.
+        value = text
     values[section][name] = value
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error in a line a person can act on."""
+    """Return one pydantic error (an `ErrorDetails`) as a line that names the key, its value and
+    what is expected."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such key{_nearest(location)}"
+        return f"{key}: no such key{_suggestion(location)}"
     if error["type"] == "missing":
-        return f"{key}: missing; it has no default"
-    got = error["input"]
-    return (
-        f"{key} = {got!r}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
-    )
+        return f"{key}: missing, and it has no default. Set it in the file or with --set"
+    got, text = error["input"], error["msg"]
+    return f"{key} = {got!r}: {text[:1].lower()}{text[1:]} (got {type(got).__name__})"
 
 
-def _nearest(location: list[str]) -> str:
-    """', did you mean ...?' over the keys of that section, or the same key in another section."""
+def _suggestion(location: list[str]) -> str:
+    """Return the end of the message about an unknown key: the key that was probably meant, or those
+    that exist.
+
+    The same name in another section comes first (a key under the wrong header), then a similar name
+    in the section.
+    """
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     if len(location) == 1:
         near = difflib.get_close_matches(location[0], sections, 1)
-        homes = [f"{s}.{location[0]}" for s, a in sections.items() if location[0] in _fields(a)]
-        return (
-            f", did you mean {(near or homes)[0]}?"
-            if near or homes
-            else f"; sections are {', '.join(sections)}"
-        )
+        homes = [f"{s}.{location[0]}" for s, a in sections.items() if location[0] in _keys(a)]
+        if near or homes:
+            return f", did you mean {(near or homes)[0]}?"
+        return f"; sections are {', '.join(sections)}"
     section, name = location[0], location[1]
-    elsewhere = [f"{s}.{name}" for s, annotation in sections.items() if name in _fields(annotation)]
-    near = difflib.get_close_matches(name, _fields(sections[section]), 1, cutoff=0.5)
+    elsewhere = [f"{s}.{name}" for s, annotation in sections.items() if name in _keys(annotation)]
+    near = difflib.get_close_matches(name, _keys(sections[section]), 1, cutoff=0.5)
     if elsewhere or near:
         return f", did you mean {elsewhere[0] if elsewhere else f'{section}.{near[0]}'}?"
-    return f"; [{section}] has {', '.join(_fields(sections[section]))}"
+    return f"; [{section}] has {', '.join(_keys(sections[section]))}"
 
 
-def _fields(annotation: Any) -> list[str]:
+def _keys(annotation: Any) -> list[str]:
+    """Return the keys of a section, given its annotation in RunConfig; none when it is not a
+    section."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return list(candidate.model_fields)

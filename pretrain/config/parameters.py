@@ -1,55 +1,75 @@
-"""Parameter counts in closed form, of the whole model and of one rank, without building anything."""
+"""Count parameters in closed form, of the whole model and of one rank, without building the model.
+
+The launcher sizes its checkpoint times with these counts, and `pretrain config` prints them. The
+tests compare them with a sum over all tensors, and with the models that Megatron builds.
+"""
 
 from __future__ import annotations
 
-from pretrain.config.schema import RunConfig
+from pretrain.config.run import RunConfig
 
 
 def num_parameters(config: RunConfig) -> int:
-    """Distinct parameters of the whole model, padded vocabulary included, a tied output layer counted once."""
+    """Return the number of distinct parameters of the whole model.
+
+    The rows that pad the vocabulary count, and an embedding that is tied to the output layer counts
+    once.
+    """
     c, m = config, config.model
     embedding = c.padded_vocab_size * m.hidden_size
-    total = (
-        m.num_layers * _layer(c, tensor=1)
-        + _norm(c)
-        + embedding * (1 if m.tie_word_embeddings else 2)
-    )
-    return total + _first_stage_positions(c) + _score_positions(c, tensor=1)
+    total = m.num_layers * _layer(c, tensor=1) + _norm(c)
+    total += embedding * (1 if m.tie_word_embeddings else 2)
+    return total + _position_table(c) + _score_positions(c, tensor=1)
 
 
 def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
-    """Parameters that a rank of pipeline stage `pipeline_rank` holds (every tensor rank holds as many).
+    """Return the number of parameters that one rank of a pipeline stage holds before ZeRO shards
+    anything.
 
-    A tied embedding stands on the first and on the last stage, and a learned bias table on every stage.
+    All tensor-parallel and data-parallel ranks of a stage hold the same number. The sum over stages
+    may exceed `num_parameters`: with pipeline stages a tied embedding stands on the first and on
+    the last one, and T5's bias table and trainable slopes stand on every stage.
+
+    Args:
+        config: The run.
+        pipeline_rank: The pipeline stage, from 0.
     """
     c, m, p = config, config.model, config.parallel
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     layers = sum(c.layers_per_chunk[pipeline_rank::pipeline])
     first, last = pipeline_rank == 0, pipeline_rank == pipeline - 1
     embedding = c.padded_vocab_size // tensor * m.hidden_size
+    # The last stage needs an output matrix. With one stage and tied weights that is the embedding.
     copies = int(first) + int(last and not (first and m.tie_word_embeddings))
     total = layers * _layer(c, tensor) + copies * embedding + _score_positions(c, tensor)
-    return total + first * _first_stage_positions(c) + last * _norm(c)
+    return total + first * _position_table(c) + last * _norm(c)
 
 
 def _layer(c: RunConfig, tensor: int) -> int:
+    """Return the parameters of one transformer layer on one of `tensor` tensor-parallel ranks."""
     h, bias = c.model.hidden_size, c.model.use_bias
+    # Column-parallel: linear_qkv and linear_fc1 split their outputs, weights and biases alike.
     qkv = (c.model.num_attention_heads + 2 * c.num_query_groups) * c.head_dim // tensor
     ffn = c.ffn_hidden_size // tensor
     column = (qkv + ffn) * (h + bias)
+    # Row-parallel: linear_proj and linear_fc2 split their inputs. Every rank holds their biases.
     row = (h // tensor + ffn) * h + 2 * h * bias
     return column + row + 2 * _norm(c)
 
 
 def _norm(c: RunConfig) -> int:
+    """Return the parameters of one LayerNorm, which no layout splits."""
     return (1 + c.model.use_bias) * c.model.hidden_size
 
 
-def _first_stage_positions(c: RunConfig) -> int:
+def _position_table(c: RunConfig) -> int:
+    """Return the parameters of the learned position table, which the first stage holds whole."""
     return c.max_position_embeddings * c.model.hidden_size if c.position.method == "learned" else 0
 
 
 def _score_positions(c: RunConfig, tensor: int) -> int:
+    """Return the parameters that add to attention scores: T5's bias table or trainable slopes,
+    split over heads."""
     heads = c.model.num_attention_heads // tensor
     if c.position.method == "t5":
         return heads * c.position.relative_attention_num_buckets

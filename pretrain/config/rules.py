@@ -1,4 +1,9 @@
-"""What cannot work is refused here, before any process starts, each with its remedy."""
+"""Refuse runs that cannot work, before any process starts.
+
+pydantic checks the type and range of each key by itself (`schema`). The rules here relate keys to
+each other and to the number of processes. Each yields a Refusal with its remedy, and a user sees
+all that apply at once.
+"""
 
 from __future__ import annotations
 
@@ -8,120 +13,136 @@ from typing import TYPE_CHECKING, NamedTuple
 from pretrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    # The schema applies these rules itself (RunConfig.layout); they need its type alone.
-    from pretrain.config.schema import RunConfig
+    # RunConfig.layout applies these rules, so importing it at run time would be a circle.
+    from pretrain.config.run import RunConfig
 
 
 class Refusal(NamedTuple):
+    """One reason why a run cannot work: "KEY = VALUE: REASON. REMEDY"."""
+
     key: str
+    """The key that the user would change, with its section."""
     value: object
+    """Its value."""
     reason: str
+    """What is wrong with the value; starts in lower case, without a full stop."""
     remedy: str
+    """What to set instead; a sentence without its full stop."""
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value}: {self.reason}. {self.remedy}"
+        # As TOML spells it, so that a user finds it in the file.
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.key} = {value}: {self.reason}. {self.remedy}"
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError with every refusal that holds whatever the number of processes."""
+    """Check every rule that does not depend on the number of processes.
+
+    Raises:
+        ConfigError: With one line for each rule that is broken.
+    """
     refusals = [
         *_model(config),
-        *_parallel(config),
+        *_positions(config),
+        *_tensor_parallel(config),
+        *_pipeline(config),
         *_schedule(config),
         *_evaluation(config),
         *_data(config),
     ]
+    # A layout that is broken by itself would only be reported twice.
     if config.parallel.world_size is not None and not refusals:
         refusals = list(_layout(config, config.parallel.world_size))
     _raise(refusals)
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError when `world_size` processes cannot share this run."""
+    """Check that `world_size` processes can share the run.
+
+    Raises:
+        ConfigError: When they cannot, or parallel.world_size plans for another number.
+    """
     planned = config.parallel.world_size
     if planned is not None and planned != world_size:
-        _raise(
-            [
-                Refusal(
-                    "parallel.world_size",
-                    planned,
-                    f"the run was started with {world_size} processes",
-                    f"Start {planned}, or change the plan with --set parallel.world_size={world_size}",
-                )
-            ]
-        )
+        started = f"{world_size} process{'es' * (world_size > 1)}"
+        reason = f"the run was started with {started}"
+        remedy = f"Start {planned}, or change the plan with --set parallel.world_size={world_size}"
+        _raise([Refusal("parallel.world_size", planned, reason, remedy)])
     _raise(list(_layout(config, world_size)))
 
 
 def _raise(refusals: list[Refusal]) -> None:
     if refusals:
-        raise ConfigError("\n".join(str(r) for r in refusals))
+        raise ConfigError("\n".join(str(refusal) for refusal in refusals))
 
 
 def _model(c: RunConfig) -> Iterator[Refusal]:
+    """Check that heads divide the model evenly."""
     m = c.model
     if m.hidden_size % m.num_attention_heads:
         yield Refusal(
             "model.hidden_size",
             m.hidden_size,
-            f"not divisible by num_attention_heads = {m.num_attention_heads}",
-            "Choose a multiple, so that every head has the same width",
+            f"not divisible by model.num_attention_heads = {m.num_attention_heads}",
+            f"Choose a multiple of {m.num_attention_heads}, so that all heads have the same width",
         )
     if m.num_attention_heads % c.num_query_groups:
         yield Refusal(
             "model.num_query_groups",
             c.num_query_groups,
-            f"does not divide num_attention_heads = {m.num_attention_heads}",
-            "Choose a divisor",
+            f"does not divide model.num_attention_heads = {m.num_attention_heads}",
+            f"Choose a divisor of {m.num_attention_heads}",
         )
-    if c.position.method == "rotary" and c.head_dim % 2:
+
+
+def _positions(c: RunConfig) -> Iterator[Refusal]:
+    """Check what each position method needs of the model."""
+    m, p = c.model, c.position
+    if p.method == "rotary" and c.head_dim % 2:
         yield Refusal(
             "model.hidden_size",
             m.hidden_size,
-            f"rotary turns pairs of channels, a head has {c.head_dim}",
-            "Choose an even width a head",
+            f"rotary positions rotate pairs of channels, and a head has {c.head_dim} channels",
+            "Choose a hidden_size that gives each head an even width",
         )
-    if c.position.method == "sinusoidal" and m.hidden_size % 2:
+    if p.method == "sinusoidal" and m.hidden_size % 2:
         yield Refusal(
             "model.hidden_size",
             m.hidden_size,
-            "sinusoidal positions need an even width",
-            "Choose an even one",
+            "sinusoidal positions consist of pairs of a sine and a cosine",
+            "Choose an even number",
         )
-    if c.position.trainable_slopes and c.position.method != "alibi":
+    if p.trainable_slopes and p.method != "alibi":
         yield Refusal(
             "position.trainable_slopes",
-            True,
-            f"position.method = {c.position.method} has no slopes",
-            "Leave it out, or choose alibi",
+            p.trainable_slopes,
+            f'position.method = "{p.method}" has no slopes',
+            'Remove the key, or set position.method = "alibi"',
         )
-    p = c.position
-    if (
-        p.method == "t5"
-        and p.relative_attention_max_distance <= p.relative_attention_num_buckets // 2
-    ):
+    # T5 gives the first half of the buckets one distance each. The other half covers the distances
+    # from there to relative_attention_max_distance, which must therefore be larger.
+    exact = p.relative_attention_num_buckets // 2
+    if p.method == "t5" and p.relative_attention_max_distance <= exact:
         yield Refusal(
             "position.relative_attention_max_distance",
             p.relative_attention_max_distance,
-            f"half of the {p.relative_attention_num_buckets} buckets hold one distance each and reach as far",
-            "Choose a larger distance or fewer buckets",
+            f"half of the {p.relative_attention_num_buckets} buckets hold one distance each and "
+            "already reach as far",
+            "Choose a larger distance, or fewer position.relative_attention_num_buckets",
         )
     if p.method == "learned" and c.data.sequence_length > c.max_position_embeddings:
         yield Refusal(
             "position.max_position_embeddings",
             c.max_position_embeddings,
-            f"shorter than data.sequence_length = {c.data.sequence_length}",
-            "Raise it, or leave it out",
+            f"less than data.sequence_length = {c.data.sequence_length}",
+            f"Set {c.data.sequence_length} or more, or remove the key",
         )
 
 
-def _parallel(c: RunConfig) -> Iterator[Refusal]:
-    m, p = c.model, c.parallel
-    tp, pp, vpp = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.virtual_pipeline_model_parallel_size,
-    )
+def _tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
+    """Check that tensor-parallel ranks can split heads, MLP, vocabulary and sequence evenly."""
+    m, tp = c.model, c.parallel.tensor_model_parallel_size
+    size = f"parallel.tensor_model_parallel_size = {tp}"
     divisible = {
         "model.num_attention_heads": m.num_attention_heads,
         "model.num_query_groups": c.num_query_groups,
@@ -132,56 +153,66 @@ def _parallel(c: RunConfig) -> Iterator[Refusal]:
             yield Refusal(
                 key,
                 value,
-                f"not divisible by parallel.tensor_model_parallel_size = {tp}",
+                f"not divisible by {size}",
                 "Choose a tensor-parallel size that divides it",
             )
     if c.padded_vocab_size % tp:
         yield Refusal(
             "model.make_vocab_size_divisible_by",
             m.make_vocab_size_divisible_by,
-            f"the padded vocabulary of {c.padded_vocab_size} is not divisible by "
-            f"parallel.tensor_model_parallel_size = {tp}",
+            f"the padded vocabulary of {c.padded_vocab_size} is not divisible by {size}",
             f"Choose a multiple of {tp}",
         )
+    if not c.parallel.sequence_parallel:
+        return
+    if tp == 1:
+        yield Refusal(
+            "parallel.sequence_parallel",
+            True,
+            "there is one tensor-parallel rank, and nothing to split the sequence over",
+            "Remove the key, or raise parallel.tensor_model_parallel_size",
+        )
+    if c.data.sequence_length % tp:
+        yield Refusal(
+            "data.sequence_length",
+            c.data.sequence_length,
+            f"not divisible by the {tp} ranks of sequence parallelism",
+            f"Choose a multiple of {tp}",
+        )
+
+
+def _pipeline(c: RunConfig) -> Iterator[Refusal]:
+    """Check that every pipeline chunk has a layer, and that ZeRO works with pipeline stages."""
+    p = c.parallel
+    pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
     if pp > 1 and p.zero_stage > 1:
         yield Refusal(
             "parallel.zero_stage",
             p.zero_stage,
             f"ZeRO {p.zero_stage} does not work with pipeline stages "
             f"(parallel.pipeline_model_parallel_size = {pp})",
-            "Choose zero_stage = 1 or one stage",
-        )
-    if p.sequence_parallel and tp == 1:
-        yield Refusal(
-            "parallel.sequence_parallel",
-            True,
-            "there is one tensor-parallel rank to share the sequence",
-            "Leave it out, or raise parallel.tensor_model_parallel_size",
-        )
-    if p.sequence_parallel and c.data.sequence_length % tp:
-        yield Refusal(
-            "data.sequence_length",
-            c.data.sequence_length,
-            f"not divisible by the {tp} ranks of sequence parallelism",
-            "Choose a multiple",
+            "Set parallel.zero_stage = 1, or parallel.pipeline_model_parallel_size = 1",
         )
     if vpp is not None and pp == 1:
         yield Refusal(
             "parallel.virtual_pipeline_model_parallel_size",
             vpp,
-            "interleaving needs pipeline stages",
-            "Leave it out, or raise parallel.pipeline_model_parallel_size",
+            "the interleaved schedule needs more than one pipeline stage",
+            "Remove the key, or raise parallel.pipeline_model_parallel_size",
         )
-    if pp * (vpp or 1) > m.num_layers:
+    chunks = pp * (vpp or 1)
+    if chunks > c.model.num_layers:
         yield Refusal(
             "model.num_layers",
-            m.num_layers,
-            f"fewer than the {pp * (vpp or 1)} pipeline chunks",
-            "Lower the pipeline size",
+            c.model.num_layers,
+            f"fewer than the {chunks} pipeline chunks",
+            "Lower parallel.pipeline_model_parallel_size"
+            + (" or parallel.virtual_pipeline_model_parallel_size" if vpp else ""),
         )
 
 
 def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
+    """Check that the processes divide into the layout, and the batch into micro batches."""
     p, b = c.parallel, c.batch
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
     if world_size % model:
@@ -189,69 +220,72 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
             "parallel.tensor_model_parallel_size x parallel.pipeline_model_parallel_size",
             model,
             f"does not divide the {world_size} process{'es' * (world_size > 1)}",
-            f"Start a multiple of {model}, or shrink the layout",
+            f"Start a multiple of {model} processes, or lower one of the two sizes",
         )
         return
     data = world_size // model
-    if b.global_batch_size % (b.micro_batch_size * data):
+    at_once = b.micro_batch_size * data
+    if b.global_batch_size % at_once:
         yield Refusal(
             "batch.global_batch_size",
             b.global_batch_size,
-            f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} data-parallel ranks",
-            f"Choose a multiple of {b.micro_batch_size * data}",
+            f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} "
+            "data-parallel ranks",
+            f"Choose a multiple of {at_once}",
         )
         return
-    micro = b.global_batch_size // (b.micro_batch_size * data)
+    micro = b.global_batch_size // at_once
+    # Megatron's interleaved schedule passes micro batches on in groups of the pipeline size.
     if p.virtual_pipeline_model_parallel_size and micro % p.pipeline_model_parallel_size:
+        group = at_once * p.pipeline_model_parallel_size
         yield Refusal(
             "batch.global_batch_size",
             b.global_batch_size,
-            f"{micro} micro batches a rank: the interleaved schedule needs a multiple of the "
-            f"{p.pipeline_model_parallel_size} stages",
-            "Change the batch, or leave out parallel.virtual_pipeline_model_parallel_size",
+            f"gives {micro} micro batches on each data-parallel rank, and the interleaved schedule "
+            f"needs a multiple of the {p.pipeline_model_parallel_size} pipeline stages",
+            f"Choose a multiple of {group}, or remove "
+            "parallel.virtual_pipeline_model_parallel_size",
         )
 
 
 def _schedule(c: RunConfig) -> Iterator[Refusal]:
-    s = c.schedule
-    if s.lr_warmup_steps >= c.train.num_steps:
+    """Check that the learning rate can rise and fall within the run."""
+    s, steps = c.schedule, c.train.num_steps
+    if s.lr_warmup_steps >= steps:
         yield Refusal(
             "schedule.lr_warmup_steps",
             s.lr_warmup_steps,
-            f"train.num_steps = {c.train.num_steps} would never reach the peak",
-            "Warm up for fewer steps",
+            f"the warm-up would not end within train.num_steps = {steps}",
+            f"Choose less than {steps}",
         )
     if s.min_learning_rate > c.optimizer.learning_rate:
         yield Refusal(
             "schedule.min_learning_rate",
             s.min_learning_rate,
             f"above the peak, optimizer.learning_rate = {c.optimizer.learning_rate}",
-            "Lower it",
+            "Lower it, or raise optimizer.learning_rate",
         )
-    if s.lr_decay_style == "warmup_stable_decay":
-        if not 0 < s.lr_wsd_decay_steps <= c.train.num_steps - s.lr_warmup_steps:
-            yield Refusal(
-                "schedule.lr_wsd_decay_steps",
-                s.lr_wsd_decay_steps,
-                f"must be 1 to {c.train.num_steps - s.lr_warmup_steps} (the steps after warm-up)",
-                "Set it",
-            )
-    elif s.lr_wsd_decay_steps:
+    decayed = s.lr_decay_style == "warmup_stable_decay"
+    if decayed and not 0 < s.lr_wsd_decay_steps <= steps - s.lr_warmup_steps:
         yield Refusal(
             "schedule.lr_wsd_decay_steps",
             s.lr_wsd_decay_steps,
-            f"schedule.lr_decay_style = {s.lr_decay_style} has none",
-            "Leave it out",
+            'schedule.lr_decay_style = "warmup_stable_decay" needs steps to decay in',
+            f"Choose 1 to {steps - s.lr_warmup_steps}, the steps after the warm-up",
+        )
+    if not decayed and s.lr_wsd_decay_steps:
+        yield Refusal(
+            "schedule.lr_wsd_decay_steps",
+            s.lr_wsd_decay_steps,
+            f'schedule.lr_decay_style = "{s.lr_decay_style}" does not use it',
+            'Remove the key, or set schedule.lr_decay_style = "warmup_stable_decay"',
         )
 
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:
-    yield from evaluation_refusals(c, c.evaluation_lengths, c.evaluation_stride)
-
-
-def evaluation_refusals(c: RunConfig, lengths: tuple[int, ...], stride: int) -> Iterator[Refusal]:
-    """Why `lengths` (tokens) and `stride` cannot be evaluated with this model; also asked by `pretrain evaluate`."""
-    for length in lengths:
+    """Check that the model can be evaluated at every length, and windows leave no token out."""
+    tp = c.parallel.tensor_model_parallel_size
+    for length in c.evaluation_lengths:
         if length < 1:
             yield Refusal(
                 "evaluation.lengths", length, "not a number of tokens", "Choose 1 or more"
@@ -261,45 +295,48 @@ def evaluation_refusals(c: RunConfig, lengths: tuple[int, ...], stride: int) -> 
                 "evaluation.lengths",
                 length,
                 f"the learned position table holds {c.max_position_embeddings} positions",
-                "Evaluate within it, or train with a larger position.max_position_embeddings",
+                "Choose a shorter length, or train with a larger position.max_position_embeddings",
             )
-        tp = c.parallel.tensor_model_parallel_size
         if c.parallel.sequence_parallel and length % tp:
             yield Refusal(
                 "evaluation.lengths",
                 length,
                 f"not divisible by the {tp} ranks of sequence parallelism",
-                "Choose a multiple",
+                f"Choose a multiple of {tp}",
             )
-    if lengths and stride > min(lengths):
+    shortest = min(c.evaluation_lengths, default=None)
+    if shortest is not None and c.evaluation_stride > shortest:
         yield Refusal(
             "evaluation.stride",
-            stride,
-            f"longer than the shortest window of {min(lengths)} tokens",
-            "Tokens would be left out; choose a stride no longer than that",
+            c.evaluation_stride,
+            f"longer than the shortest window of {shortest} tokens, so that windows would leave "
+            "tokens out",
+            f"Choose {shortest} or less",
         )
 
 
 def _data(c: RunConfig) -> Iterator[Refusal]:
+    """Check that the source has the files it needs, and that a shard holds a block."""
     d = c.data
     if d.source != "shakespeare" and not d.paths:
         yield Refusal(
             "data.paths",
             [],
-            f'data.source = "{d.source}" reads files',
-            "Name them, or a glob pattern",
+            f'data.source = "{d.source}" reads files, and none are given',
+            'Set files or glob patterns, as in data.paths = ["corpus/**/*.txt"]',
         )
     if d.source == "shakespeare" and (d.paths or d.validation_paths):
+        key = "data.paths" if d.paths else "data.validation_paths"
         yield Refusal(
-            "data.paths",
+            key,
             list(d.paths or d.validation_paths),
-            'data.source = "shakespeare" brings its own text',
-            'Leave it out, or set data.source = "text"',
+            'data.source = "shakespeare" comes with its own text',
+            'Remove the key, or set data.source = "text"',
         )
     if d.tokens_per_shard < d.tokens_per_block:
         yield Refusal(
             "data.tokens_per_shard",
             d.tokens_per_shard,
-            f"less than one block of {d.tokens_per_block}",
-            "Raise it, or lower data.tokens_per_block",
+            f"less than one block of data.tokens_per_block = {d.tokens_per_block}",
+            f"Choose {d.tokens_per_block} or more, or lower data.tokens_per_block",
         )

@@ -1,1 +1,1 @@
-"""Text to batches: documents -> tokens -> webdataset shards -> samples in an order that is pure arithmetic."""
+"""Turn text into batches: documents, tokens, webdataset shards, and samples in a computed order."""

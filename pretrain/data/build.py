@@ -1,4 +1,8 @@
-"""`pretrain data build`: corpus -> tokenizer and shards of both splits, complete or not there at all."""
+"""Build a data set: a tokenizer and the shards of both splits (`pretrain data build`).
+
+The data set is built in a temporary directory and renamed into place at the end, so data.directory
+holds either a complete data set or none.
+"""
 
 from __future__ import annotations
 
@@ -22,82 +26,98 @@ from pretrain.data.sources import Split
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, train_tokenizer
 
-_INPUTS = "build.json"
+_BUILD_RECORD = "build.json"
+"""File of the settings and text that a data set was built from."""
+
+_RECORDED_KEYS = (
+    "source",
+    "paths",
+    "validation_paths",
+    "validation_fraction",
+    "vocab_size",
+    "tokenizer_training_bytes",
+    "tokens_per_block",
+    "tokens_per_shard",
+)
+"""Keys of [data] that determine the bytes of a data set."""
 
 
 def build(config: RunConfig) -> None:
-    """Makes data.directory: tokenizer.model, train/, validation/, build.json; and prints what it made.
+    """Build the data set of a config in data.directory, and print what was built.
 
-    Made from the same settings and text before, it is left as it is. Raises ConfigError when it was made from others,
-    when something else stands there, or when the corpus or the tokenizer cannot be used.
+    Writes tokenizer.model, train/, validation/ and build.json. A data set that was built earlier
+    from the same settings and text is checked and left unchanged.
+
+    Raises:
+        ConfigError: if data.directory holds something else or a data set built from other inputs,
+            or if the corpus or the tokenizer cannot be used.
+        RunFailed: if the data set cannot be written.
     """
-    directory, inputs = config.data_directory, _inputs(config.data)
+    directory, inputs = config.data_directory, _build_inputs(config.data)
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        _check_same(directory, inputs)
+        _check_built_from(directory, inputs)
         for split in get_args(Split):
             TokenStream(directory / split)
         print(f"{directory}: up to date (same settings, same text), nothing to do")
         return
-    with writing(directory), _published(directory) as temporary:
+    with writing(directory), _renamed_when_complete(directory) as temporary:
         tokenizer = _make_tokenizer(config.data, temporary / TOKENIZER)
         manifests = {
             split: _write_split(config.data, split, tokenizer, temporary)
             for split in get_args(Split)
         }
-        (temporary / _INPUTS).write_text(json.dumps(inputs, indent=1) + "\n")
+        (temporary / _BUILD_RECORD).write_text(json.dumps(inputs, indent=1) + "\n")
     print(f"{directory}: tokenizer of {tokenizer.vocab_size:,} pieces")
-    for split, made in manifests.items():
+    for split, manifest in manifests.items():
+        bytes_per_token = manifest.text_bytes / manifest.tokens
         print(
-            f"{directory / split}: {made.documents:,} documents, {made.text_bytes:,} bytes of text, "
-            f"{made.tokens:,} tokens ({made.text_bytes / made.tokens:.2f} bytes a token), {len(made.shards):,} shards"
+            f"{directory / split}: {manifest.documents:,} documents, "
+            f"{manifest.text_bytes:,} bytes of text, {manifest.tokens:,} tokens "
+            f"({bytes_per_token:.2f} bytes a token), {len(manifest.shards):,} shards"
         )
 
 
-def _inputs(data: DataSection) -> dict[str, Any]:
-    """Everything that decides what is built, as it stands in build.json."""
-    keys = (
-        "source",
-        "paths",
-        "validation_paths",
-        "validation_fraction",
-        "vocab_size",
-        "tokenizer_training_bytes",
-        "tokens_per_block",
-        "tokens_per_shard",
-    )
-    settings = data.model_dump(mode="json", include=set(keys))
-    tokenizer = _given_tokenizer(data)
+def _build_inputs(data: DataSection) -> dict[str, Any]:
+    """Return everything that determines what is built, as recorded in build.json."""
+    settings = data.model_dump(mode="json", include=set(_RECORDED_KEYS))
+    tokenizer = _load_given_tokenizer(data)
     return {
         "format_version": FORMAT_VERSION,
-        **{f"data.{key}": settings[key] for key in keys},
+        **{f"data.{key}": settings[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": tokenizer.fingerprint if tokenizer else None,
         "the text (names, sizes and times of its files)": sources.fingerprint(data),
     }
 
 
-def _check_same(directory: Path, inputs: dict[str, Any]) -> None:
+def _check_built_from(directory: Path, inputs: dict[str, Any]) -> None:
+    """Raise ConfigError unless `directory` holds a data set that was built from `inputs`."""
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
     try:
-        built = json.loads((directory / _INPUTS).read_text())
+        recorded = json.loads((directory / _BUILD_RECORD).read_text())
     except (OSError, json.JSONDecodeError):
         raise ConfigError(
-            f"data.directory = {directory}: exists, and is no finished data set (no readable {_INPUTS}). {remedy}"
+            f"data.directory = {directory}: exists, but holds no finished data set (no readable "
+            f"{_BUILD_RECORD}). {remedy}"
         ) from None
     differences = [
-        f"{k} was {built.get(k)!r}, is {inputs[k]!r}" for k in inputs if built.get(k) != inputs[k]
+        f"{key} was {recorded.get(key)!r}, is {value!r}"
+        for key, value in inputs.items()
+        if recorded.get(key) != value
     ]
     if differences:
         raise ConfigError(
-            f"data.directory = {directory}: built from other inputs: {'; '.join(differences)}. Nothing was changed. "
-            f"{remedy}"
+            f"data.directory = {directory}: holds a data set built from other inputs: "
+            f"{'; '.join(differences)}. Nothing was changed. {remedy}"
         )
 
 
 @contextmanager
-def _published(directory: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes `directory` when the block ends well, and goes away when it does not.
+def _renamed_when_complete(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory that is renamed to `directory` when the block succeeds.
 
-    A killed build leaves it behind under its own name, which nothing reads.
+    When the block raises, the temporary directory is removed. A killed process leaves it behind
+    under its own name, which nothing reads. It is a sibling of `directory`, since a rename is
+    atomic only within one file system.
     """
     temporary = directory.with_name(f"{directory.name}.building-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -110,7 +130,8 @@ def _published(directory: Path) -> Iterator[Path]:
 
 
 def _make_tokenizer(data: DataSection, path: Path) -> Tokenizer:
-    if _given_tokenizer(data) is not None:
+    """Write the tokenizer model to `path`: a copy of data.tokenizer, or a newly trained one."""
+    if _load_given_tokenizer(data) is not None:
         shutil.copyfile(str(data.tokenizer), path)
     else:
         path.write_bytes(
@@ -118,20 +139,25 @@ def _make_tokenizer(data: DataSection, path: Path) -> Tokenizer:
                 sources.documents(data, "train"),
                 vocab_size=data.vocab_size,
                 max_bytes=data.tokenizer_training_bytes,
-                total_bytes=_size(data, "train"),
+                total_bytes=_size_of_files(data, "train"),
             )
         )
     return Tokenizer(path)
 
 
-def _given_tokenizer(data: DataSection) -> Tokenizer | None:
+def _load_given_tokenizer(data: DataSection) -> Tokenizer | None:
+    """Return the tokenizer that data.tokenizer names, or None if one is to be trained.
+
+    Raises:
+        ConfigError: if it has another number of pieces than data.vocab_size.
+    """
     if data.tokenizer is None:
         return None
     tokenizer = Tokenizer(data.tokenizer)
     if tokenizer.vocab_size != data.vocab_size:
         raise ConfigError(
-            f"data.vocab_size = {data.vocab_size}: the model that data.tokenizer = {data.tokenizer} names has "
-            f"{tokenizer.vocab_size} pieces. Set data.vocab_size={tokenizer.vocab_size}"
+            f"data.vocab_size = {data.vocab_size}: the model in data.tokenizer = {data.tokenizer} "
+            f"has {tokenizer.vocab_size} pieces. Set data.vocab_size={tokenizer.vocab_size}"
         )
     return tokenizer
 
@@ -139,6 +165,20 @@ def _given_tokenizer(data: DataSection) -> Tokenizer | None:
 def _write_split(
     data: DataSection, split: Split, tokenizer: Tokenizer, directory: Path
 ) -> Manifest:
+    """Tokenize the documents of a split and write its shards.
+
+    Args:
+        data: The [data] section of the config.
+        split: The split to write.
+        tokenizer: The tokenizer; its </s> piece is appended to every document.
+        directory: The directory of the data set; the split becomes a subdirectory.
+
+    Returns:
+        The manifest of the split.
+
+    Raises:
+        ConfigError: if the split has no document.
+    """
     (directory / split).mkdir()
     writer = SplitWriter(
         directory / split,
@@ -147,8 +187,9 @@ def _write_split(
         tokens_per_block=data.tokens_per_block,
         tokens_per_shard=data.tokens_per_shard,
     )
-    # disable=None: a bar on a terminal, nothing in a log
-    with tqdm(desc=split, total=_size(data, split), unit="B", unit_scale=True, disable=None) as bar:
+    total = _size_of_files(data, split)
+    # disable=None draws the bar on a terminal and nothing into a log file.
+    with tqdm(desc=split, total=total, unit="B", unit_scale=True, disable=None) as bar:
         for text in sources.documents(data, split):
             size = len(text.encode())
             writer.add(np.append(tokenizer.encode(text), tokenizer.eos_id), size)
@@ -157,10 +198,17 @@ def _write_split(
     if not manifest.documents:
         own = split == "validation" and data.validation_paths
         key, paths = ("data.validation_paths", own) if own else ("data.paths", data.paths)
-        raise ConfigError(f"{key} = {list(paths)}: no text for {split} in these files. Name others")
+        raise ConfigError(
+            f"{key} = {list(paths)}: these files contain no text for the {split} split. Choose "
+            "files that do"
+        )
     return manifest
 
 
-def _size(data: DataSection, split: Split) -> int:
-    """Bytes of the files; what is held out of them, and JSON around the text, counts too."""
+def _size_of_files(data: DataSection, split: Split) -> int:
+    """Return the size in bytes of the files that a split is read from.
+
+    This is an upper bound on the split's text: it also counts documents of the same files that
+    belong to the other split, and the JSON around the text.
+    """
     return sum(path.stat().st_size for path in sources.files(data, split))

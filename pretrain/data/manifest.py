@@ -1,4 +1,9 @@
-"""What lies beside the shards of a split: a JSON manifest and an index, by which damage is found before training."""
+"""Define and read the JSON manifest of a split.
+
+Each split of a data set (train/, validation/) is a directory of tar shards, an index (index.npy)
+and a manifest (manifest.json) with the sizes and SHA-256 digests of both. The manifest lets a run
+find a missing, truncated or damaged file before training starts.
+"""
 
 from __future__ import annotations
 
@@ -18,59 +23,93 @@ class _Record(BaseModel):
 
 
 class Shard(_Record):
+    """One tar file of a split."""
+
     name: str
+    """File name, relative to the directory of the split."""
+
     samples: int
-    """webdataset samples, each a block of tokens."""
+    """Number of webdataset samples. Each holds one block of tokens."""
+
     tokens: int
+    """Number of tokens in all blocks of the shard."""
+
     bytes: int
     """Size of the tar file."""
+
     sha256: str
+    """Hex digest of the tar file."""
 
 
 class Manifest(_Record):
+    """The contents of manifest.json."""
+
     format_version: int
+
     tokenizer_sha256: str
+    """Hex digest of the SentencePiece model that produced the tokens."""
+
     vocab_size: int
+    """Number of pieces of that model."""
+
     dtype: str
-    """Of the tokens: uint16 or uint32."""
+    """NumPy type of the stored tokens: uint16 or uint32."""
+
     tokens_per_block: int
-    """In every block but the last, which may be shorter."""
+    """Length of every block except the last, which may be shorter."""
+
     tokens: int
+    """Number of tokens in the split, end-of-document tokens included."""
+
     documents: int
+
     text_bytes: int
-    """UTF-8 bytes of the documents."""
+    """Size of the documents in UTF-8, before tokenization."""
+
     index_sha256: str
+    """Hex digest of index.npy."""
+
     shards: list[Shard]
+    """In the order of the token stream."""
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the split in `directory`. Raises ConfigError when there is none that can be read."""
+    """Read and validate the manifest of the split in `directory`.
+
+    Raises:
+        ConfigError: if there is no manifest, if it is malformed, or if it has another format
+            version.
+    """
     path = directory / MANIFEST
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such file, so there is no finished data set in data.directory = {directory.parent}. "
-            "Make one with `pretrain data build CONFIG`"
+            f"{path}: no such file, so there is no finished data set in "
+            f"data.directory = {directory.parent}. Build one with `pretrain data build CONFIG`"
         ) from None
     except ValidationError as error:
+        reason = error.errors()[0]["msg"]
         raise ConfigError(
-            f"{path}: not a manifest ({error.errors()[0]['msg']}). {rebuild(directory)}"
+            f"{path}: not a valid manifest ({reason}). {rebuild_advice(directory)}"
         ) from None
     if manifest.format_version != FORMAT_VERSION:
         raise ConfigError(
-            f"{path}: format_version = {manifest.format_version}, this program reads {FORMAT_VERSION}. "
-            f"{rebuild(directory)}"
+            f"{path}: format_version = {manifest.format_version}, but this version of pretrain "
+            f"reads format {FORMAT_VERSION}. {rebuild_advice(directory)}"
         )
     return manifest
 
 
-def rebuild(directory: Path) -> str:
-    """The remedy for a damaged split."""
-    return f"Restore it from a copy, or remove {directory.parent} and run `pretrain data build CONFIG` again"
+def rebuild_advice(directory: Path) -> str:
+    """Return the sentence that tells the user how to repair the damaged split in `directory`."""
+    return (
+        f"Restore it from a copy, or remove {directory.parent} and run "
+        "`pretrain data build CONFIG` again"
+    )
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's contents."""
+    """Return the hex SHA-256 digest of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,16 @@
-"""Which tokens are sample i, and which samples are a step: arithmetic alone, in O(1) memory whatever the corpus size.
+"""Compute which tokens form a sample and which samples form a step.
 
-The only state of the data is how many samples were consumed. Sample c of a run (counted from 0 over all epochs and
-ranks) is position c % n of epoch c // n, and each epoch visits the n samples of the stream in its own permutation.
+The order of the data is a pure function of (seed, epoch, index), with O(1) memory whatever the
+size of the corpus. The only data state of a run, and the only one in a checkpoint, is therefore
+the number of samples consumed: any layout, worker count or restart sees the same samples in the
+same order.
+
+Terms:
+
+    consumed-sample index  counts samples over the whole run, all epochs and all ranks, from 0
+    sample                 an interval of the token stream; the stream has n of them
+    epoch                  n consecutive consumed-sample indexes: index c is position c % n of
+                           epoch c // n, and every epoch has its own permutation of the n samples
 """
 
 from __future__ import annotations
@@ -11,48 +20,87 @@ import hashlib
 import numpy as np
 
 _ROUNDS = 8
-"""Four rounds of a Feistel network look random on large domains (Luby and Rackoff 1988); small ones take more."""
+"""Rounds of the Feistel network.
+
+Four rounds suffice for a large domain (Luby and Rackoff, "How to construct pseudorandom
+permutations from pseudorandom functions", 1988). The bound degrades on small domains, so this uses
+eight.
+"""
 
 
 def num_samples(num_tokens: int, sequence_length: int) -> int:
-    """Samples in a stream. Each is sequence_length + 1 tokens: neighbours share one, the last target, first input."""
+    """Return the number of samples in a stream of `num_tokens` tokens.
+
+    A sample is sequence_length + 1 tokens (inputs and shifted targets). Neighbouring samples
+    overlap by one token: the last target of one is the first input of the next, so no prediction
+    is lost.
+    """
     return max(0, (num_tokens - 1) // sequence_length)
 
 
 def token_range(sample: int, sequence_length: int) -> tuple[int, int]:
-    """(first token, number of tokens) of sample `sample` in the stream."""
+    """Return (index of the first token, number of tokens) of a sample in the token stream."""
     return sample * sequence_length, sequence_length + 1
 
 
-def sample_ids(consumed: np.ndarray, samples: int, seed: int) -> np.ndarray:
-    """Stream samples in [0, samples), int64, behind the consumed-sample indexes `consumed` (int64, any epochs)."""
-    epochs, positions = np.divmod(np.asarray(consumed, dtype=np.int64), samples)
+def sample_ids(consumed: np.ndarray, samples_per_epoch: int, seed: int) -> np.ndarray:
+    """Return the samples that stand at the given consumed-sample indexes.
+
+    Args:
+        consumed: Consumed-sample indexes, int64 [n], from any mixture of epochs.
+        samples_per_epoch: Number of samples in the stream.
+        seed: Seed of the order; one per run.
+
+    Returns:
+        Samples, int64 [n], each in [0, samples_per_epoch).
+    """
+    epochs, positions = np.divmod(np.asarray(consumed, dtype=np.int64), samples_per_epoch)
     ids = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        now = epochs == epoch
-        ids[now] = permutation(positions[now], samples, seed, int(epoch))
+        in_epoch = epochs == epoch
+        ids[in_epoch] = permutation(positions[in_epoch], samples_per_epoch, seed, int(epoch))
     return ids
 
 
-def rank_samples(consumed: int, global_batch_size: int, rank: int, ranks: int) -> range:
-    """Consumed-sample indexes that data-parallel rank `rank` of `ranks` takes in the step that starts at `consumed`.
+def rank_samples(
+    consumed: int, global_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+) -> range:
+    """Return the consumed-sample indexes that one data-parallel rank takes in a step.
 
-    Ranks take consecutive slices, so the ranks' slices one after the other are the same batch whatever their number.
-    `global_batch_size` must be a multiple of `ranks`.
+    Ranks take consecutive slices of the global batch. Their slices, one after the other, are the
+    same batch for every number of ranks, which is what lets a run resume on another layout.
+
+    Args:
+        consumed: Number of samples consumed before the step, over all ranks.
+        global_batch_size: Samples in a step; a multiple of `data_parallel_size`.
+        data_parallel_rank: The rank that asks.
+        data_parallel_size: The number of ranks.
     """
-    share = global_batch_size // ranks
-    return range(consumed + rank * share, consumed + (rank + 1) * share)
+    share = global_batch_size // data_parallel_size
+    first = consumed + data_parallel_rank * share
+    return range(first, first + share)
 
 
 def permutation(indexes: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Images of `indexes` (int64, in [0, size)) under a permutation of [0, size) chosen by (seed, epoch).
+    """Map indexes through a pseudorandom permutation of [0, size).
 
-    A keyed Feistel network permutes the next power of four; an image beyond `size` is sent through again until it is
-    inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), under four times on
-    average. Each index costs the same, alone or among many.
+    A keyed Feistel network permutes the smallest domain of 4^k >= size numbers. An image outside
+    [0, size) is fed through the network again until it falls inside ("cycle walking": Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002), which takes fewer than four passes on
+    average. An index costs the same alone or among many.
+
+    Args:
+        indexes: int64 [n], each in [0, size).
+        size: Size of the permuted domain.
+        seed: Selects the permutation, together with `epoch`.
+        epoch: Selects the permutation, together with `seed`.
+
+    Returns:
+        Images of the indexes, int64 [n], each in [0, size).
     """
+    # The domain of the network has an even number of bits, 2 * half, so that its halves are equal.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = _keys(seed, epoch)
+    keys = _round_keys(seed, epoch)
     images = _feistel(np.asarray(indexes).astype(np.uint64), half, keys)
     while (outside := images >= size).any():
         images[outside] = _feistel(images[outside], half, keys)
@@ -60,7 +108,7 @@ def permutation(indexes: np.ndarray, size: int, seed: int, epoch: int) -> np.nda
 
 
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    """A bijection on the numbers of 2 * half bits, whatever the round function."""
+    """Permute the numbers of 2 * half bits. A bijection whatever the round function `_mix` is."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -69,13 +117,22 @@ def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood 2014), modulo 2^64: every input bit reaches every output bit."""
+    """Apply SplitMix64's finalizer modulo 2^64, so that every input bit affects every output bit.
+
+    Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
-def _keys(seed: int, epoch: int) -> np.ndarray:
-    """One 64-bit key a round; a hash, so that neighbouring seeds and epochs have nothing in common."""
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    """Return one 64-bit key per round.
+
+    The keys are a hash of (seed, epoch) rather than a sum of the two, so that neighbouring seeds
+    and epochs get unrelated permutations. "<u8" fixes the byte order: the keys are the same on
+    every machine.
+    """
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8")

@@ -1,4 +1,4 @@
-"""A split of a built data set as one long array of tokens, read anywhere at memory speed."""
+"""Read a split of a built data set as one long array of tokens."""
 
 from __future__ import annotations
 
@@ -9,26 +9,42 @@ from typing import Any
 import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.data.manifest import INDEX, TOKENIZER, read_manifest, rebuild, sha256
+from pretrain.data.manifest import INDEX, TOKENIZER, read_manifest, rebuild_advice, sha256
 from pretrain.data.sources import Split
 
 
 class TokenStream:
-    """The tokens of a split, from memory-mapped tars on a local file system.
+    """Give random access to the tokens of a split, from memory-mapped tars.
 
-    `len(stream)` counts tokens; `text_bytes` (UTF-8) and `documents` count what they were made from. It can be sent to
-    another process, which maps the files anew.
+    `len(stream)` is the number of tokens. A stream can be pickled to another process, which maps
+    the files again.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        """Opens `directory` (train/ or validation/ of a data set).
+    documents: int
+    """Number of documents in the split."""
 
-        Raises ConfigError when a file is missing or has another size than the manifest says, when the index is
-        damaged, or when the tokens come from another tokenizer than the one beside the split. `verify` finds the rest.
+    text_bytes: int
+    """Size of the documents' text in UTF-8."""
+
+    vocab_size: int
+    """Number of pieces of the tokenizer that produced the tokens."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Open a split and run every check that does not read the shards.
+
+        A changed byte inside a shard is found only by `verify`, which reads everything.
+
+        Args:
+            directory: The train/ or validation/ directory of a data set.
+
+        Raises:
+            ConfigError: if a file is missing or its size is not the manifest's, if the index is
+                damaged, or if the tokens come from another tokenizer than the one in the data set.
         """
         self.directory = Path(directory)
         self._manifest = read_manifest(self.directory)
-        self.vocab_size, self.documents = self._manifest.vocab_size, self._manifest.documents
+        self.vocab_size = self._manifest.vocab_size
+        self.documents = self._manifest.documents
         self.text_bytes = self._manifest.text_bytes
         self._check_sizes()
         self._check_tokenizer()
@@ -39,11 +55,18 @@ class TokenStream:
         return self._manifest.tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), int64 [count], across blocks and shards. Raises IndexError beyond the end."""
+        """Return tokens [start, start + count) as int64 [count], across blocks and shards.
+
+        Raises:
+            IndexError: if the range leaves the stream.
+        """
         if start < 0 or count < 0 or start + count > len(self):
-            raise IndexError(f"{self.directory}: tokens {start} to {start + count} of {len(self)}")
+            raise IndexError(
+                f"{self.directory}: tokens {start} to {start + count} of a stream of {len(self)}"
+            )
         tokens, done = np.empty(count, dtype=np.int64), 0
         while done < count:
+            # Every block but the last has the same length, so the block of a token is a division.
             block, first = divmod(start + done, self._manifest.tokens_per_block)
             part = self._read_block(block)[first : first + count - done]
             tokens[done : done + len(part)] = part
@@ -51,76 +74,95 @@ class TokenStream:
         return tokens
 
     def verify(self) -> None:
-        """Reads and hashes every shard. Raises ConfigError naming the first whose bytes are not those written."""
+        """Read and hash every shard.
+
+        Raises:
+            ConfigError: naming the first shard whose bytes are not the ones that were written.
+        """
         for shard in self._manifest.shards:
-            path = self.directory / shard.name
-            if (found := sha256(path)) != shard.sha256:
-                raise ConfigError(
-                    f"{path}: damaged: its SHA-256 is {found}, the manifest says {shard.sha256}. "
-                    f"{rebuild(self.directory)}"
-                )
+            self._check_sha256(self.directory / shard.name, shard.sha256)
 
     def _read_block(self, block: int) -> np.ndarray:
+        """Return the tokens of a block, as a view of the memory-mapped tar."""
         shard, offset, tokens = self._index[block].tolist()
         if shard not in self._maps:
-            self._maps[shard] = np.memmap(
-                self.directory / self._manifest.shards[shard].name, np.uint8, mode="r"
-            )
+            path = self.directory / self._manifest.shards[shard].name
+            self._maps[shard] = np.memmap(path, np.uint8, mode="r")
         dtype = np.dtype(self._manifest.dtype)
         return self._maps[shard][offset : offset + tokens * dtype.itemsize].view(dtype)
 
     def _check_sizes(self) -> None:
         for shard in self._manifest.shards:
             path = self.directory / shard.name
-            found = path.stat().st_size if path.is_file() else None
-            if found is None:
-                raise ConfigError(
-                    f"{path}: missing; the manifest lists it. {rebuild(self.directory)}"
-                )
+            self._check_exists(path)
+            found = path.stat().st_size
             if found != shard.bytes:
+                problem = "truncated" if found < shard.bytes else "too long"
                 raise ConfigError(
-                    f"{path}: {'truncated' if found < shard.bytes else 'too long'}: {found} bytes found, "
-                    f"{shard.bytes} expected. {rebuild(self.directory)}"
+                    f"{path}: {problem}: {found} bytes found, {shard.bytes} expected. "
+                    f"{rebuild_advice(self.directory)}"
                 )
 
     def _check_tokenizer(self) -> None:
         path = self.directory.parent / TOKENIZER
-        found = sha256(path) if path.is_file() else "missing"
+        self._check_exists(path)
+        found = sha256(path)
         if found != self._manifest.tokenizer_sha256:
             raise ConfigError(
-                f"{path}: wrong tokenizer: the shards of {self.directory} were made with the one whose SHA-256 is "
-                f"{self._manifest.tokenizer_sha256}, this one is {found}. {rebuild(self.directory)}"
+                f"{path}: wrong tokenizer: its SHA-256 is {found}, but the shards of "
+                f"{self.directory} were made with the tokenizer whose SHA-256 is "
+                f"{self._manifest.tokenizer_sha256}. {rebuild_advice(self.directory)}"
             )
 
     def _read_index(self) -> np.ndarray:
+        """Return the index, int64 [blocks, 3]: (shard, byte offset of the first token, tokens)."""
         path = self.directory / INDEX
-        found = sha256(path) if path.is_file() else "missing"
-        if found != self._manifest.index_sha256:
+        self._check_exists(path)
+        self._check_sha256(path, self._manifest.index_sha256)
+        index: np.ndarray = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+        return index
+
+    def _check_exists(self, path: Path) -> None:
+        if not path.is_file():
             raise ConfigError(
-                f"{path}: damaged: its SHA-256 is {found}, the manifest says {self._manifest.index_sha256}. "
-                f"{rebuild(self.directory)}"
+                f"{path}: missing, but the manifest of {self.directory} refers to it. "
+                f"{rebuild_advice(self.directory)}"
             )
-        return np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+
+    def _check_sha256(self, path: Path, expected: str) -> None:
+        found = sha256(path)
+        if found != expected:
+            raise ConfigError(
+                f"{path}: damaged: its SHA-256 is {found}, but the manifest says {expected}. "
+                f"{rebuild_advice(self.directory)}"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}}  # a memory map would travel as a copy of the file
+        # A pickled memory map would carry a copy of the whole file.
+        return self.__dict__ | {"_maps": {}}
 
 
 def open_stream(config: RunConfig, split: Split) -> TokenStream:
-    """The stream of `split` in the run's data directory.
+    """Open a split of the run's data set.
 
-    Raises ConfigError like TokenStream, and when the model's vocabulary is not that of the data.
+    Raises:
+        ConfigError: as TokenStream does, and if data.vocab_size is not the data set's.
     """
     stream = TokenStream(config.data_directory / split)
     if stream.vocab_size != config.data.vocab_size:
         raise ConfigError(
-            f"data.vocab_size = {config.data.vocab_size}: the data set in data.directory = {config.data.directory} "
-            f"has {stream.vocab_size}. Set data.vocab_size={stream.vocab_size}, or choose another data.directory"
+            f"data.vocab_size = {config.data.vocab_size}: the data set in "
+            f"data.directory = {config.data.directory} has {stream.vocab_size} pieces. Set "
+            f"data.vocab_size={stream.vocab_size}, or choose another data.directory"
         )
     return stream
 
 
 def verify(directory: str | Path) -> None:
-    """Opens both splits of the data set in `directory` and hashes every file. Raises ConfigError for damage."""
+    """Check both splits of a data set and hash every file.
+
+    Raises:
+        ConfigError: naming the first file that is missing or damaged.
+    """
     for split in ("train", "validation"):
         TokenStream(Path(directory) / split).verify()

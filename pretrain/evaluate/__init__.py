@@ -1,1 +1,1 @@
-"""Perplexity by length, protocol and position, and the report made of it."""
+"""Evaluate checkpoints: perplexity by window length, protocol and position, and reports of it."""

@@ -1,7 +1,8 @@
-"""A run's evaluated checkpoints, put together: perplexity at each length over training steps.
+"""Report how perplexity at each length develops over a run's checkpoints.
 
-Evaluation jobs leave one folder a checkpoint, RUN/evaluations/step-########/, as `pretrain evaluate --out` writes it (or
-failed.json, where the launcher gave up). All of them are read every time, so the order of the jobs does not matter.
+Each evaluation job leaves one directory, RUN/evaluations/step-########/, with the files that
+`pretrain evaluate --out` writes, or with a failed.json once the launcher has given up on that
+checkpoint. Every report is made anew from all of them, so the jobs may finish in any order.
 """
 
 from __future__ import annotations
@@ -19,24 +20,37 @@ from pretrain.evaluate import plots, report
 from pretrain.evaluate.plots import Series
 
 FIELDS = ("step", *report.FIELDS)
+"""Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
 STEP = re.compile(r"step-(\d+)")
 CURVES_SHOWN = 5
-"""Checkpoints in the picture by length: the first, the last, and some between."""
+"""Largest number of checkpoints in the plot by length: the first, the last and some between."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a run's evaluations say: records have the keys of FIELDS, in the order of the steps."""
+    """The results of a run's evaluation jobs so far."""
 
     folders: tuple[str, ...]
+    """Names of all the directories that were read, in the order of the steps."""
     train_length: int | None
+    """Training length in tokens; None when no checkpoint has been evaluated."""
     records: list[dict[str, Any]]
+    """Records with the keys of FIELDS, in the order of the steps."""
     missing: dict[str, str]
-    """Checkpoints that could not be evaluated, with the reason."""
+    """Checkpoint -> reason why it has no results."""
 
 
 def read_evaluations(directory: Path) -> Evaluated:
-    """Reads every step-######## in RUN/evaluations. A perplexity or loss that was not finite is nan."""
+    """Read every step-######## directory in RUN/evaluations.
+
+    A directory that cannot be read is reported as missing and does not stop the others.
+
+    Args:
+        directory: RUN/evaluations.
+
+    Returns:
+        All results. Perplexities and losses that are null in the files (not finite) are nan.
+    """
     folders = sorted((p for p in directory.glob("step-*") if STEP.fullmatch(p.name)), key=_step)
     train_length, records, missing = None, [], {}
     for folder in folders:
@@ -52,7 +66,8 @@ def read_evaluations(directory: Path) -> Evaluated:
             train_length = int(curve["train_length"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             missing[folder.name] = (
-                f"{folder} cannot be read ({error}); remove it to have the checkpoint evaluated again"
+                f"{folder} cannot be read ({error}). Remove it to have the checkpoint evaluated "
+                "again"
             )
             continue
         records += [
@@ -62,10 +77,20 @@ def read_evaluations(directory: Path) -> Evaluated:
 
 
 def report_run(run: Path) -> str:
-    """Writes RUN/evaluations/curve.json, curve.csv, curve.png, steps.png and report.md anew; returns the table.
+    """Write curve.json, curve.csv, curve.png, steps.png and report.md in RUN/evaluations.
 
-    Safe beside another that does the same: whoever writes last looks again at what there is to write. Raises ConfigError
-    when no checkpoint has been evaluated.
+    Two processes may do this at the same time, as two evaluation jobs that end together. Each file
+    is replaced atomically, and each process looks for new results after it has written and starts
+    again if there are any. So the last one to write has included all results.
+
+    Args:
+        run: Run directory.
+
+    Returns:
+        The table of perplexities by training step and length, for the terminal.
+
+    Raises:
+        ConfigError: No checkpoint has been evaluated.
     """
     directory = run / "evaluations"
     written = None
@@ -73,36 +98,32 @@ def report_run(run: Path) -> str:
         if evaluated.train_length is None:
             reasons = "".join(f"\n{name}: {reason}" for name, reason in evaluated.missing.items())
             raise ConfigError(
-                f"{directory}: no checkpoint has been evaluated yet{reasons}\nEvaluation jobs leave their "
-                "results there; see `launcher submit --evaluate-checkpoints`"
+                f"{directory}: no checkpoint has been evaluated yet{reasons}\n"
+                "Evaluation jobs write their results there; "
+                "`launcher submit --evaluate-checkpoints` starts them"
             )
         _write(directory, evaluated.train_length, evaluated)
         written = evaluated.folders
-    lines = report.plain_table(
-        *report.table(evaluated.train_length or 0, _by_length(evaluated.records), "step")
-    )
-    return "\n".join(
-        [f"Perplexity by training step and length in tokens (L = {evaluated.train_length})", *lines]
-    )
+    train_length = evaluated.train_length or 0
+    table = report.perplexity_table(train_length, _by_length(evaluated.records), "step")
+    title = f"Perplexity by training step and length in tokens (L = {train_length})"
+    return "\n".join([title, *report.plain_table(*table)])
 
 
 def _write(directory: Path, train_length: int, evaluated: Evaluated) -> None:
+    """Write the five files of the report. The JSON comes last: where it exists, the rest does."""
     by_length, by_step = _by_length(evaluated.records), _by_step(evaluated.records, train_length)
-    chosen = {
-        str(step) for step in _spread(sorted({record["step"] for record in evaluated.records}))
-    }
+    steps = sorted({record["step"] for record in evaluated.records})
+    chosen = {str(step) for step in _evenly_spaced(steps)}
     shown = [s._replace(name=f"step {s.name}") for s in by_length if s.name in chosen]
-    report.publish(directory / "steps.png", plots.by_step(by_step))
-    report.publish(directory / "curve.png", plots.curve(train_length, shown))
-    report.publish(
-        directory / "curve.csv",
-        report.to_csv(FIELDS, ([r[field] for field in FIELDS] for r in evaluated.records)),
-    )
+    report.publish(directory / "steps.png", plots.plot_by_step(by_step))
+    report.publish(directory / "curve.png", plots.plot_by_length(train_length, shown))
+    rows = ([record[field] for field in FIELDS] for record in evaluated.records)
+    report.publish(directory / "curve.csv", report.to_csv(FIELDS, rows))
     text = _markdown(train_length, by_length, by_step, evaluated.missing)
     report.publish(directory / "report.md", text.encode())
-    report.publish(
-        directory / "curve.json", report.to_json(train_length, evaluated.records, FIELDS)
-    )
+    curve = report.to_json(train_length, evaluated.records, FIELDS)
+    report.publish(directory / "curve.json", curve)
 
 
 def _markdown(
@@ -111,75 +132,72 @@ def _markdown(
     by_step: Sequence[Series],
     missing: Mapping[str, str],
 ) -> str:
+    """Return report.md.
+
+    Args:
+        train_length: Training length in tokens.
+        by_length: One curve for each checkpoint and protocol, in the order of the steps.
+        by_step: One curve for each length and protocol.
+        missing: Checkpoint -> reason why it has no results.
+    """
     newest = by_length[-1].name
+    newest_curves = [s._replace(name=f"step {newest}") for s in by_length if s.name == newest]
     parts = [
         "# Perplexity by training step",
-        f"Trained at L = {train_length} tokens, every checkpoint evaluated at the lengths below. Nonoverlapping: pieces "
-        "of that length, each from scratch. Sliding: windows of that length, of which the last predictions (the stride) "
-        "count. Every token is scored once.",
+        f"Trained at L = {train_length} tokens. Each checkpoint is evaluated at the lengths below. "
+        + report.PROTOCOLS_EXPLAINED,
         "![perplexity by training step](steps.png)",
-        report.markdown_table(*report.table(train_length, by_length, "step")),
-        "\n".join(f"- {_finding(s)}" for s in by_step),
+        report.markdown_table(*report.perplexity_table(train_length, by_length, "step")),
+        "\n".join(f"- {_describe_by_step(s)}" for s in by_step),
         "## By length",
         "![perplexity by length](curve.png)",
-        "\n".join(
-            f"- {report.finding(train_length, s._replace(name=f'step {newest}'))}"
-            for s in by_length
-            if s.name == newest
-        ),
+        "\n".join(f"- {report.describe_by_length(train_length, s)}" for s in newest_curves),
     ]
     if missing:
-        parts += [
-            "## Not evaluated",
-            "\n".join(f"- {name}: {reason}" for name, reason in missing.items()),
-        ]
+        reasons = "\n".join(f"- {name}: {reason}" for name, reason in missing.items())
+        parts += ["## Not evaluated", reasons]
     return "\n\n".join(parts) + "\n"
 
 
-def _finding(series: Series) -> str:
-    """Where a length is best over training, and how the newest checkpoint compares, in a sentence."""
+def _describe_by_step(series: Series) -> str:
+    """Return a sentence that compares the newest checkpoint at a length with the best one."""
     name = f"{series.name}, {series.protocol}"
     finite = {step: p for step, p in series.perplexities.items() if math.isfinite(p)}
     if not finite:
         return f"{name}: no finite perplexity."
     best, newest = min(finite, key=finite.__getitem__), max(series.perplexities)
-    sentence = f"{name}: best {report.number(finite[best])} at step {best}"
+    best_perplexity = report.format_perplexity(finite[best])
+    sentence = f"{name}: best perplexity {best_perplexity} at step {best}"
     if newest == best:
-        return f"{sentence}, the newest."
+        return f"{sentence}, the newest evaluated."
     if newest not in finite:
-        return f"{sentence}; not finite at step {newest}, the newest."
-    return (
-        f"{sentence}; {finite[newest] / finite[best]:.3f} times that at step {newest}, the newest."
-    )
+        return f"{sentence}; not finite at step {newest}, the newest evaluated."
+    ratio = finite[newest] / finite[best]
+    return f"{sentence}; {ratio:.3f} times that at step {newest}, the newest evaluated."
 
 
 def _by_length(records: Iterable[Mapping[str, Any]]) -> list[Series]:
-    """One for each checkpoint and protocol, named by its step."""
+    """Return perplexity by length, one curve for each checkpoint (named by step) and protocol."""
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for r in records:
-        curves.setdefault((str(r["step"]), report.protocol_name(r)), {})[r["length"]] = r[
-            "perplexity"
-        ]
+        curve = curves.setdefault((str(r["step"]), report.protocol_name(r)), {})
+        curve[r["length"]] = r["perplexity"]
     return [Series(*key, dict(sorted(points.items()))) for key, points in curves.items()]
 
 
 def _by_step(records: Iterable[Mapping[str, Any]], train_length: int) -> list[Series]:
-    """One for each length and protocol, in ascending lengths, over training steps."""
+    """Return perplexity by training step, one curve for each length (ascending) and protocol."""
     curves: dict[tuple[int, str], dict[int, float]] = {}
     for r in records:
         curves.setdefault((r["length"], report.protocol_name(r)), {})[r["step"]] = r["perplexity"]
     return [
-        Series(
-            f"{plots.in_tokens_and_lengths(length, train_length)}",
-            protocol,
-            dict(sorted(points.items())),
-        )
+        Series(plots.length_label(length, train_length), protocol, dict(sorted(points.items())))
         for (length, protocol), points in sorted(curves.items())
     ]
 
 
-def _spread(steps: Sequence[int]) -> list[int]:
-    """At most CURVES_SHOWN of them, evenly, with the first and the last."""
+def _evenly_spaced(steps: Sequence[int]) -> list[int]:
+    """Return at most CURVES_SHOWN of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= CURVES_SHOWN:
         return list(steps)
     last = len(steps) - 1
@@ -187,4 +205,5 @@ def _spread(steps: Sequence[int]) -> list[int]:
 
 
 def _step(folder: Path) -> int:
+    """Return the step in a directory's name: step-00000100 -> 100."""
     return int(folder.name.removeprefix("step-"))

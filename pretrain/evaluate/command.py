@@ -1,12 +1,17 @@
-"""`pretrain evaluate`: checkpoints in, one curve out. Runs on however many processes it is started with."""
+"""Run `pretrain evaluate`: score checkpoints, print one table and write one report.
+
+The command runs on as many processes as it is started with, alone or under torchrun or srun.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pretrain import topology
+import pretrain.topology
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import (
     Checkpoint,
@@ -19,7 +24,7 @@ from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
-from pretrain.evaluate.report import format_table, write_report
+from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 
@@ -27,41 +32,59 @@ from pretrain.model.gpt import build_model
 def evaluation_config(
     checkpoint: Checkpoint, request: EvaluationRequest, overrides: list[str]
 ) -> RunConfig:
-    """The checkpoint's config with an evaluation's layout: all processes data-parallel, unless overrides say else.
+    """Return a checkpoint's config with the layout of an evaluation.
 
-    Raises ConfigError when the overrides would make another model of the weights.
+    Checkpoints load on any layout, so the one that the run was trained on does not matter here. All
+    processes are data-parallel replicas unless the overrides set another layout.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        request: Lengths, protocols, stride and token limit from the command line.
+        overrides: `section.key=value` settings, applied last.
+
+    Raises:
+        ConfigError: The overrides describe a model that does not fit the weights, or change the
+            training length.
     """
-    world_size = topology.Process.from_environment().world_size
-    sections = {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": world_size}}
+    world_size = pretrain.topology.Process.from_environment().world_size
+    sections: dict[str, dict[str, Any]] = {
+        "parallel": {},
+        "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
+    }
     config = checkpoint.load_config([*request.overrides(), *overrides], sections)
     check_same_model(config, checkpoint)
     trained = checkpoint.config.data.sequence_length
+    # data.sequence_length is the training length L of every table; lengths are chosen separately.
     if config.data.sequence_length != trained:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was trained at {trained}. "
-            "Say with --lengths at which lengths to evaluate"
+            f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was "
+            f"trained at {trained} tokens. Use --lengths to choose the lengths to evaluate at"
         )
     return config
-
-
-def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
-    """Every protocol at every length."""
-    lengths, stride = config.evaluation_lengths, config.evaluation_stride
-    return [Protocol(name, length, stride) for name in request.protocols for length in lengths]
 
 
 def evaluate_checkpoint(
     checkpoint: Checkpoint, config: RunConfig, protocols: list[Protocol]
 ) -> list[Evaluation]:
-    """Scores the validation split with a checkpoint's weights; every rank gets the results, rank 0 prints them."""
+    """Score the validation split with a checkpoint's weights. Rank 0 prints each result.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        config: Its config, with the layout to evaluate on (see `evaluation_config`).
+        protocols: Protocols to score under, in order.
+
+    Returns:
+        One evaluation for each protocol, the same on every rank.
+    """
+    # The data is checked before the process group starts, which takes seconds.
     stream = open_stream(config, "validation")
-    place = topology.initialize(config)
+    topology = pretrain.topology.initialize(config)
     chunks = build_model(config)
     check_positions(config, chunks)
     load_weights(checkpoint, chunks)
     evaluator = Evaluator(
         chunks,
-        place,
+        topology,
         stream,
         Tokenizer(config.data_directory / TOKENIZER).eos_id,
         tokens_per_batch=config.evaluation.tokens_per_batch,
@@ -69,62 +92,87 @@ def evaluate_checkpoint(
     )
     results = []
     for protocol in protocols:
-        results.append(evaluator.evaluate(protocol, progress=True))
-        if place.is_main:
+        result = evaluator.evaluate(protocol, progress=True)
+        results.append(result)
+        if topology.is_main:
             name = f"{config.position.method:<12} {protocol.name:<15} {protocol.length:>7} tokens"
-            print(f"{name}  perplexity {results[-1].perplexity:9.3f}", flush=True)
+            print(f"{name}  perplexity {result.perplexity:9.3f}", flush=True)
     return results
 
 
 def evaluate_sources(
     sources: list[Path], request: EvaluationRequest, overrides: list[str], out: Path | None
-) -> list[dict]:
-    """Evaluates each run or checkpoint, prints one table, writes the report to `out` and beside it. Returns records."""
+) -> list[dict[str, Any]]:
+    """Evaluate runs or checkpoints, print one table of all, and write a report if asked to.
+
+    Args:
+        sources: Run directories (their newest checkpoint is evaluated) or checkpoint directories.
+        request: Lengths, protocols, stride and token limit from the command line.
+        overrides: `section.key=value` settings for every checkpoint.
+        out: FILE.json of the report, whose other files are written beside it; None for no report.
+
+    Returns:
+        One record for each checkpoint, protocol and length, with the keys of `report.FIELDS`.
+
+    Raises:
+        ConfigError: A source is not a run or checkpoint, the checkpoints were trained at different
+            lengths, or the report cannot be written to `out`.
+    """
     checkpoints = [open_checkpoint(find_checkpoint(source)) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
-    train_length = configs[0].data.sequence_length
-    for config, checkpoint in zip(configs, checkpoints):
-        if config.data.sequence_length != train_length:
-            raise ConfigError(
-                f"{checkpoint.path}: trained at {config.data.sequence_length} tokens, the first at {train_length}. "
-                "One report holds one training length: evaluate them one by one"
-            )
+    _check_same_training_length(checkpoints, configs)
     if out is not None:
-        _prepare_out(out)
-    records: list[dict] = []
-    positions: dict[tuple[str, int], np.ndarray] = {}
+        _prepare_report_directory(out)
+    records: list[dict[str, Any]] = []
+    positions: dict[tuple[str, int], NDArray[np.float64]] = {}
     for checkpoint, config in zip(checkpoints, configs):
+        method = config.position.method
         for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
-            records.append(
-                {
-                    "method": config.position.method,
-                    **result.record(),
-                    "checkpoint": str(checkpoint.path),
-                }
-            )
+            path = str(checkpoint.path)
+            records.append({"method": method, **result.record(), "checkpoint": path})
+            # Sliding windows score few positions, so loss by position is reported without overlap.
             if result.protocol.name == "nonoverlapping":
-                positions[config.position.method, result.protocol.length] = result.loss_by_position
-    if topology.Process.from_environment().rank == 0:
+                positions[method, result.protocol.length] = result.loss_by_position
+    if pretrain.topology.Process.from_environment().rank == 0:
+        train_length = configs[0].data.sequence_length
+        # The table is printed first: its numbers are not lost if the report cannot be written.
         print("\n" + format_table(train_length, records))
         if out is not None:
             with writing(out):
                 write_report(out, train_length, records, positions)
-            print(
-                f"\nwritten: {out.parent}/ ({', '.join(sorted(p.name for p in out.parent.iterdir()))})"
-            )
-    topology.finish()
+            names = ", ".join(sorted(p.name for p in out.parent.iterdir()))
+            print(f"\nReport written to {out.parent}/ ({names})")
+    pretrain.topology.finish()
     return records
 
 
-def _prepare_out(out: Path) -> None:
-    """Finds out before the work, not after it, whether the report can be written."""
-    if out.suffix != ".json":
-        raise ConfigError(
-            f"--out {out}: want a file that ends in .json; the report's other files stand beside it"
-        )
+def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
+    """Return every requested protocol at every length."""
+    lengths, stride = config.evaluation_lengths, config.evaluation_stride
+    return [Protocol(name, length, stride) for name in request.protocols for length in lengths]
+
+
+def _check_same_training_length(checkpoints: list[Checkpoint], configs: list[RunConfig]) -> None:
+    """Raise ConfigError unless all checkpoints were trained at the same length.
+
+    Tables and plots give lengths as multiples of the training length, which a report holds once.
+    """
+    first = configs[0].data.sequence_length
+    for checkpoint, config in zip(checkpoints, configs):
+        if config.data.sequence_length != first:
+            raise ConfigError(
+                f"{checkpoint.path}: trained at {config.data.sequence_length} tokens, but "
+                f"{checkpoints[0].path} at {first}. A report has one training length: evaluate "
+                "these checkpoints one by one"
+            )
+
+
+def _prepare_report_directory(out: Path) -> None:
+    """Make the report's directory, so that a bad --out fails before the evaluation, not after."""
+    check_report_path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: {out.parent} cannot be made ({error.strerror}). Choose another"
+            f"--out {out}: cannot create {out.parent} ({error.strerror}). Choose another path"
         ) from None

@@ -1,7 +1,29 @@
-"""Which window of context scores which token. Pure arithmetic, no torch.
+"""Cut a token stream into evaluation windows. Pure arithmetic, without torch.
 
-The scored stream is the validation stream with one end-of-document token before it, so that its first token has a
-context too: input t is followed by target t, and every target 0 .. tokens - 1 is scored exactly once.
+The stream to score has an end-of-document token put before its first token, so that the first token
+has a context as well: input t is followed by target t, and each target 0 .. tokens - 1 is scored by
+exactly one window. The two protocols differ in how much context a target gets. In the pictures, "#"
+is a target that the window scores and "." is one that it only reads as context.
+
+Nonoverlapping, 10 tokens in windows of length 4. Each window starts without context, so its first
+targets are hard to predict, however long the window is:
+
+    target     0 1 2 3 4 5 6 7 8 9
+    window 0   # # # #
+    window 1           # # # #
+    window 2                   # #
+
+Sliding, 9 tokens in windows of length 4 with stride 2. After the first window, each target has at
+least length - stride tokens of context, at length / stride times the compute:
+
+    target     0 1 2 3 4 5 6 7 8
+    window 0   # # # #
+    window 1       . . # #
+    window 2           . . # #
+    window 3             . . . #
+
+Both are defined in Press, Smith and Lewis, "Train Short, Test Long" (arXiv 2108.12409), appendix B,
+where the cost of a short context at the start of a window is called the early token curse.
 """
 
 from __future__ import annotations
@@ -11,28 +33,44 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """Inputs [start, start + size) are read; the last `scored` predictions count."""
+    """A range of inputs to read, [start, start + size), and how many of its targets to score."""
 
     start: int
+    """Index of the first input token."""
     size: int
+    """Number of input tokens that the window reads."""
     scored: int
+    """Number of targets that the window scores: always its last ones."""
 
 
 def nonoverlapping(tokens: int, length: int) -> Iterator[Window]:
-    """The stream in pieces of `length` tokens, each predicted from scratch; the last piece may be shorter."""
+    """Yield consecutive windows of `length` tokens; the last one may be shorter."""
     return sliding(tokens, length, length)
 
 
 def sliding(tokens: int, length: int, stride: int) -> Iterator[Window]:
-    """Windows of `length` tokens, each `stride` further, of which the last `stride` predictions count.
+    """Yield windows of `length` tokens that advance by `stride` and score their last targets.
 
-    All of the first window's count, or no window would score them. The last window is moved by what is left, so it
-    too has full context; only with stride = length, where nothing is read twice, is it a shorter piece of its own.
+    The first window scores all its targets, because no other window reads them. The last window has
+    fewer than `stride` targets left to score when the stream does not divide evenly. It then
+    advances by that many only, so that its targets have full context as well.
+
+    Args:
+        tokens: Number of targets in the stream, all of which are scored.
+        length: Largest number of tokens in a window.
+        stride: Number of targets that each window after the first scores, at most `length`. With
+            stride = length the windows do not overlap.
+
+    Yields:
+        Windows in the order of the stream. Together they score every target exactly once.
     """
     first = min(length, tokens)
     if first:
         yield Window(0, first, first)
-    for end in range(length + stride, tokens + stride, stride):
-        scored = min(stride, tokens - (end - stride))
+    for first_scored in range(length, tokens, stride):
+        scored = min(stride, tokens - first_scored)
+        # With stride = length no window reads another one's targets, not even for a full context:
+        # the last window is a shorter piece of its own.
         size = scored if stride == length else length
-        yield Window(end - stride + scored - size, size, scored)
+        end = first_scored + scored
+        yield Window(end - size, size, scored)

@@ -1,4 +1,4 @@
-"""The README.md of an exported model."""
+"""Write the model card (README.md) of an exported model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,35 @@ from typing import Any
 from pretrain.config import RunConfig, num_parameters
 from pretrain.export.targets import Target
 
+# What a user of each class must know about how the weights were stored (see export/targets.py).
 _NOTES = {
-    "bloom": "Bloom normalises its embeddings and this model does not, so that LayerNorm is neutralised: the\n"
-    "embeddings are stored times 2^-20, and its weight is sqrt(eps) x 2^20. Keep the weights in float32\n"
-    "(float16 overflows, and Bloom rounds its position biases to the dtype of the weights), and do not\n"
-    "fine-tune this copy.",
-    "mpt": "bfloat16 is safe: MPT keeps its position biases in float32. `max_seq_len` is the longest sequence it\n"
-    "takes.",
-    "opt": "The sinusoids are stored as a table, which ends at `max_position_embeddings`; the embeddings are\n"
-    "stored times sqrt(hidden_size).",
-    "gpt_neox": "Rotary embeddings act on the whole head, and attention and MLP follow each other.",
+    "bloom": """\
+Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
+it: the embeddings are stored multiplied by 2^-20, and the weight of that LayerNorm is
+sqrt(eps) x 2^20. Keep the weights in float32: float16 does not have that range, and Bloom rounds
+its ALiBi biases to the dtype of the weights. Do not fine-tune this copy.""",
+    "mpt": """\
+The weights can be converted to bfloat16, because MPT computes its ALiBi biases in float32.
+Sequences can be at most `max_seq_len` tokens long.""",
+    "opt": """\
+The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
+`max_position_embeddings` tokens long. The token embeddings are stored multiplied by
+sqrt(hidden_size).""",
+    "gpt_neox": """\
+Rotary embeddings are applied to the full head dimension. Attention and MLP are sequential
+(`use_parallel_residual` is false).""",
 }
+
+_USAGE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # the folder with this file
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+text = tokenizer("To be, or", return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=40)[0]))
+```"""
 
 
 def model_card(
@@ -28,40 +46,42 @@ def model_card(
     facts: Mapping[str, str],
     max_length: int,
 ) -> str:
-    """Markdown. `curve`: records with method, protocol, stride, length, perplexity; `facts`: more rows of the table."""
-    m = config.model
+    """Return the model card as Markdown, with the metadata block that the Hub reads.
+
+    Args:
+        config: The run's resolved config.
+        target: Class that the model was exported as.
+        curve: Evaluation records with method, protocol, stride, length and perplexity. Empty leaves
+            the table of perplexities out.
+        facts: Name -> value of further rows in the table of properties.
+        max_length: Longest sequence, in tokens, that the model was exported for.
+    """
+    method, m = config.position.method, config.model
+    length = config.data.sequence_length
     rows = {
-        "class": f"`{target.class_name}`",
-        "positions": config.position.method,
-        "parameters": f"{num_parameters(config):,}",
-        "layers, hidden size, heads": f"{m.num_layers}, {m.hidden_size}, {m.num_attention_heads}",
-        "trained at": f"{config.data.sequence_length} tokens",
-        "exported for": f"up to {max_length} tokens",
-        "vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
+        "Class": f"`{target.class_name}`",
+        "Position method": method,
+        "Parameters": f"{num_parameters(config):,}",
+        "Layers, hidden size, heads": f"{m.num_layers}, {m.hidden_size}, {m.num_attention_heads}",
+        "Training length": f"{length} tokens",
+        "Exported for": f"up to {max_length} tokens",
+        "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
         **facts,
     }
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        f"tags: [{config.position.method}]",
+        f"tags: [{method}]",
         "---",
         "",
-        f"# {config.position.method} language model, trained at {config.data.sequence_length} tokens",
+        f"# Language model with {method} positions, trained at {length} tokens",
         "",
         "| | |",
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in rows.items()),
         "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'folder = "."  # where this file lies',
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
-        'text = tokenizer("To be, or", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**text, max_new_tokens=40)[0]))",
-        "```",
+        _USAGE,
         "",
         _NOTES[target.model_type],
         "",
@@ -70,7 +90,10 @@ def model_card(
 
 
 def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One row a length, one column a method and protocol (with each stride, if it slides), in order of appearance."""
+    """Return the lines of a table of perplexities: a row for each length, a column for each curve.
+
+    Columns are in the order in which their first records appear.
+    """
     if not curve:
         return []
     cells = {(_column(r), r["length"]): f"{r['perplexity']:.2f}" for r in curve}
@@ -78,17 +101,17 @@ def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["## Validation perplexity by length", ""]
     lines += [f"| tokens | {' | '.join(titles)} |", "|---:|" + "---:|" * len(titles)]
     for length in sorted({r["length"] for r in curve}):
-        lines.append(
-            f"| {length:,} | {' | '.join(cells.get((title, length), '') for title in titles)} |"
-        )
+        row = [cells.get((title, length), "") for title in titles]
+        lines.append(f"| {length:,} | {' | '.join(row)} |")
     return [*lines, ""]
 
 
 def _column(record: Mapping[str, Any]) -> str:
-    """A nonoverlapping record's stride is its length, so it names no column."""
-    stride = (
-        f", stride {record['stride']}"
-        if record["protocol"] == "sliding" and "stride" in record
-        else ""
-    )
-    return f"{record['method']}, {record['protocol']}{stride}"
+    """Return the title of a record's column: method, protocol and, if it slides, the stride.
+
+    A nonoverlapping window's stride is its length, so there it would give each row its own column.
+    """
+    title = f"{record['method']}, {record['protocol']}"
+    if record["protocol"] == "sliding" and "stride" in record:
+        return f"{title}, stride {record['stride']}"
+    return title

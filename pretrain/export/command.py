@@ -1,4 +1,4 @@
-"""`pretrain export`: a checkpoint to a Hugging Face folder, compared with the model it came from before it is said to be done."""
+"""Run `pretrain export`: write a checkpoint as a Hugging Face folder and verify the result."""
 
 from __future__ import annotations
 
@@ -20,18 +20,29 @@ from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
 
 PARITY_ROWS = 4
-"""Sequences compared at each length."""
+"""Number of validation sequences that are compared at each length."""
 
 
 def export_source(source: Path, out: Path, curve: Path | None) -> bool:
-    """Exports the newest checkpoint of a run (or the one named), prints the parity, returns whether it holds.
+    """Export a checkpoint, compare the export with the trained model and print the comparison.
 
-    Raises ConfigError when no stock class holds the model, or something is missing.
+    Args:
+        source: Run directory (its newest checkpoint is exported) or checkpoint directory.
+        out: Hugging Face folder to write.
+        curve: curve.json for the model card; None takes the run's last evaluation while training.
+
+    Returns:
+        True if the exported model computes the same function.
+
+    Raises:
+        ConfigError: No transformers class can hold the model, or the checkpoint, the data or the
+            curve is missing or damaged.
     """
     opened = open_checkpoint(find_checkpoint(source))
     checkpoint = opened.path
-    # One process, whatever the layout was; fp32, because the export holds the masters.
-    sections: dict[str, dict] = {
+    # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
+    # fp32 master weights, and the comparison is one of fp32 logits.
+    sections: dict[str, dict[str, Any]] = {
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": 1},
     }
@@ -39,8 +50,8 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     stream = open_stream(config, "validation")
     state = opened.trainer_state
     facts = {
-        "Steps": f"{state.step:,}",
-        "Tokens seen": f"{state.consumed_samples * config.data.sequence_length:,}",
+        "Training steps": f"{state.step:,}",
+        "Training tokens": f"{state.consumed_samples * config.data.sequence_length:,}",
     }
     name = to_huggingface(
         config,
@@ -60,39 +71,64 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
 def _compare(
     config: RunConfig, checkpoint: Checkpoint, stream: TokenStream, out: Path
 ) -> ParityReport:
-    """Logits of our own model, run as in training, beside stock transformers', at L and at 4 L."""
+    """Compare the export with our own model, built and run as in training.
+
+    Args:
+        config: The checkpoint's config, for one process in fp32.
+        checkpoint: The checkpoint that was exported, opened.
+        stream: Validation split, whose first tokens are compared.
+        out: Exported model.
+
+    Returns:
+        The comparison at L tokens and, beyond the training length, at 4 L.
+
+    Raises:
+        ConfigError: The validation split is shorter than one sequence.
+    """
     topology.initialize(config)
     chunks = build_model(config)
     load_weights(checkpoint, chunks)
     chunks[0].eval()
-    length = config.data.sequence_length
-    lengths = [
-        n for n in (length, 4 * length) if config.position.method != "learned" or n == length
-    ]
+    trained = config.data.sequence_length
     ids = []
-    for n in lengths:
-        rows = min(PARITY_ROWS, len(stream) // n)
+    for length in (trained, 4 * trained):
+        rows = min(PARITY_ROWS, len(stream) // length)
         if rows == 0:
             raise ConfigError(
-                f"{stream.directory}: {len(stream)} tokens, the comparison needs {n}. Hold out more text"
+                f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
+                "Hold out more validation text (data.validation_fraction) and build the data again"
             )
-        ids.append(torch.from_numpy(stream.read(0, rows * n)).view(rows, n))
+        ids.append(torch.from_numpy(stream.read(0, rows * length)).view(rows, length))
     report = check_parity(lambda tokens: logits(chunks[0], tokens), out, ids)
     topology.finish()
     return report
 
 
 def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:
-    """Records for the model card: from a curve.json, or the run's last evaluation in metrics.jsonl."""
+    """Return the evaluation records for the model card.
+
+    Args:
+        config: The checkpoint's config.
+        checkpoint: Checkpoint that is exported.
+        curve: A curve.json, of which the records of this method and checkpoint are taken; None
+            takes the last evaluation in the run's metrics.jsonl.
+
+    Returns:
+        Records of this checkpoint's position method; none where the run has not been evaluated.
+
+    Raises:
+        ConfigError: `curve` is not a curve.json.
+    """
     method = config.position.method
     if curve is not None:
         try:
             records = json.loads(curve.read_text())["records"]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"--curve {curve}: not a curve.json as `pretrain evaluate --out` writes it ({error})"
+                f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"
             ) from None
-        # A run's own (RUN/evaluations/curve.json) holds every checkpoint of it, with its step.
+        # RUN/evaluations/curve.json has all checkpoints of one run, told apart by a "step" in each
+        # record. A report of several runs has no "step", and one checkpoint of each run.
         mine = [
             r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name
         ]

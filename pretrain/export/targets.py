@@ -1,13 +1,18 @@
-"""The stock classes that hold our models: for each, one literal table from our names to theirs, and its settings.
+"""Define the stock transformers classes that hold our models, and how each stores our weights.
 
-What each class computes was read in transformers 5.17 and 5.23 (`models/{bloom,mpt,opt,gpt_neox}/modeling_*.py`);
-that it is the same function is measured by `export.parity` at every export.
+There is one literal table for each class, from our parameter names to its own, and one function
+that returns the keyword arguments of its config class. Where a class computes something that our
+model does not, the weights are rewritten so that both compute the same function, and the algebra
+stands in a comment beside the code that does it.
+
+The classes were read in transformers 5.17 and 5.23 (transformers/models/{bloom,mpt,opt,gpt_neox}/
+modeling_*.py). `export.parity` measures at every export that the result is the same function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,97 +23,142 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.rules import Refusal
 
 Transform = Callable[[RunConfig, Tensor], tuple[Tensor, ...]]
-Table = dict[str, tuple[Any, ...]]
-"""Our module -> (transform, their modules); `{i}` is the layer. Holds for .weight and .bias alike."""
-
-BLOOM_EMBEDDING_SCALE = 2.0**-20
-OPT_LAYERNORM_EPSILON = 1e-5
-"""`OPTDecoderLayer` builds its LayerNorms with torch's default; no setting changes it."""
+"""Turns one of our tensors into theirs. The same for a module's weight and its bias."""
+Table = dict[str, tuple[Transform, *tuple[str, ...]]]
+"""Our module -> (transform, their modules), where `{i}` stands for the layer."""
 
 
-# ---- transforms: one of our tensors -> theirs -------------------------------------------------------------------
-def same(config: RunConfig, tensor: Tensor) -> tuple[Tensor]:
+# ---- Transforms ---------------------------------------------------------------------------------
+# Megatron fuses the query, key and value projections of each head: with as many query groups as
+# heads, the rows of linear_qkv are [head, (q, k, v), head_dim]. Bloom and GPT-NeoX use the same
+# order (BloomAttention._reshape, GPTNeoXAttention.forward).
+
+
+def unchanged(config: RunConfig, tensor: Tensor) -> tuple[Tensor]:
+    """Return the tensor as it is."""
     return (tensor,)
 
 
-def separate(config: RunConfig, fused: Tensor) -> tuple[Tensor, ...]:
-    """Fused rows [head, (q, k, v), head_dim] -> queries, keys and values, each [head, head_dim] rows."""
+def split_qkv(config: RunConfig, fused: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, each with rows [head, head_dim], as three tensors."""
     heads = fused.view(config.model.num_attention_heads, 3, config.head_dim, *fused.shape[1:])
     return tuple(part.flatten(0, 1) for part in heads.unbind(1))
 
 
-def stacked(config: RunConfig, fused: Tensor) -> tuple[Tensor]:
-    """Fused rows [head, (q, k, v), head_dim] -> [(q, k, v), head, head_dim]."""
-    return (torch.cat(separate(config, fused)),)
+def stack_qkv(config: RunConfig, fused: Tensor) -> tuple[Tensor]:
+    """Return one tensor with rows [(q, k, v), head, head_dim], the order of MptAttention.Wqkv."""
+    return (torch.cat(split_qkv(config, fused)),)
 
 
-# ---- tables -------------------------------------------------------------------------------------------------------
+# ---- Tables -------------------------------------------------------------------------------------
 BLOOM: Table = {
-    "embedding.word_embeddings": (same, "transformer.word_embeddings"),
-    "decoder.layers.{i}.input_layernorm": (same, "transformer.h.{i}.input_layernorm"),
+    "embedding.word_embeddings": (unchanged, "transformer.word_embeddings"),
+    "decoder.layers.{i}.input_layernorm": (unchanged, "transformer.h.{i}.input_layernorm"),
     "decoder.layers.{i}.self_attention.linear_qkv": (
-        same,
+        unchanged,
         "transformer.h.{i}.self_attention.query_key_value",
     ),
     "decoder.layers.{i}.self_attention.linear_proj": (
-        same,
+        unchanged,
         "transformer.h.{i}.self_attention.dense",
     ),
-    "decoder.layers.{i}.pre_mlp_layernorm": (same, "transformer.h.{i}.post_attention_layernorm"),
-    "decoder.layers.{i}.mlp.linear_fc1": (same, "transformer.h.{i}.mlp.dense_h_to_4h"),
-    "decoder.layers.{i}.mlp.linear_fc2": (same, "transformer.h.{i}.mlp.dense_4h_to_h"),
-    "decoder.final_layernorm": (same, "transformer.ln_f"),
-    "output_layer": (same, "lm_head"),
+    "decoder.layers.{i}.pre_mlp_layernorm": (
+        unchanged,
+        "transformer.h.{i}.post_attention_layernorm",
+    ),
+    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "transformer.h.{i}.mlp.dense_h_to_4h"),
+    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "transformer.h.{i}.mlp.dense_4h_to_h"),
+    "decoder.final_layernorm": (unchanged, "transformer.ln_f"),
+    "output_layer": (unchanged, "lm_head"),
 }
 MPT: Table = {
-    "embedding.word_embeddings": (same, "transformer.wte"),
-    "decoder.layers.{i}.input_layernorm": (same, "transformer.blocks.{i}.norm_1"),
-    "decoder.layers.{i}.self_attention.linear_qkv": (stacked, "transformer.blocks.{i}.attn.Wqkv"),
-    "decoder.layers.{i}.self_attention.linear_proj": (same, "transformer.blocks.{i}.attn.out_proj"),
-    "decoder.layers.{i}.pre_mlp_layernorm": (same, "transformer.blocks.{i}.norm_2"),
-    "decoder.layers.{i}.mlp.linear_fc1": (same, "transformer.blocks.{i}.ffn.up_proj"),
-    "decoder.layers.{i}.mlp.linear_fc2": (same, "transformer.blocks.{i}.ffn.down_proj"),
-    "decoder.final_layernorm": (same, "transformer.norm_f"),
-    "output_layer": (same, "lm_head"),
+    "embedding.word_embeddings": (unchanged, "transformer.wte"),
+    "decoder.layers.{i}.input_layernorm": (unchanged, "transformer.blocks.{i}.norm_1"),
+    "decoder.layers.{i}.self_attention.linear_qkv": (
+        stack_qkv,
+        "transformer.blocks.{i}.attn.Wqkv",
+    ),
+    "decoder.layers.{i}.self_attention.linear_proj": (
+        unchanged,
+        "transformer.blocks.{i}.attn.out_proj",
+    ),
+    "decoder.layers.{i}.pre_mlp_layernorm": (unchanged, "transformer.blocks.{i}.norm_2"),
+    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "transformer.blocks.{i}.ffn.up_proj"),
+    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "transformer.blocks.{i}.ffn.down_proj"),
+    "decoder.final_layernorm": (unchanged, "transformer.norm_f"),
+    "output_layer": (unchanged, "lm_head"),
 }
 OPT: Table = {
-    "embedding.word_embeddings": (same, "model.decoder.embed_tokens"),
-    "decoder.layers.{i}.input_layernorm": (same, "model.decoder.layers.{i}.self_attn_layer_norm"),
+    "embedding.word_embeddings": (unchanged, "model.decoder.embed_tokens"),
+    "decoder.layers.{i}.input_layernorm": (
+        unchanged,
+        "model.decoder.layers.{i}.self_attn_layer_norm",
+    ),
     "decoder.layers.{i}.self_attention.linear_qkv": (
-        separate,
+        split_qkv,
         "model.decoder.layers.{i}.self_attn.q_proj",
         "model.decoder.layers.{i}.self_attn.k_proj",
         "model.decoder.layers.{i}.self_attn.v_proj",
     ),
     "decoder.layers.{i}.self_attention.linear_proj": (
-        same,
+        unchanged,
         "model.decoder.layers.{i}.self_attn.out_proj",
     ),
-    "decoder.layers.{i}.pre_mlp_layernorm": (same, "model.decoder.layers.{i}.final_layer_norm"),
-    "decoder.layers.{i}.mlp.linear_fc1": (same, "model.decoder.layers.{i}.fc1"),
-    "decoder.layers.{i}.mlp.linear_fc2": (same, "model.decoder.layers.{i}.fc2"),
-    "decoder.final_layernorm": (same, "model.decoder.final_layer_norm"),
-    "output_layer": (same, "lm_head"),
+    # OPT calls the LayerNorm before each MLP "final"; the last one of the decoder is another.
+    "decoder.layers.{i}.pre_mlp_layernorm": (
+        unchanged,
+        "model.decoder.layers.{i}.final_layer_norm",
+    ),
+    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "model.decoder.layers.{i}.fc1"),
+    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "model.decoder.layers.{i}.fc2"),
+    "decoder.final_layernorm": (unchanged, "model.decoder.final_layer_norm"),
+    "output_layer": (unchanged, "lm_head"),
 }
 GPT_NEOX: Table = {
-    "embedding.word_embeddings": (same, "gpt_neox.embed_in"),
-    "decoder.layers.{i}.input_layernorm": (same, "gpt_neox.layers.{i}.input_layernorm"),
+    "embedding.word_embeddings": (unchanged, "gpt_neox.embed_in"),
+    "decoder.layers.{i}.input_layernorm": (unchanged, "gpt_neox.layers.{i}.input_layernorm"),
     "decoder.layers.{i}.self_attention.linear_qkv": (
-        same,
+        unchanged,
         "gpt_neox.layers.{i}.attention.query_key_value",
     ),
-    "decoder.layers.{i}.self_attention.linear_proj": (same, "gpt_neox.layers.{i}.attention.dense"),
-    "decoder.layers.{i}.pre_mlp_layernorm": (same, "gpt_neox.layers.{i}.post_attention_layernorm"),
-    "decoder.layers.{i}.mlp.linear_fc1": (same, "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
-    "decoder.layers.{i}.mlp.linear_fc2": (same, "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
-    "decoder.final_layernorm": (same, "gpt_neox.final_layer_norm"),
-    "output_layer": (same, "lm_head"),
+    "decoder.layers.{i}.self_attention.linear_proj": (
+        unchanged,
+        "gpt_neox.layers.{i}.attention.dense",
+    ),
+    "decoder.layers.{i}.pre_mlp_layernorm": (
+        unchanged,
+        "gpt_neox.layers.{i}.post_attention_layernorm",
+    ),
+    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
+    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
+    "decoder.final_layernorm": (unchanged, "gpt_neox.final_layer_norm"),
+    "output_layer": (unchanged, "lm_head"),
 }
 
 
-# ---- settings: RunConfig and the longest sequence -> keyword arguments of their config class --------------------
-def _bloom(c: RunConfig, max_length: int) -> dict[str, Any]:
-    m = c.model
+# ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) --------------------
+# BloomModel applies word_embeddings_layernorm to the embeddings e, and our model does not. The
+# export neutralises it. With embeddings a e, weight w = sqrt(eps) / a and bias 0 it computes
+#
+#     LN(a e) = a (e - mean(e)) w / sqrt(a^2 var(e) + eps)
+#             = (e - mean(e)) / sqrt(1 + a^2 var(e) / eps)
+#
+# For a small a the root is 1 up to a relative error of a^2 var(e) / (2 eps), below the rounding of
+# fp32, and what remains is e - mean(e). Subtracting the mean has no effect: in a pre-LN model the
+# residual stream is read by LayerNorms only, which subtract the mean themselves.
+#
+# Tied output weights are a e as well, so convert() divides the weight and bias of the final
+# LayerNorm by a, which leaves the logits as they were: (a e) . (LN(h) / a) = e . LN(h).
+#
+# a is a power of two, so both scalings are exact in fp32. In float16 1 / a would overflow.
+BLOOM_EMBEDDING_SCALE = 2.0**-20
+BLOOM_MAX_RELATIVE_ERROR = 2.0**-21
+"""Largest error of the embeddings that an export accepts: eight roundings of fp32 (2^-24 each)."""
+
+
+def _bloom_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of BloomConfig."""
+    m = config.model
     return {
         "hidden_size": m.hidden_size,
         "n_layer": m.num_layers,
@@ -120,8 +170,41 @@ def _bloom(c: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-def _mpt(c: RunConfig, max_length: int) -> dict[str, Any]:
-    m = c.model
+def _bloom_scale(config: RunConfig) -> float:
+    """Return a, the factor on the embeddings."""
+    return BLOOM_EMBEDDING_SCALE
+
+
+def _bloom_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
+    """Return the embedding LayerNorm that undoes itself, as derived above.
+
+    Raises:
+        ConfigError: The epsilon is so small that the LayerNorm would change the embeddings.
+    """
+    a, eps = BLOOM_EMBEDDING_SCALE, config.model.layernorm_epsilon
+    # `embedding` is scaled by a already, so this is a^2 var(e) / (2 eps).
+    error = 0.5 * embedding.var(dim=1, unbiased=False).max().item() / eps
+    if error > BLOOM_MAX_RELATIVE_ERROR:
+        reason = f"too small to neutralise Bloom's embedding LayerNorm (relative error {error:.1e})"
+        remedy = (
+            "Train with 1e-5, or with model.use_bias = false and model.hidden_act = gelu "
+            "(MptForCausalLM)"
+        )
+        raise ConfigError(str(Refusal("model.layernorm_epsilon", eps, reason, remedy)))
+    name, hidden_size = "transformer.word_embeddings_layernorm", config.model.hidden_size
+    return {
+        f"{name}.weight": torch.full((hidden_size,), math.sqrt(eps) / a),
+        f"{name}.bias": torch.zeros(hidden_size),
+    }
+
+
+# ---- MPT: ALiBi without biases, with erf GELU (models/mpt/modeling_mpt.py) ----------------------
+# Needs no algebra: linear layers are made without biases, and MptBlock sets those of its LayerNorms
+# to None. build_mpt_alibi_tensor computes the slopes that our model has (test_export.py compares
+# them for every number of heads to 40), in fp32 and for max_seq_len positions, where MPT ends.
+def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of MptConfig."""
+    m = config.model
     return {
         "d_model": m.hidden_size,
         "n_layers": m.num_layers,
@@ -136,14 +219,26 @@ def _mpt(c: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-def _opt(c: RunConfig, max_length: int) -> dict[str, Any]:
-    m = c.model
+# ---- OPT: sinusoidal positions (models/opt/modeling_opt.py) -------------------------------------
+# OPT adds a learned table of positions to its embeddings; ours adds sinusoids to embeddings times
+# sqrt(hidden_size), as in "Attention Is All You Need", section 3.4. So the table is filled with the
+# sinusoids, which gives it an end, and the stored embeddings are e sqrt(hidden_size). Where they
+# are tied to the output, the final LayerNorm is divided by sqrt(hidden_size), as for Bloom.
+OPT_LAYERNORM_EPSILON = 1e-5
+"""OPTDecoderLayer makes its LayerNorms with torch's default epsilon; no setting changes it."""
+OPT_POSITION_OFFSET = 2
+"""OPTLearnedPositionalEmbedding.offset: position p is in row p + 2 of the table."""
+
+
+def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of OPTConfig."""
+    m = config.model
     return {
         "hidden_size": m.hidden_size,
         "word_embed_proj_dim": m.hidden_size,
         "num_hidden_layers": m.num_layers,
         "num_attention_heads": m.num_attention_heads,
-        "ffn_dim": c.ffn_hidden_size,
+        "ffn_dim": config.ffn_hidden_size,
         "max_position_embeddings": max_length,
         "activation_function": m.hidden_act,
         "do_layer_norm_before": True,
@@ -152,18 +247,42 @@ def _opt(c: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(c: RunConfig, max_length: int) -> dict[str, Any]:
-    m = c.model
+def _opt_scale(config: RunConfig) -> float:
+    """Return sqrt(hidden_size), the factor on the embeddings."""
+    return math.sqrt(config.model.hidden_size)
+
+
+def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
+    """Return the table [2 + max_length, hidden_size] of sinusoids; padding has the rows of zeros.
+
+    The first half of each row are sines, the second half cosines, of the angles
+    p x 10000^(-k / (hidden_size / 2)), computed in fp64 as `model.positions.SinusoidalTable` does.
+    """
+    half = config.model.hidden_size // 2
+    frequency = torch.exp(torch.arange(half, dtype=torch.float64) * (-math.log(10_000.0) / half))
+    angle = torch.arange(max_length, dtype=torch.float64)[:, None] * frequency
+    table = torch.cat([angle.sin(), angle.cos()], dim=1).float()
+    padding = torch.zeros(OPT_POSITION_OFFSET, 2 * half)
+    return {"model.decoder.embed_positions.weight": torch.cat([padding, table])}
+
+
+# ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) --------------------------
+# Needs no algebra either. rotate_half pairs channel k with channel k + head_dim / 2, as Megatron
+# does unless rotary_interleaved is set. The class rotates a quarter of each head by default and
+# computes attention and MLP in parallel; both are switched off.
+def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of GPTNeoXConfig."""
+    m = config.model
     rope = {
         "rope_type": "default",
-        "rope_theta": float(c.position.rotary_base),
+        "rope_theta": float(config.position.rotary_base),
         "partial_rotary_factor": 1.0,
     }
     return {
         "hidden_size": m.hidden_size,
         "num_hidden_layers": m.num_layers,
         "num_attention_heads": m.num_attention_heads,
-        "intermediate_size": c.ffn_hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
         "hidden_act": m.hidden_act,
         "rope_parameters": rope,
         "use_parallel_residual": False,
@@ -174,54 +293,33 @@ def _gpt_neox(c: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-# ---- tensors that only they have ----------------------------------------------------------------------------------
-def _bloom_extra(c: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
-    """Bloom normalises its embeddings and we do not, so that LayerNorm is made to do nothing.
-
-    LN(a x) w = (x - mean) a w / sqrt(a^2 var(x) + eps), with w = sqrt(eps) / a and a tiny, is x - mean; and the mean is
-    invisible to a pre-LN model, whose every reader is a LayerNorm.
-    """
-    a, eps = BLOOM_EMBEDDING_SCALE, c.model.layernorm_epsilon
-    error = (
-        0.5 * embedding.var(dim=1, unbiased=False).max().item() / eps
-    )  # relative, of the rows times a already
-    if error > 2.0**-21:  # a few roundings of fp32
-        reason = f"too small to neutralise Bloom's embedding LayerNorm (relative error {error:.1e})"
-        remedy = "Train with 1e-5, or with model.use_bias = false and model.hidden_act = gelu (MptForCausalLM)"
-        raise ConfigError(str(Refusal("model.layernorm_epsilon", eps, reason, remedy)))
-    return {
-        "transformer.word_embeddings_layernorm.weight": torch.full(
-            (c.model.hidden_size,), math.sqrt(eps) / a
-        ),
-        "transformer.word_embeddings_layernorm.bias": torch.zeros(c.model.hidden_size),
-    }
+# ---- The classes --------------------------------------------------------------------------------
+def _unscaled(config: RunConfig) -> float:
+    """Return 1: the embeddings are stored as they are."""
+    return 1.0
 
 
-def _opt_extra(c: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
-    """The sinusoids as OPT's position table, whose first two rows stand for padding."""
-    half = c.model.hidden_size // 2
-    frequency = torch.exp(torch.arange(half, dtype=torch.float64) * (-math.log(10_000.0) / half))
-    angle = torch.arange(max_length, dtype=torch.float64)[:, None] * frequency
-    table = torch.cat([angle.sin(), angle.cos()], dim=1).float()
-    return {"model.decoder.embed_positions.weight": torch.cat([torch.zeros(2, 2 * half), table])}
-
-
-def _no_extra(c: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
+def _no_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
+    """Return no tensors."""
     return {}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A stock class and how a model of ours becomes one of it."""
+    """A stock transformers class and how one of our models is stored in it."""
 
     model_type: str
+    """Key of its config class in AutoConfig."""
     class_name: str
+    """Name of the class that AutoModelForCausalLM loads."""
     table: Table
+    """Our modules -> theirs."""
     settings: Callable[[RunConfig, int], dict[str, Any]]
+    """(config, max_length) -> keyword arguments of its config class."""
     has_bias: bool = True
-    """Biases on linear layers and LayerNorms; where our model has none, zeros."""
-    embedding_scale: Callable[[RunConfig], float] = lambda c: 1.0
-    """Factor on the word embeddings; a tied output takes it back in the final LayerNorm."""
+    """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
+    embedding_scale: Callable[[RunConfig], float] = _unscaled
+    """Factor on the word embeddings. With tied output the final LayerNorm is divided by it."""
     extra: Callable[[RunConfig, Tensor, int], dict[str, Tensor]] = _no_extra
     """(config, scaled embeddings, max_length) -> tensors that only this class has."""
 
@@ -231,92 +329,19 @@ TARGETS = {
         "bloom",
         "BloomForCausalLM",
         BLOOM,
-        _bloom,
-        embedding_scale=lambda c: BLOOM_EMBEDDING_SCALE,
+        _bloom_settings,
+        embedding_scale=_bloom_scale,
         extra=_bloom_extra,
     ),
-    "mpt": Target("mpt", "MptForCausalLM", MPT, _mpt, has_bias=False),
+    "mpt": Target("mpt", "MptForCausalLM", MPT, _mpt_settings, has_bias=False),
     "opt": Target(
         "opt",
         "OPTForCausalLM",
         OPT,
-        _opt,
-        embedding_scale=lambda c: math.sqrt(c.model.hidden_size),
+        _opt_settings,
+        embedding_scale=_opt_scale,
         extra=_opt_extra,
     ),
-    "gpt_neox": Target("gpt_neox", "GPTNeoXForCausalLM", GPT_NEOX, _gpt_neox),
+    "gpt_neox": Target("gpt_neox", "GPTNeoXForCausalLM", GPT_NEOX, _gpt_neox_settings),
 }
-
-
-def check_exportable(config: RunConfig) -> Target:
-    """The class that holds this model. Raises ConfigError with every reason why none does, and what would."""
-    method, m = config.position.method, config.model
-    if method in _WITHOUT_CLASS:
-        raise ConfigError(
-            str(
-                Refusal(
-                    "position.method",
-                    method,
-                    _WITHOUT_CLASS[method],
-                    "`pretrain evaluate` measures it here; to export, train with alibi, rotary or "
-                    "sinusoidal",
-                )
-            )
-        )
-    if method == "alibi":
-        # MPT has no biases and erf GELU, Bloom biases and tanh GELU; biases of zero make Bloom serve tanh without any.
-        target = TARGETS["mpt" if m.hidden_act == "gelu" and not m.use_bias else "bloom"]
-    else:
-        target = TARGETS["opt" if method == "sinusoidal" else "gpt_neox"]
-    refusals = list(_refusals(config, target))
-    if refusals:
-        raise ConfigError("\n".join(str(r) for r in refusals))
-    return target
-
-
-_WITHOUT_CLASS = {
-    "t5": "no stock transformers decoder adds T5's relative bias",
-    "none": "no stock transformers decoder goes without positions",
-    "learned": "a learned table ends at the training length, and an export is checked at 4 times that",
-}
-
-
-def _refusals(c: RunConfig, target: Target) -> Iterator[Refusal]:
-    m, name = c.model, target.class_name
-    if c.num_query_groups != m.num_attention_heads:
-        yield Refusal(
-            "model.num_query_groups",
-            c.num_query_groups,
-            f"{name} has a key and a value head per query head",
-            f"Train with {m.num_attention_heads}, or leave it out",
-        )
-    if target is TARGETS["opt"] and m.layernorm_epsilon != OPT_LAYERNORM_EPSILON:
-        yield Refusal(
-            "model.layernorm_epsilon",
-            m.layernorm_epsilon,
-            f"{name} knows {OPT_LAYERNORM_EPSILON} alone",
-            f"Train with {OPT_LAYERNORM_EPSILON}",
-        )
-    if c.position.method != "alibi":
-        return
-    if c.position.trainable_slopes:
-        yield Refusal(
-            "position.trainable_slopes",
-            True,
-            f"{name} computes its slopes from the number of heads",
-            "Train with fixed slopes",
-        )
-    if c.ffn_hidden_size != 4 * m.hidden_size:
-        yield Refusal(
-            "model.ffn_hidden_size",
-            c.ffn_hidden_size,
-            f"{name} has 4 x hidden_size = {4 * m.hidden_size}",
-            "Train with that, or leave it out; rotary (GPTNeoXForCausalLM) exports with any",
-        )
-    if target is TARGETS["bloom"] and m.hidden_act != "gelu_pytorch_tanh":
-        yield Refusal(
-            "model.hidden_act",
-            m.hidden_act,
-            f"{name} computes gelu_pytorch_tanh",
-            "Train with that, or with gelu and model.use_bias = false (MptForCausalLM)",
-        )
+"""Every class that a model can be exported as, by model_type."""

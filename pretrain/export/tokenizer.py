@@ -1,4 +1,9 @@
-"""A SentencePiece BPE model as a fast Hugging Face tokenizer that gives identical ids."""
+"""Convert a SentencePiece BPE model to a fast Hugging Face tokenizer that gives identical ids.
+
+A SentencePiece BPE model stores pieces with scores, a Hugging Face BPE model a list of merges. The
+merges follow from the pieces (`_merges`). Settings under which the two libraries would tokenize
+differently are refused, and every exported tokenizer is compared with SentencePiece on odd strings.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ from typing import Any
 from pretrain.config import ConfigError
 
 SPACE = "▁"
-"""U+2581, SentencePiece's spelling of a space."""
+"""U+2581, which SentencePiece writes for a space."""
 NORMAL, USER_DEFINED = 1, 4
-"""Types of a piece, from sentencepiece_model.proto."""
+"""Values of SentencePiece.Type in sentencepiece_model.proto."""
 
 PROBES = (
     "",
@@ -25,13 +30,21 @@ PROBES = (
     "▁literal underline▁",
     "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
 )
-"""Odd strings that every exported tokenizer is tried on."""
+"""Odd strings on which every exported tokenizer must give the ids of SentencePiece."""
 
 
 def fast_tokenizer(model_path: str | Path, *, max_length: int) -> Any:
-    """The SentencePiece model as `PreTrainedTokenizerFast`: same ids, nothing added around them, padding on the left.
+    """Return a SentencePiece model as a PreTrainedTokenizerFast with the same ids.
 
-    Raises ConfigError when the model has settings whose ids it could not reproduce.
+    It adds no BOS or EOS to a text and pads on the left, as generation needs.
+
+    Args:
+        model_path: SentencePiece BPE model.
+        max_length: Longest sequence in tokens, beyond which the tokenizer warns.
+
+    Raises:
+        ConfigError: The file is missing, is not a SentencePiece model, or has settings whose ids a
+            Hugging Face tokenizer would not reproduce.
     """
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
@@ -46,17 +59,20 @@ def fast_tokenizer(model_path: str | Path, *, max_length: int) -> Any:
     tokenizer = Tokenizer(
         BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
+    # There is no pre-tokenizer, because SentencePiece applies its merges to the whole text and not
+    # word by word.
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
         tokenizer_object=tokenizer,
         unk_token=unknown,
         bos_token=special.get("bos_token_id"),
         eos_token=special.get("eos_token_id"),
         pad_token=special.get("pad_token_id"),
-        split_special_tokens=True,  # SentencePiece reads a literal "<s>" as text
+        # SentencePiece tokenizes a literal "<s>" in a text as text.
+        split_special_tokens=True,
         clean_up_tokenization_spaces=False,
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
@@ -65,8 +81,12 @@ def fast_tokenizer(model_path: str | Path, *, max_length: int) -> Any:
 
 
 def special_ids(model_path: str | Path) -> dict[str, int | None]:
-    """bos_token_id, eos_token_id, pad_token_id of the model; without a pad piece EOS pads; what is absent is None."""
+    """Return bos_token_id, eos_token_id and pad_token_id of a SentencePiece model.
+
+    A token that the model does not have is None, except that EOS pads where there is no pad piece.
+    """
     spec = _read(Path(model_path)).trainer_spec
+    # SentencePiece marks an absent token with -1.
     bos, eos, pad = (i if i >= 0 else None for i in (spec.bos_id, spec.eos_id, spec.pad_id))
     return {
         "bos_token_id": bos,
@@ -76,7 +96,12 @@ def special_ids(model_path: str | Path) -> dict[str, int | None]:
 
 
 def check_same_ids(model_path: str | Path, directory: Path) -> None:
-    """Loads the tokenizer saved in `directory` as a user would; raises RuntimeError if a probe gets other ids."""
+    """Load the tokenizer saved in `directory` as a user would and compare it with SentencePiece.
+
+    Raises:
+        RuntimeError: It gives other ids on one of the probes. This is a defect of the conversion,
+            not of the user's input.
+    """
     from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 
@@ -86,23 +111,32 @@ def check_same_ids(model_path: str | Path, directory: Path) -> None:
         want, got = ours.encode(text), theirs(text)["input_ids"]
         if want != got:
             raise RuntimeError(
-                f"{model_path}: the exported tokenizer reads {text!r} as {got}, SentencePiece as {want}"
+                f"{model_path}: the exported tokenizer encodes {text!r} as {got}, but "
+                f"SentencePiece as {want}"
             )
 
 
 def _read(path: Path) -> Any:
-    """The parsed model. Raises ConfigError for a missing or foreign file, or settings that cannot be exported."""
+    """Return the parsed SentencePiece model.
+
+    Raises:
+        ConfigError: The file is missing, is not a SentencePiece model, or has settings that cannot
+            be exported.
+    """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
     try:
         proto.ParseFromString(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such tokenizer. `pretrain data build` writes it") from None
+        raise ConfigError(
+            f"{path}: no such file. `pretrain data build` writes the tokenizer there"
+        ) from None
     except DecodeError:
         raise ConfigError(f"{path}: not a SentencePiece model") from None
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    # Setting -> (True if the model has it right, the value that can be exported).
     wanted = {
         "model_type": (trainer.model_type == trainer.BPE, "bpe"),
         "byte_fallback": (trainer.byte_fallback, True),
@@ -115,16 +149,18 @@ def _read(path: Path) -> Any:
     wrong = [f"{name} must be {right}" for name, (holds, right) in wanted.items() if not holds]
     if wrong:
         raise ConfigError(
-            f"{path}: no Hugging Face tokenizer would give the same ids: {', '.join(wrong)}. "
-            "`pretrain data build` trains one that exports"
+            f"{path}: a Hugging Face tokenizer would not give the same ids: {', '.join(wrong)}. "
+            "`pretrain data build` trains a tokenizer that can be exported"
         )
     return proto
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, in the order SentencePiece joins: by the score of the result.
+    """Return every pair of pieces that joins into a third, in the order in which to merge them.
 
-    Only normal pieces take part: "<s>" or "<0x41>" in a text is spelled out.
+    SentencePiece merges the pair whose result has the highest score. Pairs with the same result are
+    ordered by the ids of their parts. Special pieces are left out: "<s>" or "<0x41>" in a text must
+    not be merged into them.
     """
     pieces = {p.piece: (i, p.score) for i, p in enumerate(proto.pieces) if p.type == NORMAL}
     merges = []

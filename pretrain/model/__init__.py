@@ -1,1 +1,1 @@
-"""From a config to this rank's part of the model, and what a position method adds to it."""
+"""Build this rank's part of the model from a config, and run batches through it."""

@@ -1,8 +1,13 @@
-"""Megatron's core attention, ours: asks the position method what to add and `pretrain.kernels.dispatch.attention` to compute."""
+"""Core attention for Megatron's SelfAttention.
+
+It asks the position method what to add to the scores, and calls
+`pretrain.kernels.dispatch.attention` to compute the result.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
@@ -14,8 +19,12 @@ from pretrain.kernels.dispatch import attention
 from pretrain.model.positions import PositionMethod
 
 
-class CoreAttention(MegatronModule):
-    """Causal attention of this rank's heads; stands where Megatron's DotProductAttention would (which refuses a bias)."""
+class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no types
+    """Compute causal attention over the heads of this tensor-parallel rank.
+
+    It replaces Megatron's DotProductAttention, which refuses a score bias
+    (megatron/core/transformer/dot_product_attention.py).
+    """
 
     def __init__(
         self,
@@ -27,10 +36,25 @@ class CoreAttention(MegatronModule):
         backend: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **unused,
+        **unused: Any,
     ) -> None:
+        """Initialize with the arguments that Megatron's SelfAttention passes, and two of our own.
+
+        Args:
+            config: Megatron's configuration.
+            layer_number: Number of the layer in this chunk; not used.
+            attn_mask_type: Not used: attention here is always causal.
+            attention_type: Not used: there is only self-attention.
+            position: The position method. One instance is shared by all layers of the rank.
+            backend: The attention backend, as in `pretrain.kernels.dispatch.attention`.
+            attention_dropout: Dropout probability; None takes the one in `config`.
+            softmax_scale: Factor on the scores; None means 1 / sqrt(head size).
+            **unused: Arguments for features that this model does not have (cp_comm_type and
+                pg_collection, both of context parallelism).
+        """
         super().__init__(config=config)
-        # In a tuple, so that the shared method's parameters are not registered again in every layer.
+        # A module assigned to an attribute would be registered as a submodule, and the parameters
+        # of the shared method would appear once per layer. The tuple hides it from torch.
         self.position = (position,)
         self.backend = backend
         self.scale = softmax_scale
@@ -42,15 +66,27 @@ class CoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type=None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params=None,
-        **unused,
+        packed_seq_params: Any = None,
+        **unused: Any,
     ) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads x D]."""
+        """Return the attention output of this rank's heads, [S, B, heads * D].
+
+        Args:
+            query: [S, B, heads, D].
+            key: [S, B, groups, D].
+            value: [S, B, groups, D].
+            attention_mask: Not used: the kernels apply the causal mask themselves.
+            attn_mask_type: Not used, as in `__init__`.
+            attention_bias: Not used: the position method provides the bias.
+            packed_seq_params: Not used: sequences are not packed.
+            **unused: Further arguments of Megatron's interface.
+        """
         dropout = self.dropout if self.training else 0.0
-        # Masks differ between tensor ranks (each has other heads). Under sequence parallelism Megatron has
-        # already forked the generator around the whole block (transformer/transformer_block.py).
+        # Tensor-parallel ranks hold different heads and must draw different masks, so dropout uses
+        # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
+        # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
         fork = dropout > 0 and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             out = attention(

@@ -1,10 +1,13 @@
-"""At the start of every run: does attention add the positions the config asks for, in every layer, for this rank's heads?
+"""Check at the start of every run that attention adds the positions that the config asks for.
 
-An attention implementation swapped for another loses a bias silently; this compares what the model will call with the
-dense reference.
+When one attention implementation is swapped for another, a score bias is easily lost without an
+error. The check compares what the model will actually call with a dense reference, for the heads
+of this rank.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,47 +20,75 @@ from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.attention import CoreAttention
 
-# Largest difference to the fp64 reference, relative to outputs of about 1: a few units in the last place of the dtype.
+# Largest allowed difference from the fp64 reference. Outputs are of order 1, so these are a few
+# units in the last place of the data type.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
+
+# Sequence length of the random inputs.
 LENGTH = 64
 
 
 @torch.no_grad()
 def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
-    """Runs this rank's core attention on random inputs of 64 tokens. Raises RunFailed, saying what differs; ConfigError
-    where the backend that the config forces cannot serve."""
+    """Compare this rank's core attention with a dense reference on random inputs.
+
+    One layer is run, since all layers share the position method; that every layer uses our
+    attention at all is checked by counting.
+
+    Raises:
+        RunFailed: if the outputs differ, or if a layer uses another attention.
+        ConfigError: if model.attention_backend cannot serve this model on this device.
+    """
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, CoreAttention)]
     expected_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
     if len(layers) != expected_layers:
         raise RunFailed(
-            f"{expected_layers - len(layers)} of {expected_layers} layers do not use our attention"
+            f"{expected_layers - len(layers)} of {expected_layers} layers on this rank do not use "
+            "pretrain.model.attention.CoreAttention, so their attention would have no positions"
         )
     if not layers:
         return
-    query, key, value = _inputs(config)
+    query, key, value = _random_inputs(config)
     terms = _expected_terms(config, chunks[0])
     expected = attention_reference(query, key, value, **terms).float()
-    plain = attention_reference(query, key, value).float()
+    without_terms = attention_reference(query, key, value).float()
     actual = _attend(config, layers[0], query, key, value).view(expected.shape).float()
     error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
+    # Written with "not", so that a NaN fails.
     if not error <= tolerance:
-        missing = float((actual - plain).abs().max()) <= tolerance
+        is_absent = terms and float((actual - without_terms).abs().max()) <= tolerance
         raise RunFailed(
-            f"position.method = {config.position.method}: attention differs from the dense reference by {error:.2g} "
-            f"(at most {tolerance:.0e} is rounding)"
-            + (": the bias is absent" if missing and terms else "")
+            f"position.method = {config.position.method}: attention differs from the dense "
+            f"reference by {error:.2g}, and rounding explains at most {tolerance:.0e}"
+            + (": the bias is absent" if is_absent else "")
         )
 
 
 def _attend(
     config: RunConfig, core: CoreAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """What `core` computes without dropout. Raises ConfigError where the config's backend cannot serve, with dropout or not."""
+    """Return what a layer's core attention computes without dropout.
+
+    Args:
+        config: The run's config.
+        core: The layer's core attention.
+        query: [S, B, heads, D].
+        key: [S, B, groups, D].
+        value: [S, B, groups, D].
+
+    Returns:
+        [S, B, heads * D].
+
+    Raises:
+        ConfigError: if model.attention_backend cannot serve, be it with dropout or without.
+    """
     training = core.training
     try:
-        if core.dropout:  # which some backends do not have
+        # Some backends have no dropout. The call with dropout is made only to see it refused.
+        if core.dropout:
             core.train()(query, key, value)
-        return core.eval()(query, key, value)
+        out: Tensor = core.eval()(query, key, value)
+        return out
     except ValueError as error:
         raise ConfigError(
             f"model.attention_backend = {config.model.attention_backend}: {error}"
@@ -66,32 +97,38 @@ def _attend(
         core.train(training)
 
 
-def _inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
+def _random_inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random query [S, 1, heads, D], key and value [S, 1, groups, D] for this rank."""
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     generator = torch.Generator().manual_seed(0)
-    heads = (config.model.num_attention_heads // tensor, *[config.num_query_groups // tensor] * 2)
-    tensors = [torch.randn(LENGTH, 1, n, config.head_dim, generator=generator) for n in heads]
+    heads = config.model.num_attention_heads // tensor_size
+    groups = config.num_query_groups // tensor_size
     query, key, value = (
-        t.to(platform.device(), platform.DTYPES[config.train.precision]) for t in tensors
+        torch.randn(LENGTH, 1, count, config.head_dim, generator=generator).to(
+            platform.device(), platform.DTYPES[config.train.precision]
+        )
+        for count in (heads, groups, groups)
     )
     return query, key, value
 
 
-def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict:
-    """What should be added, from the global head numbers rather than through the position method."""
-    count = (
-        config.model.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
-    )
+def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict[str, Any]:
+    """Return the keyword arguments of the reference: what should be added to this rank's scores.
+
+    Fixed slopes are derived from the global head numbers here, and not taken from the position
+    method, since that is what is being checked. Trained values have no other source than the model.
+    """
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    num_heads = config.model.num_attention_heads
+    count = num_heads // tensor_size
     first = parallel_state.get_tensor_model_parallel_rank() * count
     if config.position.method == "alibi":
-        slopes = alibi_slopes(config.model.num_attention_heads)[first : first + count].to(
-            platform.device()
-        )
-        return {
-            "slopes": chunk.position.slopes.float() if config.position.trainable_slopes else slopes
-        }
+        if config.position.trainable_slopes:
+            return {"slopes": chunk.position.slopes.float()}
+        return {"slopes": alibi_slopes(num_heads)[first : first + count].to(platform.device())}
     if config.position.method == "t5":
-        distance = config.position.relative_attention_max_distance
-        table = chunk.position.relative_attention_bias
-        return {"relative_attention_bias": table, "relative_attention_max_distance": distance}
+        return {
+            "relative_attention_bias": chunk.position.relative_attention_bias,
+            "relative_attention_max_distance": config.position.relative_attention_max_distance,
+        }
     return {}

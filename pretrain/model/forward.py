@@ -1,4 +1,8 @@
-"""Batches through this rank's chunks under Megatron's schedule: forward-backward in training, forward in evaluation."""
+"""Run batches through this rank's model chunks under Megatron's pipeline schedule.
+
+Training runs forward and backward, evaluation runs forward only. Shapes: B micro batch size, S
+tokens, V padded vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,10 @@ from torch import Tensor, nn
 from pretrain import platform
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
+"""A function of the loss of every token (fp32 [B, S], in nats).
+
+It returns the tensor to differentiate and the result to keep.
+"""
 
 
 def run_schedule(
@@ -26,49 +34,75 @@ def run_schedule(
     schedule_module: nn.Module | None = None,
     scored: list[int] | None = None,
 ) -> list[Any]:
-    """Runs every micro batch [B, S + 1] of token ids; returns what `loss_function` kept of each.
+    """Run every micro batch through the pipeline.
 
-    `loss_function` takes the loss of every token [B, S] (fp32, in nats) and returns (what is differentiated, what is
-    kept); it runs on the last pipeline stage, and elsewhere the result is []. `schedule_module` is called
-    in the chunk's place where the optimizer needs that (`ZeroOptimizer.schedule_module`). `scored` asks for the loss of the last tokens alone, [B, n], n a
-    micro batch: logits are the widest tensors there are, and those of unscored tokens are not computed.
+    Args:
+        chunks: This rank's model chunks.
+        batches: Token ids of the micro batches, each int64 [B, S + 1], the same on all pipeline
+            stages.
+        loss_function: Called on the last pipeline stage with the losses of a micro batch.
+        forward_only: Skip the backward pass.
+        schedule_module: Module to call in the chunk's place, where the optimizer needs that
+            (`ZeroOptimizer.schedule_module`).
+        scored: For each micro batch, the number n of tokens at its end whose losses are wanted;
+            the loss function then gets [B, n]. None means all. Logits are the widest tensors of
+            the model, and those of unscored tokens are not computed.
+
+    Returns:
+        What `loss_function` kept of each micro batch; [] except on the last pipeline stage.
     """
 
-    def forward_step(batch_iterator: Iterator[tuple[Tensor, int]], chunk: GPTModel):
+    def forward_step(
+        batch_iterator: Iterator[tuple[Tensor, int]], chunk: GPTModel
+    ) -> tuple[Tensor, LossFunction]:
         tokens, last = next(batch_iterator)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
-            return call_model(
-                schedule_module or chunk, tokens.to(platform.device(), non_blocking=True), last
-            ), loss_function
+            tokens = tokens.to(platform.device(), non_blocking=True)
+            return call_model(schedule_module or chunk, tokens, last), loss_function
 
-    micro_batch, length = batches[0].shape[0], batches[0].shape[1] - 1
-    if (
-        scored is None or chunks[0].config.sequence_parallel
-    ):  # there each rank holds other tokens than the last ones
+    micro_batch_size, length = batches[0].shape[0], batches[0].shape[1] - 1
+    # Under sequence parallelism each tensor rank holds another part of the sequence, so the last
+    # tokens are not the last rows of its hidden states. All tokens are scored there.
+    if scored is None or chunks[0].config.sequence_parallel:
         scored = [length] * len(batches)
     iterators = [iter(zip(batches, scored)) for _ in chunks]
-    return get_forward_backward_func()(
+    # Megatron takes lists for the interleaved schedule and single objects for the others.
+    kept: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=length,
-        micro_batch_size=micro_batch,
+        micro_batch_size=micro_batch_size,
         decoder_seq_length=length,
         forward_only=forward_only,
     )
+    return kept
 
 
 def call_model(model: nn.Module, tokens: Tensor, last: int) -> Tensor:
-    """Token ids [B, S + 1] through one chunk -> loss of the `last` tokens [B, last] on the last stage, else hidden states."""
+    """Run one chunk on a micro batch.
+
+    Args:
+        model: The chunk, or what is called in its place.
+        tokens: Token ids, int64 [B, S + 1], on the model's device.
+        last: Number of tokens at the end whose losses are wanted.
+
+    Returns:
+        On the last pipeline stage the losses [B, last] in nats, else the hidden states.
+    """
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, -last:].contiguous()
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    return model(inputs, positions, None, labels=labels)
+    # The attention mask is None: core attention is causal by itself.
+    out: Tensor = model(inputs, _position_ids(inputs), None, labels=labels)
+    return out
 
 
 @contextlib.contextmanager
 def _logits_of_last(chunk: GPTModel, last: int) -> Iterator[None]:
-    """The output layer sees the hidden states [S, B, hidden] of the last tokens alone."""
+    """Give the output layer only the hidden states [last, B, hidden] of the last tokens.
+
+    A hook, because GPTModel has no argument for it.
+    """
     if not chunk.post_process:
         yield
         return
@@ -82,13 +116,30 @@ def _logits_of_last(chunk: GPTModel, last: int) -> Iterator[None]:
 
 
 def logits(chunk: GPTModel, inputs: Tensor) -> Tensor:
-    """Token ids [B, S] -> logits [B, S, padded vocabulary] in fp32, without gradient. The whole model on one rank."""
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    """Return the logits of an unsharded model, without gradient.
+
+    Args:
+        chunk: The whole model, on one rank.
+        inputs: Token ids, int64 [B, S].
+
+    Returns:
+        fp32 [B, S, V].
+    """
     with torch.no_grad():
-        return chunk(inputs, positions, None).float()
+        out: Tensor = chunk(inputs, _position_ids(inputs), None).float()
+        return out
+
+
+def _position_ids(inputs: Tensor) -> Tensor:
+    """Return the positions 0 .. S - 1 of token ids [B, S], in the same shape."""
+    return torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
 
 
 def is_reporting_rank() -> bool:
-    """True on one rank of each data-parallel replica: last stage, tensor rank 0. Sums over these count nothing twice."""
-    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    """Return True on one rank of each data-parallel replica: last stage, tensor rank 0.
+
+    Losses exist on the last stage, once per tensor rank. A sum over the reporting ranks counts
+    every sample once.
+    """
+    is_last: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     return is_last and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -1,6 +1,7 @@
-"""config -> this rank's stages of Megatron's GPTModel, with our core attention and positions.
+"""Build this rank's chunks of Megatron's GPTModel from a config.
 
-Weights are a pure function of (run.seed, global name): every layout starts from the same model.
+The model is Megatron's, with this project's core attention and position methods. Initial weights
+are a pure function of (run.seed, global name), so that every layout starts from the same model.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,31 +46,38 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
 }
+"""Values of model.hidden_act, which are Hugging Face's names."""
 
 
 def build_model(config: RunConfig, device: torch.device | None = None) -> list[GPTModel]:
-    """This rank's model chunks (one, or one a virtual stage), initialised, on `device` (default: the platform's).
+    """Build and initialise this rank's model chunks.
 
-    On the meta device nothing is allocated and nothing initialised.
+    Args:
+        config: The run's config. The process groups must have been set up from the same config
+            (`pretrain.topology.initialize`).
+        device: Where to put the model; None means this process's device. On the meta device
+            nothing is allocated or initialised.
+
+    Returns:
+        One chunk, or one per virtual pipeline stage, in the data type of train.precision.
     """
     device = device or platform.device()
     transformer = transformer_config(config)
     position = METHODS[config.position.method](config)
-    virtual = config.parallel.virtual_pipeline_model_parallel_size
+    num_virtual_stages = config.parallel.virtual_pipeline_model_parallel_size
+    virtual_stages = range(num_virtual_stages) if num_virtual_stages else [None]
+    # Weights are drawn on the CPU in fp32 and moved afterwards, so that they do not depend on the
+    # device.
     with torch.device("meta" if device.type == "meta" else "cpu"):
-        chunks = [
-            _build_chunk(config, transformer, position, stage)
-            for stage in (range(virtual) if virtual else [None])
-        ]
+        chunks = [_build_chunk(config, transformer, position, stage) for stage in virtual_stages]
     if device.type != "meta":
         initialise(config, chunks)
-    return [
-        chunk.to(device=device, dtype=platform.DTYPES[config.train.precision]) for chunk in chunks
-    ]
+    dtype = platform.DTYPES[config.train.precision]
+    return [chunk.to(device=device, dtype=dtype) for chunk in chunks]
 
 
 def transformer_config(config: RunConfig) -> TransformerConfig:
-    """Megatron's configuration; written here and nowhere else."""
+    """Translate a config into Megatron's TransformerConfig. No other function makes one."""
     m, p, dtype = config.model, config.parallel, platform.DTYPES[config.train.precision]
     recompute = config.train.recompute_granularity
     return TransformerConfig(
@@ -85,8 +94,9 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         tensor_model_parallel_size=p.tensor_model_parallel_size,
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_layout=_stages(config),
+        pipeline_model_parallel_layout=_pipeline_layout(config),
         sequence_parallel=p.sequence_parallel,
+        # `build_model` casts the initialised model to the training precision.
         params_dtype=torch.float32,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -94,22 +104,36 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        # Weights are made on the CPU by `initialise`; Megatron's fused kernels need CUDA builds or Transformer Engine.
+        # `initialise` fills the weights.
         perform_initialization=False,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
+        # Megatron's bias-dropout-add and bias-GELU fusions are plain torch.compile
+        # (megatron/core/jit.py; fused_bias_dropout.py and fused_bias_gelu.py in
+        # megatron/core/fusions). So is its native fusion of the cross-entropy
+        # (fused_cross_entropy.py), which is off by default. They are off because on a CPU they
+        # cost compilation time, and what they gain on a GPU has not been measured here.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
+        # Needs APEX's CUDA extension fused_weight_gradient_mlp_cuda.
+        gradient_accumulation_fusion=False,
+        # These belong to Megatron's DotProductAttention and FusedLayerNorm, which `_layer_spec`
+        # does not use.
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        # NCCL turns a batch of sends and receives into one call; gloo runs them one by one anyway.
+        # The synchronisation after a batch works around a bug of older PyTorch versions
+        # (megatron/core/model_parallel_config.py).
         batch_p2p_comm=platform.has_cuda(),
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
     )
 
 
-def _stages(config: RunConfig) -> list[list[str]] | None:
-    """Which layers stand in which pipeline chunk, in Megatron's words; uneven stages are the reason to say it."""
+def _pipeline_layout(config: RunConfig) -> list[list[str]] | None:
+    """Return the contents of every pipeline chunk, as Megatron's pipeline_model_parallel_layout.
+
+    By default Megatron requires that the layers divide evenly among the chunks.
+    """
     if config.parallel.pipeline_model_parallel_size == 1:
         return None
     stages = [["decoder"] * n for n in config.layers_per_chunk]
@@ -117,17 +141,33 @@ def _stages(config: RunConfig) -> list[list[str]] | None:
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, with the mark that sequence parallelism needs (Megatron's WrappedTorchNorm refuses it, torch_norm.py)."""
+    """torch's LayerNorm, usable under sequence parallelism.
+
+    Its parameters carry the mark by which their gradients are summed over tensor ranks, each of
+    which sees another part of the sequence. Megatron's own wrapper of torch's LayerNorm refuses
+    sequence parallelism (megatron/core/transformer/torch_norm.py).
+    """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> None:
+        """Initialize with the arguments that Megatron's TransformerLayer passes.
+
+        Args:
+            config: Megatron's configuration.
+            hidden_size: Size of the normalised dimension.
+            eps: Added to the variance.
+            **unused: Further arguments of Megatron's norms.
+        """
         super().__init__(hidden_size, eps=eps, bias=config.add_bias_linear)
         for parameter in self.parameters():
+            # The attribute's name is Megatron's (distributed/finalize_model_grads.py), and torch's
+            # Parameter does not declare it. `pretrain.optim` reads it.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
+    """Return the modules of a layer: Megatron's pre-LN transformer layer, our core attention."""
     core = ModuleSpec(
         CoreAttention, params={"position": position, "backend": config.model.attention_backend}
     )
@@ -160,8 +200,16 @@ def _build_chunk(
     position: PositionMethod,
     virtual_stage: int | None,
 ) -> GPTModel:
-    layers = get_num_layers_to_build(transformer, vp_stage=virtual_stage)
-    spec = TransformerBlockSubmodules([_layer_spec(config, position)] * layers, LayerNorm)
+    """Build one model chunk; the first includes the embedding, the last the output layer.
+
+    Args:
+        config: The run's config.
+        transformer: Megatron's configuration of it.
+        position: The position method, shared by all chunks of the rank.
+        virtual_stage: Number of the chunk on this rank under the interleaved schedule, else None.
+    """
+    num_layers = get_num_layers_to_build(transformer, vp_stage=virtual_stage)
+    spec = TransformerBlockSubmodules([_layer_spec(config, position)] * num_layers, LayerNorm)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
     model = GPTModel(
@@ -172,16 +220,19 @@ def _build_chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=config.model.tie_word_embeddings,
-        position_embedding_type=position.megatron_type,  # type: ignore[arg-type]
+        position_embedding_type=position.megatron_type,
         rotary_base=config.position.rotary_base,
         vp_stage=virtual_stage,
     )
+    # Registered as a submodule, so its parameters are trained and have names ("position.*").
     model.position = position
-    _mark_sharded(model)
+    _mark_sharded_weights(model)
     if first:
         table = position.embedding_table()
         if table is not None:
             model.embedding.position_embeddings = table
+        # Before the position table is added, hence on the word embeddings alone. A hook, because
+        # Megatron's embedding has no such factor.
         if position.embedding_scale != 1.0:
             model.embedding.word_embeddings.register_forward_hook(
                 lambda _m, _i, out: out * position.embedding_scale
@@ -189,11 +240,17 @@ def _build_chunk(
     return model
 
 
-def _mark_sharded(model: GPTModel) -> None:
-    """Which axis of a weight is split over tensor ranks; Megatron marks only weights that it initialises itself."""
+def _mark_sharded_weights(model: GPTModel) -> None:
+    """Mark the dimension of each weight that is split over tensor ranks.
+
+    Megatron marks only weights that it initialises itself
+    (megatron/core/tensor_parallel/layers.py), and perform_initialization is off.
+    `pretrain.model.parameters` reads the marks.
+    """
     for module in model.modules():
         if (
             isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
+            # A tied output layer on the stage of the embedding has no weight of its own.
             and module.weight is not None
         ):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
@@ -201,13 +258,16 @@ def _mark_sharded(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
 
 
-# ---- initial weights -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
-    """Fills this rank's parameters: normal(0, init_method_std), output projections by sqrt(2 layers) less.
+    """Fill this rank's parameters with initial values.
 
-    Each full tensor is drawn from a generator seeded by (run.seed, its global name) and then sliced, so the weights
-    do not depend on the layout.
+    Weights are drawn from normal(0, model.init_method_std). The output projections of attention
+    and MLP have a standard deviation smaller by sqrt(2 num_layers), as in GPT-2, so that the
+    variance of the residual stream does not grow with depth. Norm weights are 1 and biases 0.
+
+    Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
+    then sliced. The weights therefore do not depend on the layout.
     """
     for named in named_parameters(chunks):
         named.parameter.copy_(named.slice_of(_initial_value(config, named)))
@@ -215,7 +275,7 @@ def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
 
 
 def _initial_value(config: RunConfig, named: Named) -> Tensor:
-    """The full initial tensor of a global name."""
+    """Return the full initial tensor, fp32, of the parameter with a global name."""
     if named.name.endswith("norm.weight"):
         return torch.ones(named.global_shape)
     if len(named.global_shape) == 1:

@@ -1,8 +1,12 @@
-"""Position methods. Each answers three questions, and the model knows no other:
+"""Define the position methods.
 
-what is added to the embeddings (`embedding_scale`, `embedding_table`), what is done to queries and keys
-(`megatron_type = "rope"`, Megatron's own), and what is added to the scores (`score_terms`, for this rank's heads).
-A new method is one class and a line in METHODS.
+A position method answers three questions, and the model knows nothing else about positions:
+
+    What is added to the embeddings?       `embedding_scale`, `embedding_table`
+    What is done to queries and keys?      `megatron_type = "rope"`, which Megatron implements
+    What is added to the attention scores? `score_terms`, for the heads of this rank
+
+A new method is one class and one entry in METHODS.
 """
 
 from __future__ import annotations
@@ -20,51 +24,70 @@ from pretrain.kernels.alibi import alibi_slopes
 
 
 class PositionMethod(nn.Module):
-    """No positions at all (method "none"), and what every method shares."""
+    """The base of all position methods; by itself, the method "none" (no positions)."""
 
     megatron_type = "none"
-    """GPTModel's position_embedding_type: none, learned_absolute or rope."""
+    """GPTModel's position_embedding_type: "none", "learned_absolute" or "rope"."""
+
     embedding_scale = 1.0
     """Factor on the word embeddings."""
+
+    heads: slice
+    """The global heads that this tensor-parallel rank computes."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config = config
-        tensor = parallel_state.get_tensor_model_parallel_world_size()
-        count = config.model.num_attention_heads // tensor
+        tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+        count = config.model.num_attention_heads // tensor_size
         first = parallel_state.get_tensor_model_parallel_rank() * count
         self.heads = slice(first, first + count)
-        """Which of the global heads this tensor-parallel rank computes."""
 
     def embedding_table(self) -> nn.Module | None:
-        """Replaces Megatron's learned table: position ids [B, S] -> [B, S, hidden]. None keeps what Megatron built."""
+        """Return the module that replaces Megatron's learned position table.
+
+        It maps position ids [B, S] to what is added to the embeddings, [B, S, hidden]. None keeps
+        what Megatron has built.
+        """
         return None
 
     def score_terms(self, device: torch.device) -> dict[str, Any]:
-        """Keyword arguments for `pretrain.kernels.dispatch.attention`: what is added to this rank's scores."""
+        """Return what is added to the attention scores of this rank's heads.
+
+        Args:
+            device: The device of the queries.
+
+        Returns:
+            Keyword arguments of `pretrain.kernels.dispatch.attention`.
+        """
         return {}
 
     def reset_parameters(self) -> None:
-        """Sets own parameters, if any, to their initial values."""
+        """Set the method's own parameters, if it has any, to values that are not random.
+
+        Called after all parameters were filled by global name (`pretrain.model.gpt.initialise`).
+        """
 
 
 class Alibi(PositionMethod):
-    """Linear biases: -m_h (i - j) on the score of query i and key j (Press et al. 2022).
+    """ALiBi: add -m_h (i - j) to the score of query i and key j in head h (Press et al. 2022).
 
-    The slopes are the *global* heads' slopes, sliced by tensor rank. Fixed, they are a plain tensor and no buffer:
-    a cast of the module to bf16 must not round them.
+    A tensor-parallel rank takes its slice of the slopes of all heads. Computing slopes for the
+    number of local heads instead would give each rank the slopes of a smaller model.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        # A plain tensor and no buffer: casting the module to bf16 would round a buffer.
         self.fixed = alibi_slopes(config.model.num_attention_heads)[self.heads].clone()
         self.trainable = config.position.trainable_slopes
         if self.trainable:
-            self.slopes = _per_head(torch.empty(self.fixed.shape))
+            self.slopes = _per_head_parameter(torch.empty(self.fixed.shape))
 
     def score_terms(self, device: torch.device) -> dict[str, Any]:
         if self.trainable:
             return {"slopes": self.slopes.float()}
+        # Since it is no buffer, Module.to() does not move it.
         if self.fixed.device != device:
             self.fixed = self.fixed.to(device)
         return {"slopes": self.fixed}
@@ -76,15 +99,17 @@ class Alibi(PositionMethod):
 
 
 class T5Bias(PositionMethod):
-    """A learned bias per head and bucket of distances, one table for all layers (Raffel et al. 2020).
+    """T5's relative position bias (Raffel et al. 2020): learned, per head and bucket of distances.
 
-    Heads are sharded over tensor ranks; every pipeline stage holds the table, and its gradients are summed over them.
+    One table serves all layers. It is sharded by heads over tensor ranks, and every pipeline stage
+    holds a copy; the gradients of the copies are summed (`pretrain.optim`).
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        shape = (self.heads.stop - self.heads.start, config.position.relative_attention_num_buckets)
-        self.relative_attention_bias = _per_head(torch.empty(shape))
+        num_heads = self.heads.stop - self.heads.start
+        num_buckets = config.position.relative_attention_num_buckets
+        self.relative_attention_bias = _per_head_parameter(torch.empty(num_heads, num_buckets))
 
     def score_terms(self, device: torch.device) -> dict[str, Any]:
         return {
@@ -94,8 +119,12 @@ class T5Bias(PositionMethod):
 
 
 class Sinusoidal(PositionMethod):
-    """A fixed table of sines and cosines added once, to embeddings scaled by sqrt(hidden) (Vaswani et al. 2017)."""
+    """A fixed table of sines and cosines, added to the embeddings (Vaswani et al. 2017).
 
+    As in section 3.4 of the paper, the word embeddings are multiplied by sqrt(hidden size).
+    """
+
+    # Makes GPTModel create a position table, which `embedding_table` then replaces.
     megatron_type = "learned_absolute"
 
     def __init__(self, config: RunConfig) -> None:
@@ -107,13 +136,16 @@ class Sinusoidal(PositionMethod):
 
 
 class Rotary(PositionMethod):
-    """Queries and keys turned by their position in every layer, over the full head (Su et al. 2021); Megatron's own."""
+    """Megatron's rotary embeddings, over the full head size in every layer (Su et al. 2021)."""
 
     megatron_type = "rope"
 
 
 class Learned(PositionMethod):
-    """A learned table added to the embeddings; it ends at position.max_position_embeddings. Megatron's own."""
+    """Megatron's learned position table, added to the embeddings.
+
+    It has position.max_position_embeddings rows. Longer sequences cannot be evaluated.
+    """
 
     megatron_type = "learned_absolute"
 
@@ -129,23 +161,35 @@ METHODS: dict[str, type[PositionMethod]] = {
 
 
 class SinusoidalTable(nn.Module):
-    """position ids [B, S] -> [B, S, hidden]: first half sines, second half cosines, of any length."""
+    """Map position ids [B, S] to sines and cosines [B, S, hidden], at any length.
+
+    The first half of the channels are sines and the second half cosines of
+    position * 10000^(-k / (hidden / 2)). The paper interleaves the two; the order of channels does
+    not matter to a trained model.
+    """
+
+    dtype_marker: Tensor
+    """An empty buffer. It is cast with the model, so its dtype is the dtype of the embeddings."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.pairs = hidden_size // 2
-        self.like: Tensor  # empty, but cast with the model, so it knows the dtype
-        self.register_buffer("like", torch.empty(0), persistent=False)
+        self.num_frequencies = hidden_size // 2
+        self.register_buffer("dtype_marker", torch.empty(0), persistent=False)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        # float64: in fp32 an angle near position 2000 is rounded by 1e-4.
-        k = torch.arange(self.pairs, device=position_ids.device, dtype=torch.float64)
-        angle = position_ids[..., None] * torch.exp(k * (-math.log(10_000.0) / self.pairs))
-        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(self.like.dtype)
+        # In fp64: an fp32 angle near position 2000 has a rounding error of 1e-4.
+        k = torch.arange(self.num_frequencies, device=position_ids.device, dtype=torch.float64)
+        frequency = torch.exp(k * (-math.log(10_000.0) / self.num_frequencies))
+        angle = position_ids[..., None] * frequency
+        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(self.dtype_marker.dtype)
 
 
-def _per_head(tensor: Tensor) -> nn.Parameter:
-    """A parameter whose first axis is this rank's heads, marked as Megatron marks its sharded ones."""
+def _per_head_parameter(tensor: Tensor) -> nn.Parameter:
+    """Return a parameter whose dimension 0 is this rank's heads.
+
+    It is marked as sharded in the way that Megatron marks its own parameters, which
+    `pretrain.model.parameters` reads.
+    """
     parameter = nn.Parameter(tensor)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter

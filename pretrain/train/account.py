@@ -14,17 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from pretrain.attempts import HEARTBEAT_SECONDS, RESTART, STOPPED, Attempt, Owner
 from pretrain.config import ConfigError, writing
-from pretrain.train.stopping import INTERRUPTED
-
-OUTCOMES = {
-    0: "finished",
-    2: "refused",
-    RESTART: "restart",
-    STOPPED: "stopped",
-    INTERRUPTED: "stopped",
-}
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
+from pretrain.rundir.paths import claim_version
+from pretrain.rundir.states import ExitCode, Outcome, Phase, outcome_of
 
 
 class Account:
@@ -33,7 +27,8 @@ class Account:
     def __init__(self) -> None:
         self._attempt: Attempt | None = None
         self._pulse: _Pulse | None = None
-        self._phase, self._step = "starting", 0
+        self._phase: str = Phase.STARTING
+        self._step = 0
 
     def join(self, directory: Path) -> None:
         """The attempt at `directory` is the supervisor's."""
@@ -42,6 +37,7 @@ class Account:
     def begin(self, run: Path, owner: Owner) -> None:
         """Takes the run. Raises RunBusy when somebody else trains it."""
         self._attempt = Attempt.begin(run, owner)
+        claim_version(run)
         self._pulse = _Pulse(self._attempt, self._lose)
 
     def phase(self, phase: str, step: int, saved: int | None = None) -> None:
@@ -56,7 +52,7 @@ class Account:
         """`phase` while the block runs, and training again after it."""
         self.phase(phase, step)
         yield
-        self.phase("training", step, saved)
+        self.phase(Phase.TRAINING, step, saved)
 
     def progress(self, step: int) -> None:
         """A sign of life: a step, or a pass of an evaluation, is done. Cheap; called after each."""
@@ -72,7 +68,7 @@ class Account:
         self._pulse.stop()
         self._pulse = None
         with contextlib.suppress(OSError):  # a full disk may be why it ended
-            self._attempt.end(OUTCOMES.get(code, "failed"), code, reason, self._step)
+            self._attempt.end(outcome_of(code), code, reason, self._step)
 
     def _lose(self) -> None:
         """The run is another's, and must not be written to any more: ends the process, whatever it is doing."""
@@ -82,7 +78,7 @@ class Account:
         )
         print(f"error: {self._attempt.directory}: {reason}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
-            self._attempt.end("superseded", 1, reason, self._step)
+            self._attempt.end(Outcome.SUPERSEDED, ExitCode.FAILED, reason, self._step)
         os._exit(1)
 
     def __enter__(self) -> Account:
@@ -93,7 +89,7 @@ class Account:
     ) -> None:
         """After a failure, says so."""
         if isinstance(error, KeyboardInterrupt):
-            self.end(INTERRUPTED, "interrupted")
+            self.end(ExitCode.INTERRUPTED, "interrupted")
         elif error is not None:
             lines = str(error).splitlines()
             self.end(

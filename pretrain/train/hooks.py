@@ -19,6 +19,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator
 from pretrain.evaluate.perplexity import Protocol as EvaluationProtocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.rundir.states import Phase
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
@@ -132,7 +133,7 @@ class EvaluationHook:
 
         # All results are written at once or not at all, so that the metrics never hold a part of
         # an evaluation: what was scored before a stop is dropped and done again.
-        with run.account.during("evaluating", step), contextlib.suppress(Interrupted):
+        with run.account.during(Phase.EVALUATING, step), contextlib.suppress(Interrupted):
             results = [
                 self.evaluator.evaluate(protocol, before_pass=before_pass) for protocol in pending
             ]
@@ -174,7 +175,7 @@ class CheckpointHook:
         step = run.state.step
         if step == self.saved_step:
             return
-        with run.account.during("saving", step, saved=step):
+        with run.account.during(Phase.SAVING, step, saved=step):
             save_checkpoint(run.config, run.topology, run.optimizer, run.state)
         self.saved_step = step
 

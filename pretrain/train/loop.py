@@ -14,6 +14,7 @@ from pretrain.checkpoint.manifest import CONFIG, TrainerState
 from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.data.loader import batches
 from pretrain.optim.schedule import learning_rate
+from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
 from pretrain.train.account import Account
 from pretrain.train.hooks import make_hooks
@@ -44,16 +45,16 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
         if topology.is_main:
             print(_outlook(config, topology, start_point), file=sys.stderr, flush=True)
         if start_point.is_finished(config):
-            account.phase("ending", start_point.step)
+            account.phase(Phase.ENDING, start_point.step)
             account.end(0, _finished(start_point.step))
             return 0
-        account.phase("loading", start_point.step)
+        account.phase(Phase.LOADING, start_point.step)
         run = load_run(config, streams, topology, start_point, requests or Requests(), account)
         # After loading, which may still refuse: the directory keeps the config it was trained with.
         if topology.is_main:
             with writing(config.directory):
                 (config.directory / CONFIG).write_text(dump_config(config))
-        account.phase("training", run.state.step)
+        account.phase(Phase.TRAINING, run.state.step)
         _train_steps(run)
         return _end(run)
 
@@ -72,7 +73,7 @@ def _train_steps(run: Run) -> None:
             for hook in hooks:
                 hook.after_step(run, record)
             run.account.progress(run.state.step)
-        run.account.phase("ending", run.state.step)
+        run.account.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
             hook.close()

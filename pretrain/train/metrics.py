@@ -7,9 +7,6 @@ A record is a flat dictionary. A step's: `step` (steps done, 1-based), `loss_nat
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import os
 import sys
 import uuid
@@ -17,17 +14,17 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tqdm import tqdm
 
-from pretrain.config import RunConfig, writing
-
-Record = dict[str, Any]
+from pretrain.config import RunConfig
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.metrics import MetricsFile, Record
+from pretrain.rundir.paths import RunPaths
 
 WANDB_INIT_SECONDS = 15  # with a key and no network, wandb would block far longer before it raises
 WANDB_FINISH_SECONDS = 60  # what is not uploaded by then stays on disk for `wandb sync`
-METRICS = "metrics.jsonl"
 RATE_WINDOW_STEPS = 50  # the estimated time left comes from this many latest steps
 
 
@@ -45,7 +42,8 @@ class MetricsWriter:
     def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
         """`resume_step` steps are done (0: a fresh start); what earlier attempts wrote after them is dropped."""
         run_directory.mkdir(parents=True, exist_ok=True)
-        self._destinations: list[Destination] = [JsonLines(run_directory / METRICS, resume_step)]
+        paths = RunPaths(run_directory)
+        self._destinations: list[Destination] = [JsonLines(paths.metrics, resume_step)]
         if config.logging.wandb != "disabled":
             self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory)))
         if config.logging.tensorboard:
@@ -111,60 +109,20 @@ class Guarded:
 
 
 class JsonLines:
-    """One JSON object a line, each written out at once. On resume the file is cut back, so it holds each step once."""
+    """metrics.jsonl, which holds every number whatever becomes of the other destinations."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self._path = path
-        if path.exists():
-            _drop_after(path, resume_step)
-        self._file = path.open("a", buffering=1)
+        self._file = MetricsFile(path, resume_step)
 
     def step(self, record: Record) -> None:
-        with writing(self._path):
-            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.write(record)
 
     def evaluation(self, records: list[Record]) -> None:
         for record in records:
-            self.step(record)
+            self._file.write(record)
 
     def close(self) -> None:
         self._file.close()
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrites `path` without the records after `step`, and without a line that a killed run left half-written.
-
-    A fresh start (step 0) keeps nothing. The new file takes the old one's place in one move.
-    """
-    temporary = path.with_name(path.name + ".partial")
-    with path.open() as old, temporary.open("w") as new:
-        for line in old:
-            try:
-                keep = 0 < json.loads(line)["step"] <= step
-            except json.JSONDecodeError:
-                keep = False
-            if keep:
-                new.write(line.rstrip("\n") + "\n")
-    os.replace(temporary, path)
-
-
-def evaluated(path: Path, step: int) -> set[tuple[str, int, int]]:
-    """(protocol, stride, length) of every evaluation after `step` that a metrics.jsonl holds."""
-    found = set()
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(
-            json.JSONDecodeError
-        ):  # a killed run leaves its last line half-written
-            record = json.loads(line)
-            if record["step"] == step and "evaluation" in record:
-                found.add((record["protocol"], record["stride"], record["length"]))
-    return found
-
-
-def _finite(record: Record) -> Record:
-    """JSON has no nan and no infinity: they become null, and `non_finite` says which they were."""
-    odd = {k: str(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {**record, **dict.fromkeys(odd), "non_finite": odd} if odd else record
 
 
 class Wandb:
@@ -178,7 +136,7 @@ class Wandb:
             project=config.logging.wandb_project,
             name=run_directory.name,
             dir=str(run_directory),
-            id=_wandb_id(run_directory / "wandb_run_id"),
+            id=_wandb_id(RunPaths(run_directory).wandb_run_id),
             mode=mode,
             resume="allow" if mode == "online" else None,
             config=config.model_dump(mode="json"),
@@ -213,7 +171,7 @@ def _wandb_id(path: Path) -> str:
     if path.exists() and (identifier := path.read_text().strip()):
         return identifier
     identifier = uuid.uuid4().hex[:12]
-    path.write_text(identifier + "\n")
+    replace_file(path, identifier + "\n")
     return identifier
 
 
@@ -226,7 +184,7 @@ class TensorBoard:
         )  # slow to import, and tensorboard need not be there
 
         self._writer = SummaryWriter(
-            log_dir=str(run_directory / "tensorboard"), purge_step=resume_step + 1
+            log_dir=str(RunPaths(run_directory).tensorboard), purge_step=resume_step + 1
         )
 
     def step(self, record: Record) -> None:

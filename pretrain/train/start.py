@@ -31,10 +31,11 @@ from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.rundir.metrics import evaluations_at
+from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.account import Account
-from pretrain.train.metrics import METRICS, evaluated
 from pretrain.train.stopping import Requests
 
 Streams = tuple[TokenStream, TokenStream]
@@ -155,7 +156,7 @@ def load_run(
     """
     if topology.is_main:
         # The log line that says which attention backend was chosen, and why.
-        _show_log("kernels")
+        _show_log("pretrain.kernels")
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)
@@ -187,9 +188,9 @@ def find_start_point(
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
     # during the evaluation, or its metrics are in another run's directory.
     if is_evaluated_after(config, step):
-        done = evaluated(config.directory / METRICS, step)
+        done = evaluations_at(RunPaths(config.directory).metrics, step)
         pending = tuple(p for p in protocols(config) if p.key not in done)
-    own_checkpoints = (config.directory / "checkpoints").resolve()
+    own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
     return StartPoint(checkpoint, step, pending, step if is_own else None)
 

@@ -15,9 +15,9 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
-from pretrain.attempts import RESTART, STOPPED
+from pretrain.rundir.states import ExitCode
 
-EXIT_CODES = {signal.SIGTERM: STOPPED, signal.SIGUSR1: RESTART}
+EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART}
 """Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
 Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
 

@@ -1,4 +1,4 @@
-"""Pools of worker processes for the tests of this folder."""
+"""Provide pools of worker processes to the tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tests.distributed.pool import Pool
 
 @pytest.fixture(scope="package")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """pools(n): n ranks, started on first use and shared by every test of this folder.
+    """Return a function that gives the pool of n ranks, started on first use.
 
-    Not longer: gloo's threads of groups that were closed keep a core busy.
+    The scope is this folder and not the session, because gloo's threads of closed process groups
+    would keep a core busy during all later tests.
     """
     made: dict[int, Pool] = {}
 

@@ -1,7 +1,9 @@
-"""Worker processes that stay: starting and importing costs seconds each, so one pool of ranks serves many checks.
+"""Keep worker processes between tests.
 
-Workers are real processes that form a real group once; each check re-splits it into its own layout. They run on the CPU
-(gloo) also where there are GPUs, which are rarely as many as ranks; the tests marked cuda ask for `cuda=True` (NCCL).
+Starting a process and importing the libraries costs seconds, so one pool of ranks serves many
+checks. Workers are real processes that form one torch.distributed group; each check splits it into
+the layout that it needs. Workers run on the CPU (gloo) even where there are GPUs, since there are
+rarely as many GPUs as ranks. The tests marked `cuda` ask for `cuda=True` (NCCL).
 """
 
 from __future__ import annotations
@@ -15,22 +17,31 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+# Longest time without a result from any rank. A rank that waits in a collective for one that failed
+# would otherwise wait for as long as the collective's own timeout.
 TIMEOUT_SECONDS = 240
 
 
 class WorkerFailed(AssertionError):
-    """A task raised on some rank; the message is that rank's traceback."""
+    """Raised when a task fails on some rank. The message is that rank's traceback."""
 
 
 class Pool:
-    """`world_size` ranks; `run(task, ...)` calls a module-level function on all and returns the results by rank."""
+    """A group of `world_size` worker processes that run a task on every rank."""
 
     def __init__(self, world_size: int, cuda: bool = False) -> None:
+        """Start the workers.
+
+        Args:
+            world_size: Number of ranks.
+            cuda: Let the workers see the GPUs.
+        """
         self.world_size, self.cuda = world_size, cuda
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
+        # A free port for the rendezvous of the ranks, chosen by the kernel.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -42,12 +53,23 @@ class Pool:
                 target=_work, args=(theirs, rank, self.world_size, port, self.cuda), daemon=True
             )
             process.start()
+            # Only the worker keeps its end open, so that its death reads as end of file on ours.
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Results of task(*args, **kwargs), by rank. Raises WorkerFailed; the pool is then made anew."""
+        """Call task(*args, **kwargs) on every rank and return the results in the order of ranks.
+
+        Args:
+            task: A module-level function, since it is pickled.
+            *args: Positional arguments, the same on every rank.
+            **kwargs: Keyword arguments, the same on every rank.
+
+        Raises:
+            WorkerFailed: if a rank raises, dies or does not answer in time. The workers are then
+                replaced by new ones.
+        """
         for pipe in self._pipes:
             pipe.send((task, args, kwargs))
         results: dict[int, Any] = {}
@@ -63,7 +85,7 @@ class Pool:
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, value = False, "the worker process died"
                 if not ok:
                     self._restart()
                     raise WorkerFailed(f"rank {rank} of {self.world_size}:\n{value}")
@@ -71,7 +93,7 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Kill the workers and wait for their end."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -83,6 +105,15 @@ class Pool:
 
 
 def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -> None:
+    """Serve tasks from a pipe until it is closed. This is the main function of a worker process.
+
+    Args:
+        pipe: Receives (task, args, kwargs) and sends (True, result) or (False, traceback).
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        port: Port of the rendezvous.
+        cuda: Leave the GPUs visible.
+    """
     warnings.simplefilter("ignore")
     os.environ |= {
         "RANK": str(rank),
@@ -91,10 +122,12 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    # Before torch is imported: CUDA reads this variable once.
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    # Ranks share the cores of one machine.
     torch.set_num_threads(1)
     while True:
         try:
@@ -103,5 +136,6 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -
             return
         try:
             pipe.send((True, task(*args, **kwargs)))
+        # Also SystemExit and KeyboardInterrupt: every end of a task is reported.
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -1,4 +1,9 @@
-"""What the worker processes are asked to do: each task is called on every rank."""
+"""Define the tasks that worker processes run.
+
+Each task is called on every rank and returns something picklable. Imports of Megatron and DeepSpeed
+stand inside the functions: they must come after `pretrain.platform.prepare`, and the test process,
+which imports this module too, does without them.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +18,37 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.topology import Topology
-from pretrain.topology import initialize as initialize_topology
+from pretrain.topology import Topology, initialize
 
 
 def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any] | None:
-    """Differentiate the mean loss over tokens [global batch, S + 1].
+    """Compute the loss, logits and gradients of a model on one batch.
 
-    Returns the loss, the logits and the full gradients by global name, on rank 0.
+    Args:
+        config: The run's config; its layout must fit the number of ranks.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+
+    Returns:
+        On rank 0 {"loss": mean loss in nats, "logits": [global batch, S, V], "gradients": full
+        tensors by global name}; None elsewhere.
     """
     from pretrain.model.forward import run_schedule
     from pretrain.optim.gradients import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
-    topology, chunks = _model(config, state)
-    mine = _share(config, topology, tokens)
-    all_logits = _logits(config, chunks, mine)
-    losses = run_schedule(chunks, mine, _mean_loss)
+    topology, chunks = _build_model_with(config, state)
+    micro_batches = _split_among_ranks(config, topology, tokens)
+    local_logits = _logits(config, chunks, micro_batches)
+    losses = run_schedule(chunks, micro_batches, _mean_loss)
     finalize_gradients(chunks)
     loss = average_loss(losses, topology)
     full = _assemble(chunks, gradient, average_over=topology.layout.data)
     gathered: list[Any] = [None] * topology.layout.world_size
-    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, all_logits))
+    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, local_logits))
     if not topology.is_main:
         return None
+    # Tensor ranks hold slices of the vocabulary, data ranks hold rows of the batch.
     rows = []
     for data_rank in range(topology.layout.data):
         parts = sorted((t, x) for d, t, x in gathered if d == data_rank and x is not None)
@@ -47,23 +59,31 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
 def train_steps(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> dict[str, Any] | None:
-    """Take one optimizer step on each of `steps` [global batch, S + 1].
+    """Train a model from given weights, one optimizer step per batch.
 
-    Returns losses, gradient norms and final weights, on rank 0.
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        steps: Token ids of the global batches, each [global batch, S + 1].
+
+    Returns:
+        On rank 0 {"losses", "norms": per step, "weights": full fp32 tensors by global name}; None
+        elsewhere.
     """
     from pretrain.optim.schedule import learning_rate
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.train.step import average_loss, forward_backward, seed_step
 
-    topology, chunks = _model(config, state)
+    topology, chunks = _build_model_with(config, state)
     optimizer = ZeroOptimizer(config, topology, chunks)
     losses, norms = [], []
     for step, tokens in enumerate(steps):
         seed_step(config, topology, step)
-        kept = forward_backward(chunks, optimizer, _share(config, topology, tokens))
+        kept = forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
         norms.append(optimizer.step(learning_rate(config, step)))
         losses.append(average_loss(kept, topology))
     weights = full_weights(optimizer)
+    # The engine is part of reference cycles. Collected now, its memory does not add up over tasks.
     del optimizer, chunks
     gc.collect()
     return {"losses": losses, "norms": norms, "weights": weights} if topology.is_main else None
@@ -72,7 +92,16 @@ def train_steps(
 def train_steps_in_fp16_on_cpu(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> Any:
-    """Run `train_steps` in fp16, and tell whether the first step moved anything."""
+    """Run `train_steps` in fp16 on a CPU, and see whether the first step changed the weights.
+
+    Args:
+        config: As in `train_steps`.
+        state: As in `train_steps`.
+        steps: As in `train_steps`.
+
+    Returns:
+        As `train_steps`, with "weights_after_first_step_unchanged" added.
+    """
     with fp16_on_cpu():
         first = train_steps(config, state, steps[:1])
         result = train_steps(config, state, steps)
@@ -84,7 +113,10 @@ def train_steps_in_fp16_on_cpu(
 
 @contextlib.contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """Have DeepSpeed and our own check accept fp16 on a CPU, which torch computes correctly."""
+    """Compute in fp16 on a CPU.
+
+    torch can, but DeepSpeed refuses it, as does `pretrain.platform`. Both are told otherwise here.
+    """
     platform.prepare(0)
     from deepspeed.accelerator import get_accelerator
 
@@ -98,8 +130,8 @@ def fp16_on_cpu() -> Iterator[None]:
         platform.check_precision, accelerator.is_fp16_supported = check, supported
 
 
-def full_weights(optimizer) -> dict[str, Tensor]:
-    """Assemble the fp32 masters by global name from every rank's fragments."""
+def full_weights(optimizer: Any) -> dict[str, Tensor]:
+    """Return the fp32 master weights by global name, assembled from the fragments of every rank."""
     fragments = optimizer.state().fragments
     mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -110,6 +142,7 @@ def full_weights(optimizer) -> dict[str, Tensor]:
     for name, shape, global_shape, offset, start, flat in (
         item for part in gathered for item in part
     ):
+        # NaN marks what no fragment has filled yet.
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))
         local = torch.full(shape, float("nan"))
         local.view(-1)[start : start + flat.numel()] = flat
@@ -118,11 +151,12 @@ def full_weights(optimizer) -> dict[str, Tensor]:
     return full
 
 
-def _model(config: RunConfig, state: dict[str, Tensor]):
+def _build_model_with(config: RunConfig, state: dict[str, Tensor]) -> tuple[Topology, list[Any]]:
+    """Set up the layout, build this rank's chunks, and fill them with slices of full weights."""
     from pretrain.model.gpt import build_model
     from pretrain.model.parameters import named_parameters
 
-    topology = initialize_topology(config)
+    topology = initialize(config)
     chunks = build_model(config)
     with torch.no_grad():
         for named in named_parameters(chunks):
@@ -130,18 +164,18 @@ def _model(config: RunConfig, state: dict[str, Tensor]):
     return topology, chunks
 
 
-def _share(config: RunConfig, topology: Topology, tokens: Tensor) -> list[Tensor]:
-    return list(
-        tokens.chunk(topology.layout.data)[topology.data_rank].split(config.batch.micro_batch_size)
-    )
+def _split_among_ranks(config: RunConfig, topology: Topology, tokens: Tensor) -> list[Tensor]:
+    """Return this data rank's micro batches of a global batch."""
+    share = tokens.chunk(topology.layout.data)[topology.data_rank]
+    return list(share.split(config.batch.micro_batch_size))
 
 
-def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
-    """Return this data rank's logits [B, S, V / tensor ranks] on the last stage, else None."""
+def _logits(config: RunConfig, chunks: list[Any], batches: list[Tensor]) -> Tensor | None:
+    """Return this rank's logits [B, S, V / tensor ranks] on the last pipeline stage, else None."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(iterator, chunk):
+    def forward_step(iterator: Any, chunk: Any) -> Any:
         inputs = next(iterator)[:, :-1].contiguous().to(platform.device())
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         return chunk(inputs, positions, None), lambda out: (out.sum(), out.detach().clone())
@@ -161,10 +195,13 @@ def _logits(config: RunConfig, chunks, batches: list[Tensor]) -> Tensor | None:
     return torch.cat(kept) if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
-def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
-    """Return full tensors of value(parameter) by global name.
+def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Tensor]:
+    """Return full tensors by global name, and check that copies of a parameter agree.
 
-    Copies on several ranks must agree; data-parallel ranks are averaged.
+    Args:
+        chunks: This rank's model chunks.
+        value: Function from a parameter to the tensor to assemble, such as its gradient.
+        average_over: Number of data-parallel ranks, whose tensors are averaged.
     """
     from megatron.core import parallel_state
 
@@ -190,9 +227,16 @@ def _assemble(chunks, value, average_over: int) -> dict[str, Tensor]:
 
 
 def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] | None:
-    """Train a run on real data to step `until` and save there.
+    """Train a run on real data to a step and save a checkpoint there.
 
-    Returns the step it began at, losses, norms and consumed samples, on rank 0.
+    Args:
+        config: The run's config.
+        resume: Value of --resume.
+        until: The step to stop at.
+
+    Returns:
+        On rank 0 {"began": first step, "losses", "norms": per step, "samples": consumed samples};
+        None elsewhere.
     """
     from pretrain.checkpoint.save import save_checkpoint
     from pretrain.train.account import Account
@@ -223,10 +267,14 @@ def continue_run_in_fp16_on_cpu(config: RunConfig, resume: str, until: int) -> A
 
 
 def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
-    """Resumes a run and trains it to its end; returns how often rank 0 hashed and parsed what.
+    """Resume a run, train it to its end, and count how often its checkpoint was read.
 
-    Counted for the checkpoint that the run is resumed from: "hash NAME" for state.json and
-    config.toml, "parse config" for calls that read its config.
+    Args:
+        config: The run's config; the run has a checkpoint.
+
+    Returns:
+        For the checkpoint resumed from, {"hash config.toml", "hash state.json", "parse config":
+        times on this rank}.
     """
     import hashlib
     from collections import Counter
@@ -239,13 +287,13 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
     counts: Counter[str] = Counter()
     digest, parse = hashlib.file_digest, manifest.load_config
 
-    def counted_digest(file, *args):
+    def counted_digest(file: Any, *args: Any) -> Any:
         path = Path(file.name)
         if path.parent == checkpoint and path.name in (manifest.STATE, manifest.CONFIG):
             counts[f"hash {path.name}"] += 1
         return digest(file, *args)
 
-    def counted_parse(path, *args):
+    def counted_parse(path: Any, *args: Any) -> Any:
         counts["parse config"] += Path(path).parent == checkpoint
         return parse(path, *args)
 
@@ -258,15 +306,27 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
 
 
 def evaluate(
-    config: RunConfig, state: dict[str, Tensor], protocols: list, tokens_per_batch: int
+    config: RunConfig, state: dict[str, Tensor], protocols: list[Any], tokens_per_batch: int
 ) -> list[Any]:
-    """Evaluate a model with given weights on the validation stream; every rank returns it all."""
+    """Evaluate a model with given weights on the validation stream.
+
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        protocols: The protocols to evaluate.
+        tokens_per_batch: Tokens in an evaluation batch.
+
+    Returns:
+        One result per protocol, on every rank.
+    """
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
     from pretrain.optim.zero import ZeroOptimizer
 
-    topology, chunks = _model(config, state)
-    optimizer = ZeroOptimizer(config, topology, chunks) if config.parallel.zero_stage == 3 else None
+    topology, chunks = _build_model_with(config, state)
+    # Under ZeRO 3 only DeepSpeed's engine can gather the weights for a forward pass.
+    needs_engine = config.parallel.zero_stage == 3
+    optimizer = ZeroOptimizer(config, topology, chunks) if needs_engine else None
     evaluator = Evaluator(
         chunks,
         topology,

@@ -11,8 +11,7 @@ from tests.conftest import tiny_config
 from tests.distributed import tasks
 from tests.distributed.pool import Pool
 from tests.distributed.test_optimizer import LOSS, NORM, _expected
-from tests.distributed.test_parallel_equals_dense import VARIANTS
-from tests.distributed.test_parallel_equals_dense import _config as variant_config
+from tests.distributed.test_parallel_equals_dense import VARIANTS, variant_config
 from tests.distributed.test_parallel_equals_dense import _expected as expected_of_variant
 
 pytestmark = [

@@ -1,21 +1,29 @@
-"""Every position method in every layout: logits and gradients equal an independent dense GPT's, from the same weights."""
+"""Compare the sharded model with an independent dense GPT.
+
+Every position method, in every layout, must give the logits, loss and gradients of
+tests.reference.dense_gpt from the same weights.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from pretrain.config import RunConfig
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state
 
-# Both sides compute in fp32 and differ in the order of their sums: 2^-24 a term over a few hundred terms, some layers
-# deep. Seen over all cases: logits within 1e-5 of values up to 3, gradients within 4e-6 of values up to 1.
+# Both sides compute in fp32 and differ in the order of their sums, which is 2^-24 per term over a
+# few hundred terms and some layers. The largest differences seen over all cases are 1e-5 for logits
+# of up to 3, and 4e-6 for gradients of up to 1.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
-# Each method with other knobs of the model turned, so that they are seen sharded too.
+# Each method with other settings of the model, so that these are checked under sharding too.
 VARIANTS = {
     "alibi": {},
     "alibi-trainable": {"position": {"trainable_slopes": True}, "model": {"hidden_act": "gelu"}},
@@ -29,7 +37,8 @@ VARIANTS = {
 }
 
 
-def _config(variant: str, heads: int, parallel: dict):
+def variant_config(variant: str, heads: int, parallel: dict[str, Any]) -> RunConfig:
+    """Return the config of a variant; its name starts with the position method."""
     sections = {name: dict(keys) for name, keys in VARIANTS[variant].items()}
     sections.setdefault("model", {})["num_attention_heads"] = heads
     sections.setdefault("position", {})["method"] = variant.split("-")[0]
@@ -37,8 +46,11 @@ def _config(variant: str, heads: int, parallel: dict):
 
 
 @functools.cache
-def _expected(variant: str, heads: int):
-    config = _config(variant, heads, {})
+def _expected(
+    variant: str, heads: int
+) -> tuple[dict[str, Tensor], Tensor, Tensor, float, dict[str, Tensor]]:
+    """Return (weights, token ids, logits, loss, gradients) of the dense reference."""
+    config = variant_config(variant, heads, {})
     state = random_state(config, seed=3)
     tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
     model = DenseGPT(config).load_global_state(state)
@@ -55,9 +67,8 @@ def _expected(variant: str, heads: int):
 def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, heads):
     processes, parallel = LAYOUTS[layout]
     state, tokens, logits, loss, gradients = _expected(variant, heads)
-    actual = pools(processes).run(
-        tasks.gradients, _config(variant, heads, parallel), state, tokens
-    )[0]
+    config = variant_config(variant, heads, parallel)
+    actual = pools(processes).run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
     assert actual["gradients"].keys() == gradients.keys()
@@ -68,14 +79,17 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
 
 
 def test_the_comparison_would_notice_slopes_of_local_heads(pools):
-    """The classic mistake (each tensor rank takes the slopes of its own head count) is far outside the tolerance."""
+    """Slopes computed for the number of local heads, a known mistake, exceed the tolerance by far.
+
+    Each of two tensor ranks then has the slopes of a model of four heads.
+    """
     state, tokens, logits, *_ = _expected("alibi", 8)
-    wrong = DenseGPT(_config("alibi", 8, {})).load_global_state(state)
+    wrong = DenseGPT(variant_config("alibi", 8, {})).load_global_state(state)
     wrong._score_bias = lambda length, p, like: _local_slopes_bias(length, like)
     assert (wrong(tokens[:, :-1]) - logits).abs().max() > 100 * TOLERANCE["atol"]
 
 
-def _local_slopes_bias(length: int, like: torch.Tensor) -> torch.Tensor:
+def _local_slopes_bias(length: int, like: Tensor) -> Tensor:
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / 4) for h in range(4)] * 2)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     return (-slopes[:, None, None] * distance).to(like).masked_fill(distance < 0, float("-inf"))

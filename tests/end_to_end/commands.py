@@ -1,7 +1,8 @@
-"""Commands as a user types them: in a fresh process, or in one forked from a server that has done the slow imports.
+"""Run commands as a user types them, in a fresh process or in one forked from a warm server.
 
-Importing torch and Megatron costs seconds a process. A forked command runs the same `main()` on its own arguments,
-environment and file descriptors, and ends the same way; nothing is shared but what importing does.
+Importing torch and Megatron takes seconds for each process, so the server has done the imports
+already. A forked command runs the same `main()` with its own arguments, environment and file
+descriptors, and ends in the same way. It shares nothing but the imported modules.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 300
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""The environment of every command: two processes need no second GPU, and give the same bits everywhere."""
+"""Environment of every command: two ranks need no second GPU, and numbers repeat bit for bit."""
 PRETRAIN = (sys.executable, "-m", "pretrain")
 LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.cli import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -35,7 +36,7 @@ _SERVER.set_forkserver_preload(["tests.end_to_end.preload"])
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """A command that has ended: its exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -47,14 +48,18 @@ class Done(NamedTuple):
 
 
 def fresh(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Done:
-    """Runs a command line in a process of its own, from the project's root."""
+    """Run a command line in a new process, from the project's root, and wait for it."""
     return ended(started(command, environment))
 
 
 def started(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """The process of a command line, as a terminal starts it: a shell's background, where the tests may run, ignores Ctrl-C."""
+    """Start a command line as a terminal does and return its process.
+
+    SIGINT gets its default action back: a shell that runs the tests in the background ignores it,
+    and child processes inherit that.
+    """
     return subprocess.Popen(
         list(command),
         cwd=ROOT,
@@ -67,19 +72,21 @@ def started(
 
 
 def ended(process: subprocess.Popen[str]) -> Done:
-    """Waits for the process. One that takes too long is asked to end, and its ranks with it, and the test fails."""
+    """Wait for a process. After TIMEOUT_SECONDS, terminate it and its ranks and fail the test."""
     try:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()
-        raise AssertionError(
-            f"still running after {TIMEOUT_SECONDS} s: {' '.join(map(str, process.args))}"
-        ) from None  # type: ignore[arg-type]
+        command = " ".join(map(str, process.args))  # type: ignore[arg-type]  # started() passes a list
+        raise AssertionError(f"still running after {TIMEOUT_SECONDS} s: {command}") from None
     return Done(process.returncode, out, err)
 
 
 def pretrain(*arguments: object, largest_file: int | None = None) -> Done:
-    """`pretrain` with these arguments, forked. Writing a file beyond `largest_file` bytes fails, as on a full disk."""
+    """Run `pretrain` with these arguments in a forked process.
+
+    Writing a file beyond `largest_file` bytes fails, as on a full disk.
+    """
     return ranks(arguments, [{}], largest_file)[0]
 
 
@@ -88,7 +95,7 @@ def ranks(
     environments: Sequence[Mapping[str, str]],
     largest_file: int | None = None,
 ) -> list[Done]:
-    """`pretrain` with these arguments once in each environment, at the same time, forked."""
+    """Run `pretrain` with these arguments once in each environment, all at the same time."""
     with TemporaryDirectory() as folder:
         processes = [
             _start(arguments, env, Path(folder) / str(rank), largest_file)
@@ -98,21 +105,22 @@ def ranks(
 
 
 class Started(NamedTuple):
-    """Ranks that run: `process_ids` by rank, for signals."""
+    """The running ranks of a command."""
 
     processes: list[BaseProcess]
     folder: Path
 
     @property
     def process_ids(self) -> list[int]:
+        """Return the process ids by rank, to send signals to."""
         return [process.pid or 0 for process in self.processes]
 
     def said(self, rank: int) -> str:
-        """What a rank has written to stderr so far."""
+        """Return what a rank has written to stderr so far."""
         return (self.folder / f"{rank}.err").read_text()
 
     def done(self) -> list[Done]:
-        """Waits for all ranks to end."""
+        """Wait for all ranks to end."""
         return [
             _end(process, self.folder / str(rank)) for rank, process in enumerate(self.processes)
         ]
@@ -120,10 +128,10 @@ class Started(NamedTuple):
 
 @contextmanager
 def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Started]:
-    """`pretrain` with these arguments on `world_size` ranks, forked; what still runs afterwards is killed."""
+    """Run `pretrain` with these arguments on `world_size` ranks; on exit, kill those left."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {
+        rendezvous = {
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(probe.getsockname()[1]),
@@ -132,7 +140,7 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
         processes = [
             _start(
                 arguments,
-                place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 Path(folder) / str(rank),
                 None,
             )
@@ -176,7 +184,7 @@ def _end(process: BaseProcess, output: Path) -> Done:
 def _main(
     arguments: list[str], environment: dict[str, str], output: str, largest_file: int | None
 ) -> None:
-    """In the forked process: becomes `python -m pretrain ARGUMENTS` from the project's root."""
+    """Become `python -m pretrain ARGUMENTS` from the project's root, in the forked process."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(ROOT)
@@ -193,20 +201,23 @@ def _main(
 
 
 def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Returns when condition() is true; fails when it never is."""
+    """Return when condition() is true; fail when it is not after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
         time.sleep(0.02)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl."""
+    """Return the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def explained(done: Done, code: int, *words: object) -> None:
-    """`done` ended with `code` and lines that begin with "error: ", hold all of `words`, and are no traceback."""
+    """Check that a command failed with `code` and an error message, without a traceback.
+
+    A line of stderr begins with "error: ", and stderr contains all of `words`.
+    """
     assert done.code == code, done.text
     assert "Traceback" not in done.text, done.text
     lines = done.err.splitlines()

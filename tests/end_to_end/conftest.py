@@ -1,4 +1,4 @@
-"""A workspace as a user has one: a config file, a built data set, runs."""
+"""A workspace like a user's: a config file, a built data set and a directory of runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ tensorboard = false
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
-    """A folder with run.toml, whose data set is built and whose runs stand in runs/."""
+    """A folder with run.toml, whose data set is built and whose runs go to runs/."""
     folder = tmp_path_factory.mktemp("workspace")
     (folder / "run.toml").write_text(CONFIG.format(folder=folder, data=tiny_data))
     return folder
@@ -79,7 +79,10 @@ def run(workspace: Path, config: Path) -> Path:
 
 @pytest.fixture
 def refused(workspace: Path) -> Callable[..., None]:
-    """refused(arguments, words): exit code 2, a message that holds the words, and a workspace as it was before."""
+    """Return refused(arguments, *words), which checks that a command is refused.
+
+    It exits with code 2, its message contains the words, and the workspace does not change.
+    """
 
     def check(arguments: list[object], *words: object) -> None:
         before = contents(workspace)

@@ -1,10 +1,11 @@
-"""What the server of forked commands imports, once (tests/end_to_end/commands.py)."""
+"""Import, once, what the forked commands need (see tests/end_to_end/commands.py)."""
 
 import importlib
 import os
 import warnings
 
-# A process that has looked for a GPU cannot be forked into one that uses it: the forked commands run on the CPU.
+# CUDA cannot be used in a process forked from one that has initialized it. The commands run on the
+# CPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.simplefilter("ignore")

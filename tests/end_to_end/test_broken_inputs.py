@@ -1,4 +1,8 @@
-"""Wrong configs, command lines, layouts and data: a message that says what and what to do, exit code 2, nothing changed."""
+"""Wrong configs, command lines, layouts and data.
+
+Each is refused with exit code 2 and a message that says what is wrong and what to do, and no file
+changes.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ from tests.end_to_end.damage import contents, flip, replace
 
 @pytest.fixture
 def data_copy(tiny_data: Path, tmp_path: Path) -> Path:
-    """The data set under another name: links, so a file is replaced, never written to."""
+    """A copy of the data set made of hard links, whose files may be replaced but not written to."""
     return Path(shutil.copytree(tiny_data, tmp_path / "data", copy_function=os.link))
 
 
-# ---- the config ------------------------------------------------------------------------------------------------------
+# ---- the config ----------------------------------------------------------------------------------
 CONFIG_COMMANDS = {
     "config": ["config"],
     "train": ["train"],
@@ -35,13 +39,13 @@ SETTINGS = {
     "model.num_layers=2.0": ["model.num_layers = 2.0", "valid integer", "got float"],
     "train.num_steps=0": ["train.num_steps = 0", "greater than 0"],
     "position.method=alibii": ["position.method = 'alibii'", "'alibi'", "'rotary'"],
-    "train.num_steps": ["--set train.num_steps: want section.key=value"],
+    "train.num_steps": ["--set train.num_steps: expected section.key=value"],
     "model.num_attention_heads=5": [
         "model.hidden_size = 32",
-        "not divisible by num_attention_heads = 5",
+        "not divisible by model.num_attention_heads = 5",
         "multiple",
     ],
-    "parallel.sequence_parallel=true": ["parallel.sequence_parallel = True", "Leave it out"],
+    "parallel.sequence_parallel=true": ["parallel.sequence_parallel = true", "Remove the key"],
 }
 
 
@@ -90,7 +94,10 @@ def test_a_directory_is_no_config_file(refused, workspace):
 
 
 def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
-    """Real processes, in which importing torch is fatal: quick answers on a login node, which may have no torch."""
+    """A wrong setting is reported fast, and on a login node without torch.
+
+    The processes are real, and importing torch ends them with code 99.
+    """
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("import os\nos._exit(99)\n")
     environment = {"PYTHONPATH": str(tmp_path)}
@@ -103,7 +110,8 @@ def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
         explained(fresh(command, environment), 2, "model.num_layers = 'two'")
     assert fresh([*PRETRAIN, "config", str(config)], environment).code == 0
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Processor time, which other work on the machine does not lengthen: 0.15 s a command on the slowest machine seen.
+    # Processor time does not depend on what else the machine does. Each command took 0.15 s on the
+    # slowest machine seen.
     assert (end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime) / 7 < 1
 
 
@@ -126,7 +134,7 @@ def test_a_wrong_command_line(arguments, word):
     assert "Traceback" not in done.text
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 def test_processes_that_cannot_share_a_run(refused, workspace, config):
     tensor = ["--set", "parallel.tensor_model_parallel_size=2"]
     refused(
@@ -139,7 +147,7 @@ def test_processes_that_cannot_share_a_run(refused, workspace, config):
     refused(
         ["train", config, *planned],
         "parallel.world_size = 2",
-        "the run was started with 1 process",
+        "the run was started with 1 process.",
         "Start 2",
     )
     refused(
@@ -170,7 +178,7 @@ def test_slurm_without_a_first_host(config):
     explained(done, 2, "SLURM_JOB_NODELIST = ''", "Set MASTER_ADDR")
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 def test_data_that_is_not_built(refused, config, run, tmp_path):
     setting = ["--set", f"data.directory={tmp_path}/none"]
     remedy = (

@@ -1,4 +1,7 @@
-"""Damaged checkpoints, full disks, and what cannot be resumed, evaluated or exported: said plainly, nothing changed."""
+"""Damaged checkpoints, full disks, and runs that cannot be resumed, evaluated or exported.
+
+Each is refused with a message that says what is wrong and what to do, and no file changes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import read_attempts
+from pretrain.rundir.attempts import read_attempts
 from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
 from tests.end_to_end.damage import contents, flip, truncate
 
@@ -16,7 +19,7 @@ WEIGHTS = "__0_0.distcp"
 
 
 def trained(workspace: Path, name: str, *settings: str) -> Path:
-    """A run of two steps under its own name."""
+    """Train a run of two steps in runs/<name> and return its directory."""
     overrides = [
         f"run.directory={workspace}/runs/{name}",
         "train.num_steps=2",
@@ -31,13 +34,13 @@ def trained(workspace: Path, name: str, *settings: str) -> Path:
 
 
 def damaged_run(run: Path, name: str) -> Path:
-    """A copy of `run` to spoil."""
+    """Return a copy of `run` that may be damaged."""
     copy = run.with_name(name)
     shutil.rmtree(copy, ignore_errors=True)
     return Path(shutil.copytree(run, copy))
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 SPOILED = {
     "flipped bit": (WEIGHTS, flip, ["its SHA-256 is not the manifest's"]),
     "truncated": (WEIGHTS, truncate, ["bytes, the manifest says"]),
@@ -63,17 +66,17 @@ def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
     train = ["train", config, "--set", f"run.directory={copy}", "--set", "train.num_steps=12"]
     explained(pretrain(*train), 2, copy / STEP_8 / file, *words, remedy)
     assert contents(copy / "checkpoints") == before
-    for attempt in read_attempts(copy)[
-        len(attempts) :
-    ]:  # one, where the damage shows in loading alone
-        assert (attempt.ended.code, attempt.ended.outcome) == (
-            2,
-            "refused",
-        ) and file in attempt.ended.reason
+    # Training begins an attempt only where the damage is found while loading, not before.
+    for attempt in read_attempts(copy)[len(attempts) :]:
+        assert (attempt.ended.code, attempt.ended.outcome) == (2, "refused")
+        assert file in attempt.ended.reason
 
 
 def test_the_remedy_for_a_damaged_checkpoint(config, run):
-    """What the message says works: the run goes on from the earlier checkpoint, and a sound one takes the other's place."""
+    """The remedy in the message works.
+
+    The run resumes from the earlier checkpoint, and a new checkpoint replaces the damaged one.
+    """
     copy = damaged_run(run, "repaired")
     flip(copy / STEP_8 / WEIGHTS)
     done = pretrain("train", config, "--resume", copy / STEP_4, "--set", f"run.directory={copy}")
@@ -150,7 +153,7 @@ def test_resume(refused, config, run, tmp_path):
     )
 
 
-# ---- what is written to ----------------------------------------------------------------------------------------------
+# ---- what is written to --------------------------------------------------------------------------
 def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
     for directory in (config, config / "below"):
         refused(
@@ -176,7 +179,7 @@ def test_a_forced_attention_backend_that_cannot_serve(workspace, config, backend
 
 
 def test_a_full_disk_while_training(workspace, config):
-    """Exit code 1; no checkpoint is half there, and once there is room the same command goes on."""
+    """Exit code 1 and no partial checkpoint; once there is room, the same command resumes."""
     directory = workspace / "runs/full"
     command = ["train", config, "--set", f"run.directory={directory}"]
     explained(
@@ -210,7 +213,8 @@ def test_a_full_disk_while_exporting(run, tmp_path):
         f"{out}: cannot be written",
         "File too large",
     )
-    assert contents(tmp_path) == before  # the earlier export, whole
+    # The earlier export is still there, whole.
+    assert contents(tmp_path) == before
     explained(
         pretrain("export", run, out / "config.json/hf"),
         1,
@@ -223,11 +227,12 @@ def test_a_full_disk_while_reporting(run, tmp_path):
     out = tmp_path / "curve.json"
     done = pretrain("evaluate", run, "--lengths", "32", "--out", out, largest_file=2_000)
     explained(done, 1, f"{out}: cannot be written (File too large)", "Make room")
-    assert "perplexity" in done.out  # the numbers are not lost
+    # The numbers were printed before the report failed.
+    assert "perplexity" in done.out
     assert not out.exists()
 
 
-# ---- evaluation and export -------------------------------------------------------------------------------------------
+# ---- evaluation and export -----------------------------------------------------------------------
 def test_what_is_no_run(refused, workspace, config, tmp_path):
     for path, what in (
         (tmp_path / "gone", "no such directory"),
@@ -242,17 +247,23 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--lengths", "abc"], ["--lengths abc: want tokens, comma-separated, as in 128,256,512"]),
-        (["--lengths", ""], ["--lengths : want tokens"]),
+        (
+            ["--lengths", "abc"],
+            ["--lengths abc: expected numbers of tokens", "--lengths 128,256,512"],
+        ),
+        (["--lengths", ""], ["--lengths : expected numbers of tokens"]),
         (["--lengths", "32,0"], ["evaluation.lengths = 0", "Choose 1 or more"]),
-        (["--protocols", "foo"], ["--protocols foo: there are nonoverlapping and sliding"]),
+        (
+            ["--protocols", "foo"],
+            ["--protocols foo: unknown protocol. Choose nonoverlapping or sliding"],
+        ),
         (
             ["--lengths", "32,64", "--stride", "48"],
-            ["evaluation.stride = 48", "shortest window of 32", "no longer"],
+            ["evaluation.stride = 48", "shortest window of 32", "Choose 32 or less"],
         ),
-        (["--stride", "0"], ["--stride 0: want 1 or more"]),
-        (["--max-tokens", "-5"], ["--max-tokens -5: want 1 or more"]),
-        (["--out", "{folder}/report"], ["--out {folder}/report: want a file that ends in .json"]),
+        (["--stride", "0"], ["--stride 0: expected 1 or more tokens"]),
+        (["--max-tokens", "-5"], ["--max-tokens -5: expected 1 or more tokens"]),
+        (["--out", "{folder}/report"], ["--out {folder}/report: the file name must end in .json"]),
         (
             ["--out", "{folder}/run.toml/curve.json"],
             ["--out {folder}/run.toml/curve.json", "Choose another"],
@@ -272,7 +283,8 @@ def test_what_cannot_be_evaluated(refused, workspace, run, options, words):
 
 def test_training_lengths_are_not_mixed(refused, workspace, run):
     other = trained(workspace, "short", "data.sequence_length=16")
-    refused(["evaluate", run, other], other, "trained at 16 tokens, the first at 32", "one by one")
+    words = f"trained at 16 tokens, but {run / STEP_8} at 32", "one by one"
+    refused(["evaluate", run, other], other, *words)
 
 
 def test_a_learned_table_has_an_end(refused, workspace):
@@ -301,12 +313,12 @@ def test_a_folder_that_is_no_export(refused, workspace, run, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     refused(
         ["export", run, tmp_path],
-        f"{tmp_path}: exists and is no earlier export",
+        f"{tmp_path}: already exists and is not an earlier export",
         "Choose another folder",
     )
     refused(
         ["export", run, tmp_path / "notes.txt"],
-        "exists and is no earlier export",
+        "already exists and is not an earlier export",
         "Choose another folder",
     )
     curve = ["--curve", tmp_path / "notes.txt"]
@@ -315,6 +327,5 @@ def test_a_folder_that_is_no_export(refused, workspace, run, tmp_path):
         f"--curve {tmp_path}/notes.txt: not a curve.json",
         "evaluate --out",
     )
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"] and (
-        tmp_path / "notes.txt"
-    ).read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"

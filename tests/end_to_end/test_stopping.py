@@ -1,4 +1,8 @@
-"""Signals to a run's processes, at any moment: it saves, ends with a code of its own, and goes on as if nothing had been."""
+"""Signals to a run's processes at any moment.
+
+The run saves, exits with the code for that signal, and when it is resumed it gives the same numbers
+as a run that was never stopped.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from pretrain.attempts import RESTART, STOPPED, Attempt, AttemptRecord, read_attempts
 from pretrain.checkpoint.manifest import complete_checkpoints
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.states import ExitCode
 from tests.end_to_end.commands import (
     PRETRAIN,
     Started,
@@ -27,7 +33,8 @@ from tests.end_to_end.commands import (
 from tests.end_to_end.damage import contents
 
 STEPS = 24
-# Sixty passes an evaluation, so that a signal can come between two; dropout, whose masks must be the same again.
+# An evaluation takes sixty passes, so that a signal can arrive between two of them. With dropout, a
+# resumed run must draw the same masks.
 LONG = [
     f"train.num_steps={STEPS}",
     "checkpoint.interval_steps=100",
@@ -44,7 +51,7 @@ LONG = [
 
 @pytest.fixture
 def train(workspace: Path, config: Path) -> Callable[..., list[object]]:
-    """train(name, *settings): the arguments that train workspace/runs/<name>."""
+    """Return train(name, *settings): the arguments that train workspace/runs/<name>."""
 
     def arguments(name: str, *settings: str) -> list[object]:
         settings = (f"run.directory={workspace}/runs/{name}", *settings)
@@ -58,17 +65,15 @@ def last_attempt(run: Path) -> AttemptRecord | None:
 
 
 def phase(run: Path) -> tuple[str, int]:
-    """The phase that the newest attempt is in, and the steps done."""
+    """Return the phase of the newest attempt and the number of steps done."""
     attempt = last_attempt(run)
-    return (
-        (attempt.phases[-1].phase, attempt.phases[-1].step)
-        if attempt and attempt.phases
-        else ("", 0)
-    )
+    if not attempt or not attempt.phases:
+        return "", 0
+    return attempt.phases[-1].phase, attempt.phases[-1].step
 
 
 def wait_for_running(group: Started, condition: Callable[[], Any]) -> None:
-    """Returns when condition() is true; fails when the ranks end before it."""
+    """Return when condition() is true; fail if a rank ends before that."""
     wait_for(lambda: condition() or not all(p.is_alive() for p in group.processes))
     assert all(p.is_alive() for p in group.processes), [
         group.said(rank) for rank in range(len(group.processes))
@@ -76,7 +81,7 @@ def wait_for_running(group: Started, condition: Callable[[], Any]) -> None:
 
 
 def hold(process_ids: list[int]) -> None:
-    """Stops processes; returns when every thread of theirs stands."""
+    """Stop processes with SIGSTOP and return when all their threads have stopped."""
     for process in process_ids:
         os.kill(process, signal.SIGSTOP)
     stats = [
@@ -86,18 +91,21 @@ def hold(process_ids: list[int]) -> None:
 
 
 def untimed(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock has measured."""
+    """Return the records of metrics.jsonl without the fields that a clock measures."""
     timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
     return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in metrics(run)]
 
 
 def weights(checkpoint: Path) -> dict[str, bytes]:
-    """What the ranks have written of a checkpoint; equal bytes are equal masters and Adam moments."""
+    """Return the files that the ranks wrote: equal bytes are equal masters and Adam moments."""
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
 
 
 def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace, train):
-    """Tensor 2 x pipeline 2; one rank alone gets the signal: between steps, in an evaluation, in the last evaluation."""
+    """A run on tensor 2 x pipeline 2 is stopped three times and equals the undisturbed run.
+
+    The signal goes to one rank only: between steps, in an evaluation, and in the last evaluation.
+    """
     whole, parts = workspace / "runs/undisturbed", workspace / "runs/disturbed"
     with running_ranks(train("undisturbed", *LONG), 4) as group:
         assert [done.code for done in group.done()] == [0] * 4
@@ -105,11 +113,11 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
         (
             signal.SIGUSR1,
             3,
-            RESTART,
+            ExitCode.RESTART,
             lambda: (parts / "metrics.jsonl").exists() and len(untimed(parts)) >= 3,
         ),
-        (signal.SIGUSR1, 1, RESTART, lambda: phase(parts) == ("evaluating", 12)),
-        (signal.SIGTERM, 0, STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
+        (signal.SIGUSR1, 1, ExitCode.RESTART, lambda: phase(parts) == ("evaluating", 12)),
+        (signal.SIGTERM, 0, ExitCode.STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
     ]
     for number, (name, rank, code, moment) in enumerate(stops, start=1):
         with running_ranks(train("disturbed", *LONG), 4) as group:
@@ -125,16 +133,11 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
             range(1, step + 1)
         )
         ended = last_attempt(parts).ended
-        assert (ended.code, ended.outcome, ended.step) == (
-            code,
-            "restart" if code == RESTART else "stopped",
-            step,
-        )
-    assert (
-        step == STEPS
-        and untimed(parts)[-1]["step"] == STEPS
-        and "evaluation" not in untimed(parts)[-1]
-    )
+        outcome = "restart" if code == ExitCode.RESTART else "stopped"
+        assert (ended.code, ended.outcome, ended.step) == (code, outcome, step)
+    # All steps are done, and the last evaluation was cut off.
+    assert step == STEPS and untimed(parts)[-1]["step"] == STEPS
+    assert "evaluation" not in untimed(parts)[-1]
 
     with running_ranks(train("disturbed", *LONG), 4) as group:
         done = group.done()
@@ -146,15 +149,17 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
     assert phases == ["starting", "loading", "training", "evaluating", "training", "ending"]
     assert last_attempt(parts).ended.outcome == "finished"
 
+    # On any layout, here one process, a finished run is left as it is.
     before = contents(parts)
-    assert (
-        "nothing to train" in pretrain(*train("disturbed", *LONG[:-2])).err
-    )  # any layout may look
+    assert "nothing to train" in pretrain(*train("disturbed", *LONG[:-2])).err
     assert contents(parts) == before
 
 
 def test_a_signal_in_the_middle_of_a_save(workspace, train):
-    """Nothing more is trained or saved. The process is held in its save while the signal is sent."""
+    """After that save nothing more is trained or saved.
+
+    The processes are held in their save while the signal is sent.
+    """
     run = workspace / "runs/saving"
     endless = "train.num_steps=100000", "checkpoint.interval_steps=1", "checkpoint.keep=2"
     with running_ranks(train("saving", *endless), 2) as r:
@@ -169,13 +174,16 @@ def test_a_signal_in_the_middle_of_a_save(workspace, train):
             for process in r.process_ids:
                 os.kill(process, signal.SIGCONT)
         done = r.done()
-    assert [each.code for each in done] == [RESTART] * 2, done
+    assert [each.code for each in done] == [ExitCode.RESTART] * 2, done
     assert complete_checkpoints(run)[-1].name == f"step-{caught:08d}"
     assert untimed(run)[-1]["step"] == caught
 
 
 def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
-    """A run that neither saves nor evaluates: the ranks agree over the steps alone. Rank 1 gets the signals."""
+    """Ranks agree to stop between steps, in a run that neither saves nor evaluates.
+
+    The signals go to rank 1.
+    """
     run = workspace / "runs/steps"
     endless = (
         "train.num_steps=100000",
@@ -190,7 +198,7 @@ def test_stacks_on_sigusr2_and_an_end_between_steps(workspace, train):
         wait_for_running(group, lambda: len(untimed(run)) > seen + 2)
         os.kill(group.process_ids[1], signal.SIGTERM)
         done = group.done()
-    assert [each.code for each in done] == [STOPPED, STOPPED], done
+    assert [each.code for each in done] == [ExitCode.STOPPED, ExitCode.STOPPED], done
     assert "most recent call first" in done[1].err and "most recent call" not in done[0].err
     assert complete_checkpoints(run)[-1].name == f"step-{untimed(run)[-1]['step']:08d}"
 
@@ -204,7 +212,7 @@ def test_who_loses_a_rank_says_so_in_a_line(workspace, train):
         os.kill(group.process_ids[1], signal.SIGKILL)
         left, killed = group.done()
     assert killed.code == -signal.SIGKILL
-    explained(left, 1, "another rank is gone", "127.0.0.1")
+    explained(left, 1, "lost the connection to another rank", "127.0.0.1")
     assert last_attempt(run).ended.outcome == "failed"
 
 
@@ -217,10 +225,15 @@ import torch
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, RESTART)])
+@pytest.mark.parametrize(
+    ("name", "code"), [(signal.SIGTERM, ExitCode.STOPPED), (signal.SIGUSR1, ExitCode.RESTART)]
+)
 def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
-    """A fresh process that meets another `torch` first, which sends the signal. Nothing is trained, nothing saved again."""
-    directory, resumed = run.with_name(f"early-{code}"), code == STOPPED
+    """Nothing is trained and nothing saved again.
+
+    A fresh process imports another `torch` first, which sends the signal.
+    """
+    directory, resumed = run.with_name(f"early-{code}"), code == ExitCode.STOPPED
     if resumed:
         shutil.copytree(run, directory)
     before = contents(directory / "checkpoints")
@@ -232,17 +245,19 @@ def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
     done = fresh(command, {"PYTHONPATH": str(tmp_path)})
     assert done.code == code, done.text
     reason = f"{name.name}: step 8 is saved" if resumed else f"{name.name} before the first step"
-    assert (
-        done.err.splitlines()[-1] == f"{directory}: {reason}; the same command goes on from there"
-    )
+    line = f"{directory}: {reason}; the same command goes on from there"
+    assert done.err.splitlines()[-1] == line
     assert contents(directory / "checkpoints") == before
     assert len(untimed(directory)) == (len(untimed(run)) if resumed else 0)
     assert last_attempt(directory).ended.code == code
 
 
-# ---- one run, one process group --------------------------------------------------------------------------------------
+# ---- one run, one process group ------------------------------------------------------------------
 def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
-    """It changes nothing; the holder is stopped meanwhile, so that whatever changes is the second's doing."""
+    """The second run changes nothing.
+
+    The first is held with SIGSTOP meanwhile, so that any change would be the second's.
+    """
     run = workspace / "runs/taken"
     arguments = train("taken", "train.num_steps=100000")
     with running_ranks(arguments, 1) as group:
@@ -256,11 +271,12 @@ def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
                 assert other.code == 2 and "Traceback" not in other.err, other.err
                 assert f"error: {run}: attempt 1 is being made by process {holder} of " in other.err
         after = contents(run)
-        after.pop(str(run / "attempts"))  # its time of change: it was asked for a number
+        # The directory's modification time changes when the second asks for an attempt number.
+        after.pop(str(run / "attempts"))
         assert after == before
         os.kill(holder, signal.SIGCONT)
         os.kill(holder, signal.SIGTERM)
-        assert group.done()[0].code == STOPPED
+        assert group.done()[0].code == ExitCode.STOPPED
     assert pretrain(*train("taken", f"train.num_steps={untimed(run)[-1]['step']}")).code == 0
 
 
@@ -273,26 +289,25 @@ def test_a_killed_holder_is_no_obstacle(workspace, train):
     assert last_attempt(run).ended is None
     step = int(complete_checkpoints(run)[-1].name.removeprefix("step-"))
     done = pretrain(*train("killed", f"train.num_steps={step + 1}"))
-    assert done.code == 0 and f"going on from step {step}, to step {step + 1}" in done.err, (
-        done.text
-    )
+    assert done.code == 0, done.text
+    assert f"going on from step {step}, to step {step + 1}" in done.err, done.text
     ended = last_attempt(run).ended
     assert (ended.code, ended.outcome, ended.step) == (0, "finished", step + 1)
 
 
 def test_under_a_supervisor_its_attempt_is_joined(workspace, train):
-    """The supervisor holds the lock and says how it ended; training says what it does, also when nothing is left to do."""
+    """The supervisor holds the lock and records the end; training records its phases.
+
+    So it does when nothing is left to train.
+    """
     run = workspace / "runs/supervised"
     for steps in ("train.num_steps=4", "train.num_steps=4"):
         held = Attempt.begin(run)
         [done] = ranks(train("supervised", steps), [{"PRETRAIN_ATTEMPT": str(held.directory)}])
         assert done.code == 0, done.err
         record = read_attempts(run)[-1]
-        assert (
-            record.number == held.number
-            and record.ended is None
-            and record.phases[-1].phase == "ending"
-        )
+        assert record.number == held.number and record.ended is None
+        assert record.phases[-1].phase == "ending"
         assert record.phases[-1].step == record.progress.step == 4
         held.end("finished", 0, "", 4)
     first, second = read_attempts(run)
@@ -312,7 +327,7 @@ def test_under_a_supervisor_its_attempt_is_joined(workspace, train):
 
 @pytest.mark.parametrize("left", [1, 0])
 def test_an_evaluation_that_a_kill_cut_off_is_completed(run, train, left):
-    """metrics.jsonl ends after `left` of the last evaluation's two records, and a torn line."""
+    """metrics.jsonl ends after `left` of the last evaluation's two records and a torn line."""
     copy = run.with_name(f"cut-{left}")
     shutil.copytree(run, copy)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -322,10 +337,13 @@ def test_an_evaluation_that_a_kill_cut_off_is_completed(run, train, left):
     assert (copy / "metrics.jsonl").read_text() == "".join(lines)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("written", [True, False])
 def test_a_save_that_was_killed_between_its_two_renames(run, train, written):
-    """The same step saved again: the old one is out of the way, the new one, when it is all `written`, not in place yet."""
+    """Saving a step again was killed when the old checkpoint was moved aside.
+
+    The new one is not in place yet. It is complete if `written`.
+    """
     copy = run.with_name(f"renames-{written}")
     shutil.copytree(run, copy)
     final = copy / "checkpoints/step-00000008"

@@ -53,7 +53,7 @@ def test_buckets_equal_those_of_transformers(causal, num_buckets, max_distance):
 
 
 def test_buckets_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="want at least 4 buckets"):
+    with pytest.raises(ValueError, match="expected at least 4 buckets"):
         relative_buckets(torch.arange(4), 2, 128, causal=False)
     with pytest.raises(ValueError, match="a distance above 16"):
         relative_buckets(torch.arange(4), 32, 16, causal=True)

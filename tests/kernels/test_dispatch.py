@@ -13,7 +13,7 @@ import torch
 
 from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.dispatch import _say_once, attention
+from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.flex import attention_flex
 from pretrain.kernels.reference import attention_reference
 
@@ -207,7 +207,7 @@ def test_dropout_replays_and_keeps_the_mean():
 
 def test_choice_is_said_once_and_why(caplog):
     (q, k, v), arguments = make("one block", torch.float32)
-    _say_once.cache_clear()
+    _log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="kernels"):
         for _ in range(3):
             attention(q, k, v, **arguments)
@@ -233,12 +233,12 @@ def test_forced_backend_serves_or_refuses():
     ("change", "message"),
     [
         ({"slopes": alibi_slopes(4)}, "one for each of the 8 heads"),
-        ({"slopes": alibi_slopes(8).bfloat16()}, "want fp32"),
+        ({"slopes": alibi_slopes(8).bfloat16()}, "expected fp32"),
         (
             {"slopes": alibi_slopes(8), "relative_attention_bias": torch.zeros(8, 32)},
             "one or the other",
         ),
-        ({"relative_attention_bias": torch.zeros(32, 8)}, "want \\[8 heads, num_buckets\\]"),
+        ({"relative_attention_bias": torch.zeros(32, 8)}, "expected \\[8 heads, num_buckets\\]"),
         ({"dropout_p": 1.0}, "dropout_p = 1.0"),
         ({"k": torch.zeros(5, 2, 3, 16)}, "8 query heads on 3 key heads"),
         ({"k": torch.zeros(4, 2, 8, 16)}, "5 queries on 4 keys"),

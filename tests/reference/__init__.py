@@ -1,1 +1,1 @@
-"""Independent references that the tests compare the framework with."""
+"""Hold independent reference implementations that the tests compare the framework with."""

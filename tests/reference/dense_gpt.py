@@ -1,10 +1,11 @@
-"""The whole model once more, in plain torch and on one process: what every sharded layout must equal.
+"""Implement the model a second time, in plain torch on one process.
 
-Written to be checked by eye, from the equations, with nothing of Megatron's, of `kernels` or of `pretrain.model`.
-Attention is a matrix of scores, a softmax and a product; nothing is fused. It runs in the dtype and on the device of
-its parameters (`.double()` works).
+Every sharded layout must give the same results. The implementation follows the equations, so that
+it can be checked by reading, and uses nothing of Megatron, `pretrain.kernels` or `pretrain.model`.
+Attention is a matrix of scores, a softmax and a product; nothing is fused. The model runs in the
+data type and on the device of its parameters, so `.double()` works.
 
-Shapes: B batch, S tokens, H heads, G query groups, D width of a head, V padded vocabulary.
+Shapes: B batch, S tokens, H heads, G query groups, D size of a head, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ ACTIVATIONS = {
 
 
 class DenseGPT(nn.Module):
-    """A pre-LN decoder. `dict(model.named_parameters())` has exactly the names and full shapes of a checkpoint."""
+    """A pre-LN decoder.
+
+    `dict(model.named_parameters())` has the global names and full shapes of a checkpoint.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -35,12 +39,15 @@ class DenseGPT(nn.Module):
             _register(self, name, nn.Parameter(value))
 
     def load_global_state(self, state: dict[str, Tensor]) -> DenseGPT:
-        """Copies full tensors in by global name; names and shapes must be exactly this model's. Returns itself."""
+        """Copy full tensors in by global name, and return the model.
+
+        Names and shapes must be exactly the model's own.
+        """
         self.load_state_dict(state, strict=True)
         return self
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [B, S] -> logits [B, S, V]."""
+        """Return the logits [B, S, V] of token ids [B, S]."""
         c, p = self.config, dict(self.named_parameters())
         x = self._embed(ids, p)
         bias = self._score_bias(ids.shape[1], p, x)
@@ -62,7 +69,10 @@ class DenseGPT(nn.Module):
         return x @ p[output].T
 
     def loss(self, ids: Tensor) -> Tensor:
-        """Mean cross-entropy (nats) of predicting ids[:, 1:] from ids[:, :-1], over ids [B, S + 1]."""
+        """Return the mean cross-entropy in nats of predicting ids[:, 1:] from ids[:, :-1].
+
+        `ids` are token ids [B, S + 1].
+        """
         return F.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     def _embed(self, ids: Tensor, p: dict[str, Tensor]) -> Tensor:
@@ -74,12 +84,19 @@ class DenseGPT(nn.Module):
         return x
 
     def _score_bias(self, length: int, p: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Added to the scaled scores, [H or 1, S, S]: the position method's term, and -inf above the diagonal."""
+        """Return what is added to the scaled scores, [H or 1, S, S].
+
+        This is the position method's term, and -inf above the diagonal (the causal mask).
+
+        Args:
+            length: S.
+            p: Parameters by global name.
+            like: A tensor of the data type and device to use.
+        """
         c = self.config
         position = torch.arange(length, device=like.device)
-        distance = (
-            position[:, None] - position[None, :]
-        )  # of query i (row) and key j (column): i - j
+        # distance[i, j] = i - j for query i and key j.
+        distance = position[:, None] - position[None, :]
         bias = like.new_zeros(1, length, length)
         if c.position.method == "alibi":
             slopes = (
@@ -99,7 +116,8 @@ class DenseGPT(nn.Module):
         c = self.config
         B, S, _ = x.shape
         H, G, D = c.model.num_attention_heads, c.num_query_groups, c.head_dim
-        # The fused rows are, for each group: its H/G query heads, then its key, then its value.
+        # Megatron's layout of the fused projection: for each group its H/G query heads, then its
+        # key, then its value.
         fused = _linear(x, p, f"{name}.linear_qkv").view(B, S, G, H // G + 2, D)
         q = fused[:, :, :, : H // G].reshape(B, S, H, D).transpose(1, 2)  # [B, H, S, D]
         k = fused[:, :, :, H // G].repeat_interleave(H // G, dim=2).transpose(1, 2)
@@ -116,8 +134,12 @@ class DenseGPT(nn.Module):
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Slopes [H], float64. A power of two: 2^(-8(h+1)/H). Else those of the power of two below, then every second one
-    of twice as many heads (Press et al. 2022, the authors' code)."""
+    """Return ALiBi's slopes, fp64 [H].
+
+    For a power of two these are 2^(-8 (h + 1) / H). Otherwise they are the slopes of the next lower
+    power of two, followed by every second slope of twice that many heads (Press et al. 2022, and
+    the authors' code).
+    """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
@@ -125,27 +147,40 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def sinusoids(length: int, hidden: int) -> Tensor:
-    """[length, hidden] float64: first half sines, second half cosines of position x 10000^(-k / (hidden / 2))."""
+    """Return the table of sinusoidal positions, fp64 [length, hidden].
+
+    The first half of the channels are sines and the second half cosines of
+    position * 10000^(-k / (hidden / 2)).
+    """
     frequency = 10_000.0 ** (-torch.arange(hidden // 2, dtype=torch.float64) / (hidden // 2))
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Turns x [B, H, S, D] by its position over all of D; channel k pairs with k + D/2 (NeoX; Su et al. 2021)."""
+    """Apply rotary embeddings over all of D to x [B, H, S, D] (Su et al. 2021).
+
+    Channel k is paired with channel k + D/2, as in GPT-NeoX.
+    """
     S, D = x.shape[-2:]
     frequency = float(base) ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
-    angle = torch.arange(S, dtype=torch.float64)[:, None] * frequency  # [S, D / 2]
+    # [S, D / 2]
+    angle = torch.arange(S, dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos().to(x), angle.sin().to(x)
     a, b = x[..., : D // 2], x[..., D // 2 :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """Bucket of each distance i - j (Raffel et al. 2020, unidirectional), same shape.
+    """Return T5's unidirectional buckets of distances i - j, same shape (Raffel et al. 2020).
 
-    The first half of the buckets hold one distance each, the others grow with the logarithm up to max_distance.
-    Distances below 0 are masked elsewhere; they get bucket 0.
+    Each bucket of the first half holds one distance. Those of the second half widen logarithmically
+    up to `max_distance`; the last one also holds everything beyond.
+
+    Args:
+        distance: Distances of query and key. Those below 0 get bucket 0; they are masked elsewhere.
+        num_buckets: Number of buckets.
+        max_distance: Distance from which on all share the last bucket.
     """
     distance = distance.clamp(min=0)
     exact = num_buckets // 2
@@ -155,7 +190,7 @@ def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 
 
 def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Global name -> full shape of every parameter."""
+    """Return the full shape of every parameter by global name."""
     m, h, vocabulary = config.model, config.model.hidden_size, config.padded_vocab_size
     heads, inner, ffn = (
         m.num_attention_heads,
@@ -196,10 +231,11 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:
-    """Full fp32 tensors by global name, so large that no gradient is tiny.
+    """Return random full fp32 weights by global name.
 
-    Everything is noise of deviation 0.08, around 1 for LayerNorm weights; the learned score bias has deviation 0.5, and
-    slopes lie some 8 % around the fixed ones.
+    They are large enough that no gradient is close to zero, where an error would go unnoticed. All
+    are noise of standard deviation 0.08, around 1 for LayerNorm weights. The learned score bias has
+    standard deviation 0.5, and slopes deviate from the fixed ones by some 8 %.
     """
     generator = torch.Generator().manual_seed(seed)
     state = {}
@@ -216,7 +252,7 @@ def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """The project's rule, "weight decay on matrices only": two dimensions, but for the learned score bias."""
+    """Return True if weight decay applies: to matrices only, except the learned score bias."""
     return parameter.ndim >= 2 and name != "position.relative_attention_bias"
 
 
@@ -226,9 +262,16 @@ def train_dense(
     batches: Iterable[Tensor],
     learning_rates: Sequence[float],
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Plain AdamW from `state` with config.optimizer's values: one step per batch (ids [B, S + 1]) and learning rate.
+    """Train with torch's AdamW and the values of config.optimizer.
 
-    Returns the losses (nats, before each step), the global gradient norms (before clipping) and the final weights.
+    Args:
+        config: The run's config.
+        state: The initial weights, full fp32 tensors by global name.
+        batches: Token ids of each step, [B, S + 1].
+        learning_rates: Learning rate of each step.
+
+    Returns:
+        (losses in nats before each step, global gradient norms before clipping, final weights).
     """
     o = config.optimizer
     model = DenseGPT(config).load_global_state(state)
@@ -255,7 +298,7 @@ def train_dense(
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Puts `parameter` where its dotted name says, making the modules on the way."""
+    """Register a parameter under a dotted name, creating the modules on the way."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:

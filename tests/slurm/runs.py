@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.attempts import AttemptRecord, read_attempts
 from pretrain.checkpoint.manifest import complete_checkpoints
-from pretrain.launcher.login.accounting import account, total
+from pretrain.launcher.login.accounting import time_splits, total
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from tests.end_to_end.commands import (
     LAUNCHER,
     ON_CPU,
@@ -255,7 +255,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 def parts(run: Path) -> dict[str, int]:
     """Where the run's wall time went, in milliseconds, checked to sum to what its files say it took."""
     attempts: Any = read_attempts(run)
-    whole = total(account(attempts))
+    whole = total(time_splits(attempts))
     began, ended = attempts[0].owner.submitted_at, attempts[-1].ended.at
     assert sum(whole.parts.values()) == round(ended * 1000) - round(began * 1000)
     return whole.parts

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from pretrain.attempts import read_attempts
-from pretrain.launcher.job import JOBS, read_jobs
+from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.jobs import read_jobs
+from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import Done, explained, metrics, wait_for
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
@@ -137,8 +138,10 @@ def test_every_checkpoint_is_evaluated_once(desk):
 
     # The last one's record is lost, as in a crash after sbatch; and the frozen evaluation is put back into the queue.
     last = desk.jobs()[NAMES[2]]
-    lines = (run / JOBS).read_text().splitlines(keepends=True)
-    (run / JOBS).write_text("".join(line for line in lines if json.loads(line)["job_id"] != last))
+    lines = (RunPaths(run).jobs).read_text().splitlines(keepends=True)
+    (RunPaths(run).jobs).write_text(
+        "".join(line for line in lines if json.loads(line)["job_id"] != last)
+    )
     assert cluster.run("scontrol", "requeue", first).returncode == 0
     wait_for(
         lambda: desk.jobs().get(NAMES[2], last) != last

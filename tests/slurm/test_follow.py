@@ -19,8 +19,8 @@ from typing import IO
 import pytest
 import tomli_w
 
-from pretrain.attempts import AttemptRecord, read_attempts
-from pretrain.launcher.job import JobRecord, append_job, read_jobs
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, Done, wait_for
 from tests.slurm.cluster import Cluster
 
@@ -33,10 +33,12 @@ received = []
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: received.append(number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
-from pretrain.attempts import RESTART, STOPPED, Attempt, newest_checkpoint
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.states import ExitCode
 rank, attempt = int(os.environ["SLURM_PROCID"]), Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 run = attempt.directory.parents[1]
-step = newest_checkpoint(run) or 0
+step = newest_checkpoint_step(run) or 0
 if rank == 0:
     attempt.phase("loading", step)
     attempt.phase("training", step)
@@ -54,7 +56,7 @@ if rank == 0:
     (run / f"checkpoints/step-{{step:08d}}").mkdir(parents=True, exist_ok=True)
     (run / f"checkpoints/step-{{step:08d}}/manifest.json").touch()
     attempt.phase("ending", step, saved=step)
-sys.exit({{signal.SIGUSR1: RESTART, signal.SIGTERM: STOPPED}}[received[0]] if received else 0)
+sys.exit({{signal.SIGUSR1: ExitCode.RESTART, signal.SIGTERM: ExitCode.STOPPED}}[received[0]] if received else 0)
 """
 
 

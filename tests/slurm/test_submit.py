@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from pretrain.attempts import Attempt
 from pretrain.config import load_config
 from pretrain.launcher import slurm
+from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import ROOT, Done, explained, wait_for
 from tests.slurm.cluster import Cluster
 

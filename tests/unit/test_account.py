@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Attempt, Owner, read_attempts
 from pretrain.config import ConfigError
+from pretrain.rundir.attempts import Owner, read_attempts
+from pretrain.rundir.lock import Attempt
 from pretrain.train.account import Account
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import pathlib, sys, time
-from pretrain.attempts import Owner
+from pretrain.rundir.attempts import Owner
 from pretrain.train import account
 account.HEARTBEAT_SECONDS = 0.02
 run = pathlib.Path(sys.argv[1])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Owner, read_attempts
-from pretrain.launcher.login.accounting import PARTS, account, total
+from pretrain.launcher.login.accounting import PARTS, time_splits, total
 from pretrain.launcher.login.tables import summary
+from pretrain.rundir.attempts import Owner, read_attempts
 
 BEGAN = 1_700_000_000.0
 
@@ -126,12 +126,10 @@ def random_history(run: Path, dice: random.Random) -> History:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_histories(seed, tmp_path):
     history = random_history(tmp_path, random.Random(seed))
-    accounts = account(read_attempts(tmp_path))
-    assert total(accounts).parts == history.truth
-    assert (
-        total(accounts).wall == round((history.now - BEGAN) * 1000) == sum(history.truth.values())
-    )
-    assert all(milliseconds >= 0 for each in accounts for milliseconds in each.parts.values())
+    splits = time_splits(read_attempts(tmp_path))
+    assert total(splits).parts == history.truth
+    assert total(splits).wall == round((history.now - BEGAN) * 1000) == sum(history.truth.values())
+    assert all(milliseconds >= 0 for each in splits for milliseconds in each.parts.values())
 
 
 def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
@@ -148,7 +146,7 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
         history.step = step
         history.phase(phase, seconds * 1000, saved)
     history.end(None)
-    running = account(read_attempts(tmp_path), now=history.now + 4)[0].parts
+    running = time_splits(read_attempts(tmp_path), now=history.now + 4)[0].parts
     assert running["training"] == 21_000 and running["lost"] == 0  # nothing is lost while it lives
     history.begin(6_000)
     history.phase("starting", 2_000)
@@ -157,7 +155,7 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
     history.phase("training", 7_000)
     history.step = 17
     history.end("finished")
-    first, second = account(read_attempts(tmp_path))
+    first, second = time_splits(read_attempts(tmp_path))
     assert first.parts == dict(
         waiting=5_000,
         starting=2_000,
@@ -192,9 +190,9 @@ def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):
     (first / "ended.json").write_text(
         json.dumps({"at": history.now, "code": 1, "outcome": "superseded", "reason": "", "step": 0})
     )
-    accounts = account(read_attempts(tmp_path))
-    assert [each.wall for each in accounts] == [12_000, 20_000]
-    assert accounts[0].parts["lost"] == 10_000 and accounts[1].parts["starting"] == 20_000
+    splits = time_splits(read_attempts(tmp_path))
+    assert [each.wall for each in splits] == [12_000, 20_000]
+    assert splits[0].parts["lost"] == 10_000 and splits[1].parts["starting"] == 20_000
 
 
 def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
@@ -211,15 +209,17 @@ def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
         file.write('{"at": 17')
     (tmp_path / "attempts/0001/owner.json").write_text("{")
     history.end("stopped")
-    accounts = account(read_attempts(tmp_path))
-    assert all(milliseconds >= 0 for each in accounts for milliseconds in each.parts.values())
-    assert total(accounts).wall == round(
+    splits = time_splits(read_attempts(tmp_path))
+    assert all(milliseconds >= 0 for each in splits for milliseconds in each.parts.values())
+    assert total(splits).wall == round(
         (history.now - (BEGAN + 1)) * 1000
     )  # from the first sign of life that is left
 
 
 def test_a_run_without_attempts(tmp_path):
     assert (
-        account(read_attempts(tmp_path)) == [] and total([]).goodput is None and total([]).wall == 0
+        time_splits(read_attempts(tmp_path)) == []
+        and total([]).goodput is None
+        and total([]).wall == 0
     )
     assert "no attempt yet" in summary(tmp_path)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Attempt, Owner, RunBusy, is_finished, newest_checkpoint, read_attempts
-from pretrain.attempts.records import read_progress
 from pretrain.config import RunFailed
+from pretrain.rundir.attempts import Owner, is_finished, read_attempts, read_progress
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.lock import Attempt, RunBusy
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60
@@ -26,7 +27,7 @@ RACES = 200
 RACER = """
 import sys, time
 from pathlib import Path
-from pretrain.attempts import Attempt, RunBusy
+from pretrain.rundir.lock import Attempt, RunBusy
 print("ready", flush=True)
 for line in sys.stdin:
     run, start = line.rstrip().rsplit(" ", 1)
@@ -40,7 +41,7 @@ for line in sys.stdin:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pretrain.attempts import Attempt
+from pretrain.rundir.lock import Attempt
 for run in sys.stdin.read().splitlines():
     Attempt.begin(Path(run))
 print("held", flush=True)
@@ -196,8 +197,8 @@ def test_a_disk_that_refuses_is_explained(tmp_path, monkeypatch):
 # ---- holders that cannot be seen -------------------------------------------------------------------------------------
 @pytest.fixture
 def lease(monkeypatch):
-    monkeypatch.setattr("pretrain.attempts.lock.LEASE_SECONDS", 1.5)
-    monkeypatch.setattr("pretrain.attempts.lock.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pretrain.rundir.lock.LEASE_SECONDS", 1.5)
+    monkeypatch.setattr("pretrain.rundir.lock.POLL_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +212,7 @@ def test_a_holder_elsewhere_is_gone_after_a_lease_without_a_heartbeat(
     assert Attempt.begin(tmp_path).number == 2
     said = capfd.readouterr().err
     assert (
-        said.startswith(f"{directory}: begun by process {os.getpid()} ")
-        and "Waiting at most" in said
+        said.startswith(f"{directory}: begun by process {os.getpid()} ") and "Waiting up to" in said
     )
     assert len(said.splitlines()) == 1
 
@@ -233,7 +233,7 @@ def test_a_holder_elsewhere_that_gives_a_sign_of_life_keeps_the_run(tmp_path, ca
 
 
 def test_a_holder_elsewhere_that_ends_while_it_is_waited_for(tmp_path, lease, monkeypatch):
-    monkeypatch.setattr("pretrain.attempts.lock.LEASE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("pretrain.rundir.lock.LEASE_SECONDS", PATIENCE_SECONDS)
     attempt = Attempt(1, plant(tmp_path, host="other"))
     timer = threading.Timer(0.4, attempt.end, ["stopped", 80, "", 0])
     timer.start()
@@ -308,7 +308,7 @@ def test_a_dead_holder_whose_job_still_ends_keeps_the_run(tmp_path):
 )
 def test_a_holder_in_a_pid_namespace_of_its_own_is_not_looked_up_here(tmp_path, lease):
     """Its process ids are others' here, with the outer /proc and with one of its own."""
-    code = f"from pathlib import Path; from pretrain.attempts import Attempt; Attempt.begin(Path({str(tmp_path)!r}) / '%s')"
+    code = f"from pathlib import Path; from pretrain.rundir.lock import Attempt; Attempt.begin(Path({str(tmp_path)!r}) / '%s')"
     for name, options in (("outer", []), ("own", ["--mount-proc"])):
         command = ["unshare", "--pid", "--fork", *options, sys.executable, "-c", code % name]
         subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)
@@ -335,7 +335,7 @@ def test_the_heartbeat_tells_who_was_taken_for_dead(tmp_path):
 
 def test_phases_and_progress_are_read_back(tmp_path, monkeypatch):
     run = tmp_path / "run"
-    assert read_attempts(run) == [] and newest_checkpoint(run) is None
+    assert read_attempts(run) == [] and newest_checkpoint_step(run) is None
     for name, whole in (
         ("step-00000003", True),
         ("step-00000009", False),
@@ -353,7 +353,7 @@ def test_phases_and_progress_are_read_back(tmp_path, monkeypatch):
     for step in range(4, 50):
         rank_0.progress(step, "training")
     assert read_progress(holder.directory).step == 3  # at most twice a second
-    monkeypatch.setattr("pretrain.attempts.lock.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("pretrain.rundir.lock.PROGRESS_SECONDS", 0.0)
     rank_0.progress(50, "training")
     rank_0.phase("saving", 50)
     rank_0.phase("training", 50, saved=50)

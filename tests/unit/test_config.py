@@ -1,4 +1,4 @@
-"""Reading a run: what is refused and how that reads, what is derived, and counts against an independent sum."""
+"""Check what a config refuses and in which words, what it derives, and its parameter counts."""
 
 import math
 import subprocess
@@ -44,7 +44,7 @@ def path(tmp_path):
 
 
 def message(path, *overrides, world_size: int | None = None) -> str:
-    """What a person reads when the config is refused."""
+    """Return the message with which a config is refused."""
     with pytest.raises(ConfigError) as refused:
         config = load_config(path, overrides)
         if world_size is not None:
@@ -52,42 +52,42 @@ def message(path, *overrides, world_size: int | None = None) -> str:
     return str(refused.value)
 
 
-# ---- refusals: (overrides, key and value, what the remedy says) ------------------------------------------------------
+# ---- refusals: (overrides, key and value, part of the reason and remedy) ------------------------
 REFUSALS = [
     (
         ["model.hidden_size=100"],
         "model.hidden_size = 100",
-        "not divisible by num_attention_heads = 12. Choose",
+        "not divisible by model.num_attention_heads = 12. Choose a multiple of 12",
     ),
     (
         ["model.num_query_groups=5"],
         "model.num_query_groups = 5",
-        "does not divide num_attention_heads = 12. Choose",
+        "does not divide model.num_attention_heads = 12. Choose a divisor of 12",
     ),
     (
         ["model.hidden_size=36", "position.method=rotary"],
         "model.hidden_size = 36",
-        "a head has 3. Choose an even width a head",
+        "a head has 3 channels. Choose a hidden_size that gives each head an even width",
     ),
     (
         ["model.hidden_size=9", "model.num_attention_heads=3", "position.method=sinusoidal"],
         "model.hidden_size = 9",
-        "Choose an even one",
+        "Choose an even number",
     ),
     (
         ["position.trainable_slopes=true", "position.method=rotary"],
-        "position.trainable_slopes = True",
-        "Leave it out, or choose alibi",
+        "position.trainable_slopes = true",
+        'position.method = "rotary" has no slopes. Remove the key, or set position.method',
     ),
     (
         ["position.method=t5", "position.relative_attention_max_distance=16"],
         "position.relative_attention_max_distance = 16",
-        "Choose a larger distance or fewer buckets",
+        "Choose a larger distance, or fewer position.relative_attention_num_buckets",
     ),
     (
         ["position.method=learned", "position.max_position_embeddings=32"],
         "position.max_position_embeddings = 32",
-        "shorter than data.sequence_length = 64. Raise it, or leave it out",
+        "less than data.sequence_length = 64. Set 64 or more, or remove the key",
     ),
     (
         ["parallel.tensor_model_parallel_size=8"],
@@ -117,12 +117,12 @@ REFUSALS = [
     (
         ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"],
         "parallel.zero_stage = 3",
-        "Choose zero_stage = 1 or one stage",
+        "Set parallel.zero_stage = 1, or parallel.pipeline_model_parallel_size = 1",
     ),
     (
         ["parallel.sequence_parallel=true"],
-        "parallel.sequence_parallel = True",
-        "Leave it out, or raise parallel.tensor_model_parallel_size",
+        "parallel.sequence_parallel = true",
+        "Remove the key, or raise parallel.tensor_model_parallel_size",
     ),
     (
         [
@@ -131,12 +131,12 @@ REFUSALS = [
             "data.sequence_length=65",
         ],
         "data.sequence_length = 65",
-        "not divisible by the 2 ranks of sequence parallelism. Choose a multiple",
+        "not divisible by the 2 ranks of sequence parallelism. Choose a multiple of 2",
     ),
     (
         ["parallel.virtual_pipeline_model_parallel_size=2"],
         "parallel.virtual_pipeline_model_parallel_size = 2",
-        "interleaving needs pipeline stages. Leave it out",
+        "the interleaved schedule needs more than one pipeline stage. Remove the key",
     ),
     (
         [
@@ -144,25 +144,33 @@ REFUSALS = [
             "parallel.virtual_pipeline_model_parallel_size=4",
         ],
         "model.num_layers = 25",
-        "fewer than the 32 pipeline chunks. Lower the pipeline size",
+        "fewer than the 32 pipeline chunks. Lower parallel.pipeline_model_parallel_size",
     ),
-    (["schedule.lr_warmup_steps=100"], "schedule.lr_warmup_steps = 100", "Warm up for fewer steps"),
-    (["schedule.min_learning_rate=0.01"], "schedule.min_learning_rate = 0.01", "above the peak"),
+    (
+        ["schedule.lr_warmup_steps=100"],
+        "schedule.lr_warmup_steps = 100",
+        "the warm-up would not end within train.num_steps = 100. Choose less than 100",
+    ),
+    (
+        ["schedule.min_learning_rate=0.01"],
+        "schedule.min_learning_rate = 0.01",
+        "above the peak, optimizer.learning_rate = 0.001. Lower it",
+    ),
     (
         ["schedule.lr_decay_style=warmup_stable_decay"],
         "schedule.lr_wsd_decay_steps = 0",
-        "must be 1 to 100",
+        "needs steps to decay in. Choose 1 to 100, the steps after the warm-up",
     ),
     (
         ["schedule.lr_wsd_decay_steps=10"],
         "schedule.lr_wsd_decay_steps = 10",
-        "lr_decay_style = cosine has none",
+        'schedule.lr_decay_style = "cosine" does not use it. Remove the key',
     ),
     (["evaluation.lengths=[64, 0]"], "evaluation.lengths = 0", "Choose 1 or more"),
     (
         ["position.method=learned", "evaluation.lengths=[64, 65]"],
         "evaluation.lengths = 65",
-        "the learned position table holds 64 positions. Evaluate within it",
+        "the learned position table holds 64 positions. Choose a shorter length",
     ),
     (
         [
@@ -176,14 +184,20 @@ REFUSALS = [
     (
         ["evaluation.stride=65"],
         "evaluation.stride = 65",
-        "longer than the shortest window of 64 tokens",
+        "longer than the shortest window of 64 tokens, so that windows would leave tokens out. "
+        "Choose 64 or less",
     ),
-    (["data.source=text"], "data.paths = []", "Name them, or a glob pattern"),
-    (['data.paths=["a.txt"]'], "data.paths = ['a.txt']", "brings its own text"),
+    (["data.source=text"], "data.paths = []", "Set files or glob patterns, as in data.paths ="),
+    (['data.paths=["a.txt"]'], "data.paths = ['a.txt']", "comes with its own text. Remove the key"),
+    (
+        ['data.validation_paths=["a.txt"]'],
+        "data.validation_paths = ['a.txt']",
+        "comes with its own text. Remove the key",
+    ),
     (
         ["data.tokens_per_shard=2048"],
         "data.tokens_per_shard = 2048",
-        "less than one block of 65536. Raise it",
+        "less than one block of data.tokens_per_block = 65536. Choose 65536 or more",
     ),
     (
         ["parallel.world_size=3", "parallel.tensor_model_parallel_size=2"],
@@ -205,12 +219,13 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
         (
             ["parallel.tensor_model_parallel_size=2"],
             3,
-            "does not divide the 3 processes. Start a multiple of 2",
+            "does not divide the 3 processes. Start a multiple of 2 processes, or lower one",
         ),
         (
             [],
             3,
-            "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 data-parallel ranks",
+            "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 "
+            "data-parallel ranks. Choose a multiple of 6",
         ),
         (
             [
@@ -218,7 +233,8 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
                 "parallel.virtual_pipeline_model_parallel_size=2",
             ],
             3,
-            "8 micro batches a rank: the interleaved schedule needs a multiple of the 3 stages",
+            "gives 8 micro batches on each data-parallel rank, and the interleaved schedule needs "
+            "a multiple of the 3 pipeline stages. Choose a multiple of 6, or remove",
         ),
         (
             ["parallel.world_size=4"],
@@ -236,7 +252,7 @@ def test_every_refusal_is_said_at_once(path):
     assert len(lines) == 2 and all(line.startswith(f"{path}: ") for line in lines)
 
 
-# ---- broken files and overrides --------------------------------------------------------------------------------------
+# ---- broken files and overrides -----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -261,10 +277,10 @@ def test_every_refusal_is_said_at_once(path):
         ),
         ("parallel.zero_stage=4", "parallel.zero_stage = 4: input should be 1, 2 or 3"),
         ("evaluation.lengths=[]", "evaluation.lengths"),
-        ("train.num_steps=none", "train.num_steps: missing; it has no default"),
-        ("num_steps=4", "--set num_steps=4: want section.key=value"),
-        ("train.num_steps", "--set train.num_steps: want section.key=value"),
-        ("train.=4", "want section.key=value"),
+        ("train.num_steps=none", "train.num_steps: missing, and it has no default. Set it in"),
+        ("num_steps=4", "--set num_steps=4: expected section.key=value"),
+        ("train.num_steps", "--set train.num_steps: expected section.key=value"),
+        ("train.=4", "expected section.key=value"),
     ],
 )
 def test_wrong_keys_types_and_overrides_are_explained(path, override, expected):
@@ -295,7 +311,7 @@ def test_unreadable_files_are_explained(tmp_path):
     assert "not a readable config file" in message(binary)
 
 
-# ---- reading and writing ---------------------------------------------------------------------------------------------
+# ---- reading and writing ------------------------------------------------------------------------
 def test_dump_reads_back_as_the_same_run(path, tmp_path):
     overrides = [
         "model.num_query_groups=4",
@@ -337,7 +353,7 @@ def test_a_config_cannot_be_changed(path):
         config.train.num_steps = 5  # type: ignore[misc]
 
 
-# ---- derived values --------------------------------------------------------------------------------------------------
+# ---- derived values -----------------------------------------------------------------------------
 def test_derived_values(path):
     config = load_config(path)
     assert (config.head_dim, config.num_query_groups, config.ffn_hidden_size) == (8, 12, 384)
@@ -396,9 +412,9 @@ def test_what_does_not_divide_spares_the_last_chunk(path):
         )
 
 
-# ---- parameter counts ------------------------------------------------------------------------------------------------
+# ---- parameter counts ---------------------------------------------------------------------------
 def shapes(config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the whole model by its global name, written out from the checkpoint format."""
+    """Return the shape of every tensor by its global name, written out by hand."""
     m, p = config.model, config.position
     heads, hidden, ffn = (
         m.num_attention_heads,
@@ -442,7 +458,7 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
 
 
 def share_of_rank(config, stage: int) -> int:
-    """Parameters of one rank of `stage`: each tensor's shard, on the stages where that tensor stands."""
+    """Return the parameters of one rank of `stage`: each tensor's shard, where that tensor is."""
     tensor, stages = (
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,

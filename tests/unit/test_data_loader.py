@@ -1,4 +1,4 @@
-"""Every rank, worker count and restart sees the same stream of batches."""
+"""Test that every rank, worker count and restart sees the same stream of batches."""
 
 from itertools import islice
 
@@ -12,12 +12,13 @@ from pretrain.data.loader import batches
 from pretrain.data.shards import SplitWriter
 from pretrain.data.stream import TokenStream
 
-EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
+# SHA-256 of no bytes, for an empty tokenizer file.
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 LENGTH, GLOBAL, MICRO = 7, 16, 2
 
 
 def make_stream(root, num_tokens: int) -> TokenStream:
-    """Token t of the stream is the number t."""
+    """Write and open a stream in which token t is the number t."""
     (root / "train").mkdir(parents=True)
     (root / "tokenizer.model").write_bytes(b"")
     writer = SplitWriter(
@@ -38,7 +39,7 @@ def stream(tmp_path_factory):
 
 
 def steps(stream, count, **changes) -> torch.Tensor:
-    """The first steps of a rank, int64 [steps, micro batches, micro batch, tokens]."""
+    """Return the first steps of a rank, int64 [steps, micro batches, micro batch, tokens]."""
     settings = {
         "seed": 3,
         "sequence_length": LENGTH,
@@ -49,7 +50,7 @@ def steps(stream, count, **changes) -> torch.Tensor:
 
 
 def in_order(found: torch.Tensor) -> torch.Tensor:
-    """[steps, ...] -> the samples one after the other, [samples, tokens]."""
+    """Flatten steps into the samples one after the other, [samples, tokens]."""
     return found.reshape(-1, found.shape[-1])
 
 
@@ -69,7 +70,7 @@ def test_an_epoch_predicts_every_token_once(stream):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_data_parallel_ranks_share_the_batch_in_its_order(stream, ranks):
-    """12 steps cross an epoch border. Samples start at different tokens, so equal means the same sample."""
+    """Twelve steps cross an epoch border. No two samples have the same tokens."""
     whole = steps(stream, 12).reshape(12, GLOBAL, -1)
     parts = [
         steps(stream, 12, data_parallel_rank=rank, data_parallel_size=ranks).reshape(
@@ -103,7 +104,7 @@ def test_a_resumed_run_sees_the_tail(stream, num_workers):
 
 
 def test_a_resumed_run_may_change_its_layout(stream):
-    """Six steps on one rank, then on four ranks with another micro batch: the global batches go on as before."""
+    """Six steps on one rank, then three on four ranks with another micro batch size."""
     tail = [
         steps(
             stream,
@@ -120,7 +121,7 @@ def test_a_resumed_run_may_change_its_layout(stream):
 
 
 def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
-    """Three samples, batches of 16: every run of three from an epoch's start holds each once."""
+    """With three samples and batches of 16, every epoch of three still holds each sample once."""
     found = in_order(steps(make_stream(tmp_path, 3 * LENGTH + 1), 6))[:, 0]
     assert torch.equal(
         found.reshape(-1, 3).sort(dim=1).values, torch.tensor([0, 7, 14]).expand(32, 3)
@@ -147,7 +148,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_reading_leaves_the_random_state_alone(stream, num_workers):
-    """Dropout draws from it: a resumed run makes a new loader where the first run made none."""
+    """Dropout draws from it, and a resumed run makes a loader where the first run made none."""
     before = torch.get_rng_state()
     steps(stream, 2, num_workers=num_workers)
     assert torch.equal(torch.get_rng_state(), before)

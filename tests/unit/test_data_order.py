@@ -1,4 +1,4 @@
-"""The order of the data is a permutation per epoch, looks random, and does not depend on who reads it."""
+"""Test that the order of the data is a random-looking permutation, the same for every layout."""
 
 import hashlib
 
@@ -21,7 +21,7 @@ def test_permutation_is_a_bijection_at_every_size(epoch):
 
 
 def test_permutation_equals_the_textbook_in_python_integers():
-    """The same network one number at a time, without numpy's fixed-width arithmetic."""
+    """Compute the same network one number at a time, without numpy's fixed-width arithmetic."""
 
     def mix(value: int) -> int:
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -47,7 +47,7 @@ def test_permutation_equals_the_textbook_in_python_integers():
 
 
 def test_permutation_stays_what_it_is():
-    """Recorded from version 1 of the data format: another answer would change the data of every run in progress."""
+    """Recorded from version 1 of the data format; a change would reorder the data of every run."""
     assert images(10, seed=1234).tolist() == [3, 6, 4, 5, 7, 1, 9, 8, 2, 0]
 
 
@@ -62,7 +62,7 @@ def test_any_part_of_the_permutation_can_be_asked_for_alone():
 
 
 def test_a_corpus_of_any_size_costs_no_memory():
-    """10^15 samples: their permutation written down would be 8 PB."""
+    """A table of this permutation of 10^15 samples would take 8 PB."""
     asked = np.arange(10**15 - 1000, 10**15)
     found = order.permutation(asked, 10**15, 0, 0)
     assert len(np.unique(found)) == 1000
@@ -70,7 +70,7 @@ def test_a_corpus_of_any_size_costs_no_memory():
 
 
 def test_seeds_and_epochs_give_unrelated_permutations():
-    """Two random permutations agree at Poisson(1) many places; more than 10 has probability 1e-8."""
+    """Two random permutations agree Poisson(1) times; more than 10 times has probability 1e-8."""
     size = 4097
     several = [
         images(size, seed, epoch)
@@ -84,9 +84,10 @@ def test_seeds_and_epochs_give_unrelated_permutations():
 @pytest.mark.parametrize("size", [997, 4096, 10007])
 @pytest.mark.parametrize("seed", [0, 1, 1234])
 def test_permutation_looks_random(size, seed):
-    """Correlations of n random pairs: standard deviation 1/sqrt(n). A chi-square of k degrees: mean k, variance 2k.
+    """Check correlations and a chi-square statistic, with bounds at five standard deviations.
 
-    Bounds at five standard deviations.
+    The correlation of n random pairs has standard deviation 1 / sqrt(n). A chi-square statistic of
+    k degrees of freedom has mean k and variance 2 k.
     """
     found = images(size, seed)
     for other in (np.arange(size), np.roll(found, 1), np.roll(found, 2)):
@@ -99,7 +100,10 @@ def test_permutation_looks_random(size, seed):
 
 
 def test_small_streams_are_shuffled_too():
-    """Three samples over 6,000 epochs: each of the six orders 1,000 times, standard deviation 29; five of them."""
+    """Three samples have six orders. Over 6,000 epochs each comes 1,000 times, within 5 x 29.
+
+    29 is the standard deviation, sqrt(6000 * 1/6 * 5/6).
+    """
     orders, counts = np.unique(
         [images(3, seed=5, epoch=e) for e in range(6000)], axis=0, return_counts=True
     )
@@ -108,7 +112,7 @@ def test_small_streams_are_shuffled_too():
 
 
 def test_samples_cover_the_stream_and_share_one_token():
-    """11 tokens at L = 5: inputs 0-4 and 5-9, targets 1-5 and 6-10. One token less is one sample less."""
+    """With 11 tokens and L = 5, inputs are 0-4 and 5-9, targets 1-5 and 6-10."""
     assert [order.num_samples(n, 5) for n in (0, 1, 5, 6, 10, 11, 16)] == [0, 0, 0, 1, 1, 2, 3]
     assert [order.token_range(i, 5) for i in range(2)] == [(0, 6), (5, 6)]
 

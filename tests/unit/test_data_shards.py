@@ -1,4 +1,8 @@
-"""Shards hold the tokens of the text, stock webdataset reads them, and damage is named before training."""
+"""Test the built data set.
+
+Shards hold the tokens of the text, unmodified webdataset reads them, and damage is reported before
+training.
+"""
 
 import json
 import os
@@ -24,6 +28,8 @@ DOCUMENTS = [
     + "\nend\n"
     for i in range(12)
 ]
+
+MISSING = r"missing, but the manifest of .*train refers to it\. Restore it"
 
 
 def config(root: Path, **data):
@@ -64,7 +70,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def root(built, tmp_path):
-    """A copy of the built data set, to be damaged."""
+    """Return the directory of a copy of the built data set, which the test may damage."""
     shutil.copytree(built / "data", tmp_path / "data")
     return tmp_path
 
@@ -86,21 +92,17 @@ def refused(message: str):
 
 def test_the_stream_is_the_documents_each_ended(built):
     for split, documents in {"train": DOCUMENTS[:-1], "validation": DOCUMENTS[-1:]}.items():
-        stream, expected = (
-            open_stream(config(built), split),
-            expected_tokens(built / "data", documents),
-        )
+        stream = open_stream(config(built), split)
+        expected = expected_tokens(built / "data", documents)
         assert np.array_equal(stream.read(0, len(stream)), expected)
         assert stream.documents == len(documents)
         assert stream.text_bytes == sum(len(text.encode()) for text in documents)
 
 
 def test_any_range_reads_across_blocks_and_shards(built):
-    """Two blocks of 1,024 a shard, several shards: every border within reach of a read that starts before it."""
-    stream, expected = (
-        TokenStream(built / "data/train"),
-        expected_tokens(built / "data", DOCUMENTS[:-1]),
-    )
+    """A shard has two blocks of 1,024 tokens. The reads cross borders of blocks and of shards."""
+    stream = TokenStream(built / "data/train")
+    expected = expected_tokens(built / "data", DOCUMENTS[:-1])
     assert len(json.loads((built / "data/train/manifest.json").read_text())["shards"]) >= 3
     assert len(expected) % 1024, "the last block should be a short one"
     for start in [0, 1, 1023, 1024, 2047, 2048, 3071, 4095, len(expected) - 2500]:
@@ -114,7 +116,7 @@ def test_any_range_reads_across_blocks_and_shards(built):
 
 
 def test_stock_webdataset_reads_the_same_tokens(built):
-    """In a process of its own, without ours, in webdataset's secure mode."""
+    """Read the shards without this project's code, in a process with webdataset's secure mode."""
     shards = sorted(map(str, (built / "data/train").glob("*.tar")))
     program = """
 import json, sys, numpy as np, webdataset
@@ -158,7 +160,8 @@ def test_a_build_prints_what_it_made(tmp_path, capsys):
 def test_other_settings_are_refused_and_nothing_is_lost(built):
     before = contents(built / "data")
     with refused(
-        r"data\.directory = .*data\.tokens_per_block was 1024, is 2048\. Nothing was changed\. Choose another"
+        r"data\.directory = .*data\.tokens_per_block was 1024, is 2048\. "
+        r"Nothing was changed\. Choose another"
     ):
         build(config(built, tokens_per_block=2048))
     with refused(r"data\.vocab_size was 310, is 320"):
@@ -177,13 +180,13 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     write_text(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/thesis.txt").write_text("precious")
-    with refused(r"exists, and is no finished data set"):
+    with refused(r"exists, but holds no finished data set"):
         build(config(tmp_path))
     assert contents(tmp_path / "data") == {"thesis.txt": b"precious"}
 
 
 def test_a_build_that_fails_midway_leaves_nothing(tmp_path):
-    """The training split is finished when the validation text turns out not to be text."""
+    """The training split is complete when the validation text turns out not to be UTF-8."""
     held_out = write_text(tmp_path) / "held.out"
     held_out.write_bytes("café".encode("latin1"))
     own = config(tmp_path, validation_paths=[str(held_out)])
@@ -200,7 +203,8 @@ def test_an_own_tokenizer_is_used(built, tmp_path):
     write_text(tmp_path)
     own = str(built / "data/tokenizer.model")
     with refused(
-        r"data\.vocab_size = 400: the model that data\.tokenizer = .* has 310 pieces\. Set data\.vocab_size=310"
+        r"data\.vocab_size = 400: the model in data\.tokenizer = .* has 310 pieces\. "
+        r"Set data\.vocab_size=310"
     ):
         build(config(tmp_path, tokenizer=own, vocab_size=400))
     build(config(tmp_path, tokenizer=own))
@@ -211,7 +215,7 @@ def test_an_own_tokenizer_is_used(built, tmp_path):
 def test_text_without_words_is_refused(tmp_path):
     write_text(tmp_path)
     (tmp_path / "empty.held").write_text("")
-    with refused(r"data\.validation_paths = .*no text for validation"):
+    with refused(r"data\.validation_paths = .*no text for the validation split"):
         build(config(tmp_path, validation_paths=[str(tmp_path / "*.held")]))
     assert not (tmp_path / "data").exists()
 
@@ -243,7 +247,8 @@ def test_a_stream_travels_to_another_process_without_its_maps(built):
     stream = TokenStream(built / "data/train")
     expected = stream.read(100, 3000)
     sent = pickle.dumps(stream)
-    assert len(sent) < 5_000  # the tokens alone are more
+    # The tokens alone take more.
+    assert len(sent) < 5_000
     assert np.array_equal(pickle.loads(sent).read(100, 3000), expected)
 
 
@@ -256,7 +261,8 @@ def test_a_truncated_shard_is_named(root):
     size = shard.stat().st_size
     os.truncate(shard, size - 512)
     with refused(
-        rf"shard-000001\.tar: truncated: {size - 512} bytes found, {size} expected\. .*pretrain data build"
+        rf"shard-000001\.tar: truncated: {size - 512} bytes found, {size} expected\. "
+        r".*pretrain data build"
     ):
         TokenStream(root / "data/train")
 
@@ -267,7 +273,9 @@ def test_a_flipped_bit_is_found(root, position):
     damaged = bytearray(shard.read_bytes())
     damaged[int(position * (len(damaged) - 1))] ^= 1
     shard.write_bytes(damaged)
-    with refused(r"shard-000000\.tar: damaged: its SHA-256 is \w{64}, the manifest says \w{64}\."):
+    with refused(
+        r"shard-000000\.tar: damaged: its SHA-256 is \w{64}, but the manifest says \w{64}\."
+    ):
         verify(root / "data")
 
 
@@ -282,7 +290,8 @@ def test_the_wrong_tokenizer_is_named(root):
     with (root / "data/tokenizer.model").open("ab") as model:
         model.write(b" ")
     with refused(
-        r"tokenizer\.model: wrong tokenizer: the shards of .*train were made with the one whose SHA-256 is"
+        r"tokenizer\.model: wrong tokenizer: its SHA-256 is \w{64}, "
+        r"but the shards of .*train were made with the tokenizer whose SHA-256 is"
     ):
         TokenStream(root / "data/train")
 
@@ -290,12 +299,13 @@ def test_the_wrong_tokenizer_is_named(root):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("shard-000002.tar", r"shard-000002\.tar: missing; the manifest lists it"),
-        ("index.npy", r"index\.npy: damaged: its SHA-256 is missing"),
-        ("../tokenizer.model", r"tokenizer\.model: wrong tokenizer: .*this one is missing"),
+        ("shard-000002.tar", rf"shard-000002\.tar: {MISSING}"),
+        ("index.npy", rf"index\.npy: {MISSING}"),
+        ("../tokenizer.model", rf"tokenizer\.model: {MISSING}"),
         (
             "manifest.json",
-            r"manifest\.json: no such file, so there is no finished data set .*`pretrain data build CONFIG`",
+            r"manifest\.json: no such file, so there is no finished data set "
+            r".*`pretrain data build CONFIG`",
         ),
     ],
 )
@@ -308,8 +318,8 @@ def test_a_missing_file_is_named(root, name, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", r"manifest\.json: not a manifest"),
-        ("{}", r"manifest\.json: not a manifest \(Field required\)"),
+        ("{", r"manifest\.json: not a valid manifest"),
+        ("{}", r"manifest\.json: not a valid manifest \(Field required\)"),
     ],
 )
 def test_a_broken_manifest_is_named(root, text, message):
@@ -321,12 +331,13 @@ def test_a_broken_manifest_is_named(root, text, message):
 def test_a_manifest_of_another_version_is_refused(root):
     path = root / "data/train/manifest.json"
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with refused(r"format_version = 2, this program reads 1"):
+    with refused(r"format_version = 2, but this version of pretrain reads format 1"):
         TokenStream(root / "data/train")
 
 
 def test_a_model_of_another_vocabulary_is_refused(built):
     with refused(
-        r"data\.vocab_size = 512: the data set in data\.directory = .* has 310\. Set data\.vocab_size=310"
+        r"data\.vocab_size = 512: the data set in data\.directory = .* has 310 pieces\. "
+        r"Set data\.vocab_size=310"
     ):
         open_stream(config(built, vocab_size=512), "train")

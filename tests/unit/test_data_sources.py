@@ -1,4 +1,4 @@
-"""Documents: what is read, what is held out, and what is said about files that cannot be read."""
+"""Test which documents are read and held out, and the messages about files that cannot be read."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def test_shakespeare_holds_out_three_works_in_both_editions(shakespeare):
 
 
 def test_no_passage_of_shakespeares_validation_is_in_training(shakespeare):
-    """13 words in a row, whatever the case and punctuation: none shared was seen; another edition shares hundreds."""
+    """No 13 consecutive words are shared, case and punctuation aside; editions share hundreds."""
     train, validation = shakespeare
     held_out = set().union(*map(shingles, validation))
     assert len(held_out) > 60_000
@@ -128,7 +128,7 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line):
     path.write_text(f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(
         ConfigError,
-        match=re.escape(f'{path}:2: want one JSON object with the document under "text"'),
+        match=re.escape(f'{path}:2: expected one JSON object with the document under "text"'),
     ):
         split(section("jsonl", path))
 

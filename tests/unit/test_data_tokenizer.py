@@ -1,4 +1,4 @@
-"""The tokenizer gives back every text, and its training says what is wrong in the config's words."""
+"""Test that the tokenizer gives back every text, and that its errors name the config's keys."""
 
 import re
 
@@ -51,14 +51,14 @@ def test_decode_gives_back_any_text(path):
 
 
 def test_long_text_has_the_ids_of_the_whole(path):
-    """Above 65,536 characters the text is cut; sentencepiece given all of it at once must agree."""
+    """Above 65,536 characters the text is split; SentencePiece on all of it must agree."""
     long = TEXT * 3 + "no newline " * 10_000 + TEXT
     whole = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(long)
     assert Tokenizer(path).encode(long).tolist() == whole
 
 
 def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path):
-    """SentencePiece's own defaults: Unigram, NFKC, a space before the text. Cut, its ids would differ."""
+    """With SentencePiece's defaults (Unigram, NFKC, dummy prefix), parts would get other ids."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.split("\n")),
         model_prefix=str(tmp_path / "own"),
@@ -77,14 +77,14 @@ def test_training_depends_on_the_text_alone(path):
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 1.0])
 def test_every_document_gives_its_share_of_lines(fraction):
-    """Documents of 20,000 bytes in lines of 10: each gives its fraction, rounded to a line at either end."""
+    """Each document of 2,000 lines gives its fraction, up to one line at either end."""
     sampled = list(sample_lines([f"document{i}\n" * 2000 for i in range(5)], fraction))
     shares = [sampled.count(f"document{i}") / 2000 for i in range(5)]
     assert all(abs(share - fraction) <= 2 / 2000 for share in shares)
 
 
 def test_training_samples_evenly_over_the_documents(tmp_path):
-    """Half of the bytes: pieces of the first and of the last document must both be learnt."""
+    """From half of the bytes, pieces of the first and of the last document must be learnt."""
     words = ["aardvark", "bumblebee", "crocodile", "dragonfly"]
     documents = [f"{word} {i}\n" * 200 for i, word in enumerate(words)]
     total = sum(map(len, documents))
@@ -108,7 +108,7 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_with_the_largest_that_work
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused():
     with pytest.raises(
-        ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+"
+        ConfigError, match=r"data\.vocab_size = 310: the text's characters alone need \d+ pieces"
     ):
         train(["".join(chr(0x4E00 + i) * 9 for i in range(500))], vocab_size=310)
 
@@ -119,7 +119,7 @@ def test_no_text_is_refused():
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.model: no readable tokenizer"):
+    with pytest.raises(ConfigError, match=r"absent\.model: cannot read the tokenizer model"):
         Tokenizer(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
     with pytest.raises(ConfigError, match=r"text\.model: not a SentencePiece model"):
@@ -134,5 +134,5 @@ def test_a_model_without_end_of_document_is_refused(tmp_path):
         eos_id=-1,
         minloglevel=2,
     )
-    with pytest.raises(ConfigError, match=r"no_eos\.model: has no </s> piece"):
+    with pytest.raises(ConfigError, match=r"no_eos\.model: the model has no </s> piece"):
         Tokenizer(tmp_path / "no_eos.model")

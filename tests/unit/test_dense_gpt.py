@@ -1,4 +1,4 @@
-"""The dense reference against hand computations and stock T5, so that others may lean on it."""
+"""Test the dense reference against computations by hand and against Hugging Face's T5."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ torch.set_num_threads(2)
 
 
 def make_config(method: str = "alibi", **changes: object) -> RunConfig:
-    """A two-layer model; `changes` go into [model], and those named position_* into [position]."""
+    """Return the config of a two-layer model.
+
+    `changes` go into [model], and those named position_* into [position].
+    """
     model = {
         "num_layers": 2,
         "hidden_size": 48,
@@ -84,7 +87,8 @@ def test_causal_and_counted_like_the_config(name):
     with torch.no_grad():
         difference = (model(ids) - model(changed)).abs().amax(dim=(0, 2))
     assert torch.equal(difference[:25], torch.zeros(25))
-    assert (difference[25:] > 1e-3).all()  # and every later token sees the change
+    # Every later token sees the change.
+    assert (difference[25:] > 1e-3).all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,7 +102,7 @@ def test_every_parameter_has_a_lively_gradient(name):
 
 
 def test_two_tokens_by_hand():
-    """One layer, one head, no biases, ReLU: every number of the second token's logits with Python's own arithmetic."""
+    """Compute the second token's logits in Python's arithmetic: one layer, one head, no biases."""
     config = make_config(
         "alibi",
         num_layers=1,
@@ -127,7 +131,8 @@ def test_two_tokens_by_hand():
         for x in (x0, x1)
     ]
     q1, keys, values = fused[1][:2], [f[2:4] for f in fused], [f[4:] for f in fused]
-    slope = 2.0**-8  # the only head of one
+    # ALiBi's slope of a single head.
+    slope = 2.0**-8
     scores = [
         sum(a * b for a, b in zip(q1, k)) / math.sqrt(2) - slope * d for k, d in zip(keys, (1, 0))
     ]
@@ -141,12 +146,12 @@ def test_two_tokens_by_hand():
     x1 = [a + b for a, b in zip(x1, times(f"{layer}.mlp.linear_fc2", inner))]
     logits = times("embedding.word_embeddings", norm(x1, "decoder.final_layernorm"))
     ours = model(torch.tensor([[7, 11]]))[0, 1]
-    # float64 on both sides: some tens of operations of 1e-16 each
+    # Both sides compute in fp64: some tens of operations, each with a rounding error of 1e-16.
     torch.testing.assert_close(ours, torch.tensor(logits, dtype=torch.float64), rtol=0, atol=1e-13)
 
 
 def test_alibi_softmax_by_hand():
-    """Equal keys leave only the bias: the attention weights of head h are powers of e^(-slope), normalised."""
+    """With equal keys only the bias is left: weights are normalised powers of e^(-slope)."""
     config = make_config("alibi")
     bias = DenseGPT(config)._score_bias(4, {}, torch.empty(0, dtype=torch.float64))
     weights = torch.softmax(bias, dim=-1)
@@ -173,7 +178,8 @@ def test_rotary_scores_depend_on_the_distance_alone():
     for distance in (0, 1, 7, 30):
         diagonal = torch.diagonal(scores, -distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-13)
-    assert (scores[:, 0].max() - scores[:, 0].min()) > 0.1  # and they do depend on it
+    # They do depend on the distance.
+    assert (scores[:, 0].max() - scores[:, 0].min()) > 0.1
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(1, 1, 50), rtol=1e-13, atol=0)
 
 
@@ -197,7 +203,7 @@ def test_t5_buckets_equal_hugging_face(num_buckets, max_distance):
 
 
 def test_training_follows_the_recipe():
-    """The first AdamW step is lr x sign(gradient) plus the decay, whatever the clipping: checked tensor by tensor."""
+    """Check the first AdamW step, lr * g / (|g| + eps) plus the decay, tensor by tensor."""
     config = make_config("t5")
     state = random_state(config, 3)
     ids = torch.randint(0, 500, (4, 33), generator=torch.Generator().manual_seed(1))
@@ -207,7 +213,8 @@ def test_training_follows_the_recipe():
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert losses[0] == model.loss(ids).item() and losses[2] < losses[1] < losses[0]
     norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
-    assert norms[0] == pytest.approx(norm, rel=1e-5)  # fp32 sums against fp64
+    # fp32 sums against fp64.
+    assert norms[0] == pytest.approx(norm, rel=1e-5)
     _, _, once = train_dense(config, state, [ids], [1e-3])
     scale = min(1.0, config.optimizer.clip_grad / norm)
     for name, before in state.items():
@@ -215,7 +222,6 @@ def test_training_follows_the_recipe():
         decayed = before * (1 - 1e-3 * config.optimizer.weight_decay) if matrix else before
         g = gradients[name] * scale
         expected = decayed - 1e-3 * g / (g.abs() + config.optimizer.adam_eps)
-        torch.testing.assert_close(
-            once[name], expected, rtol=1e-5, atol=1e-6, msg=name
-        )  # steps of 1e-3, fp32
+        # Steps of 1e-3 in fp32.
+        torch.testing.assert_close(once[name], expected, rtol=1e-5, atol=1e-6, msg=name)
     assert any(not torch.equal(after[name], once[name]) for name in state)

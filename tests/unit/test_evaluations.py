@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Attempt, Owner, read_attempts
 from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.launcher import evaluations
 from pretrain.launcher.cli import app
 from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.evaluations import (
-    plan_path,
     read_plan,
     submit_pending,
     write_plan,
@@ -25,11 +23,19 @@ from pretrain.launcher.evaluations import (
 from pretrain.launcher.job import Job
 from pretrain.launcher.login.evaluations import Asked, make_plan
 from pretrain.launcher.node.evaluation import evaluate_once
+from pretrain.rundir.attempts import Owner, read_attempts
+from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
 
 ROOT = Path(__file__).parents[2]
 SITE = parse_site({"name": "tests", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 16}, "tests")
 STEP = "step-00000100"
+
+
+def waiting(run: Path) -> list[str]:
+    return [path.name for path in checkpoints_awaiting_evaluation(run)]
 
 
 class Shell:
@@ -98,7 +104,9 @@ def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     arguments = plan.job.arguments()
     assert {"--nodes=1", "--ntasks-per-node=8", "--requeue", "--time=12:00:00"} <= set(arguments)
     assert not any(argument.startswith("--signal") for argument in arguments)
-    values = json.loads(plan_path(tmp_path).read_text())  # what else reads it relies on these
+    values = json.loads(
+        RunPaths(tmp_path).evaluation_plan.read_text()
+    )  # what else reads it relies on these
     asked = {
         "lengths": [32, 64],
         "protocols": ["nonoverlapping"],
@@ -140,7 +148,7 @@ def test_what_is_no_plan_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"plan\.json: missing"):
         read_plan(tmp_path)
     planned(tmp_path)
-    plan_path(tmp_path).write_text('{"lengths": [32')
+    RunPaths(tmp_path).evaluation_plan.write_text('{"lengths": [32')
     with pytest.raises(ConfigError, match=r"plan\.json: not a plan"):
         read_plan(tmp_path)
 
@@ -161,7 +169,7 @@ SUBMIT = [
     [
         (["--lengths", "128"], "want --evaluate-checkpoints too"),
         (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
-        (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: want tokens"),
+        (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: there are"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
@@ -202,16 +210,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, caps
 
 # ---- what waits ------------------------------------------------------------------------------------------------------
 def test_what_waits_for_an_evaluation(tmp_path):
-    assert evaluations.waiting_checkpoints(tmp_path) == []
+    assert waiting(tmp_path) == []
     two, one = save(tmp_path, 20), save(tmp_path, 10)
-    assert evaluations.waiting_checkpoints(tmp_path) == []  # nobody asked for evaluations
+    assert waiting(tmp_path) == []  # nobody asked for evaluations
     planned(tmp_path)
-    assert evaluations.waiting_checkpoints(tmp_path) == [one, two]
+    assert waiting(tmp_path) == [one, two]
     (tmp_path / "checkpoints/.step-00000030.partial").mkdir()
     (tmp_path / "checkpoints/step-00000030").mkdir()  # no manifest: not complete
     (tmp_path / "evaluations/claims" / two).mkdir(parents=True)  # begun, not finished
     (tmp_path / "evaluations" / one).mkdir()
-    assert evaluations.waiting_checkpoints(tmp_path) == [two]
+    assert waiting(tmp_path) == [two]
 
 
 def test_a_paused_run_sends_nothing_until_it_goes_on(tmp_path):
@@ -219,9 +227,9 @@ def test_a_paused_run_sends_nothing_until_it_goes_on(tmp_path):
         nothing(tmp_path)  # a run without a plan
     plan, name = planned(tmp_path), save(tmp_path, 10)
     evaluations.pause(tmp_path)
-    assert evaluations.waiting_checkpoints(tmp_path) == []
+    assert waiting(tmp_path) == []
     evaluations.resume(tmp_path)
-    assert evaluations.waiting_checkpoints(tmp_path) == [name] and read_plan(tmp_path) == plan
+    assert waiting(tmp_path) == [name] and read_plan(tmp_path) == plan
     evaluations.pause(tmp_path)
     another = planned(tmp_path)
     evaluations.resume(tmp_path)
@@ -232,7 +240,7 @@ def test_what_was_given_up_waits_no_longer(tmp_path):
     planned(tmp_path)
     name, other = save(tmp_path, 10), save(tmp_path, 20)
     evaluations._give_up(tmp_path, name, ["7", "8", "9"])
-    assert evaluations.waiting_checkpoints(tmp_path) == [other]
+    assert waiting(tmp_path) == [other]
     said = json.loads((tmp_path / "evaluations" / name / "failed.json").read_text())
     assert (
         said["jobs"] == ["7", "8", "9"] and "jobs 7, 8, 9 ended without a result" in said["reason"]
@@ -264,7 +272,7 @@ def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
     assert "sbatch: no such command here" in capsys.readouterr().err
     submit_pending(tmp_path, at_once=True)
     assert "sbatch: no such command here" in capsys.readouterr().err
-    plan_path(tmp_path).write_text("[]")
+    RunPaths(tmp_path).evaluation_plan.write_text("[]")
     submit_pending(tmp_path, at_once=True)
     assert "not a plan" in capsys.readouterr().err
 

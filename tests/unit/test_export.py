@@ -1,4 +1,7 @@
-"""Exported models in stock transformers against the dense reference: logits, padding, generation, refusals, folder."""
+"""Exported models in stock transformers, compared with the dense reference.
+
+Logits, padding, generation with the cache, the tokenizer, refusals, and the folder that is written.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ MAX_LENGTH = 2048
 
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory) -> Path:
-    """A SentencePiece model with the settings of `pretrain data build`, on text that every Python carries."""
+    """A SentencePiece model with the settings of `pretrain data build`, on text in every Python."""
     folder = tmp_path_factory.mktemp("tokenizer")
     return train_tokenizer(folder / "tokenizer")
 
@@ -87,7 +90,7 @@ def train_tokenizer(prefix: Path, **changes: object) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tokenizer_path):
-    """name -> (dense model, folder, class returned), each exported once."""
+    """Return a function: name -> (dense model, folder, class returned), each exported once."""
     made = {}
 
     def export(name):
@@ -98,11 +101,8 @@ def exported(tmp_path_factory, tokenizer_path):
             class_name = to_huggingface(
                 config, state, tokenizer_path, folder, max_length=MAX_LENGTH
             )
-            made[name] = (
-                DenseGPT(config).load_global_state(state).requires_grad_(False),
-                folder,
-                class_name,
-            )
+            dense = DenseGPT(config).load_global_state(state).requires_grad_(False)
+            made[name] = (dense, folder, class_name)
         return made[name]
 
     return export
@@ -138,16 +138,17 @@ def test_padding_on_either_side(name, exported):
         mask = torch.nn.functional.pad(torch.ones_like(ids), (left, right))
         with torch.no_grad():
             got = model(padded, attention_mask=mask).logits[:, left : left + 40]
-        # fp32 rounding of sums of 50 to 200 terms, logits below 3
+        # fp32 rounding of sums of 50 to 200 terms; logits are below 3.
         torch.testing.assert_close(got, expected, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["bloom12", "bloom16", "mpt12", "mpt16", "opt", "neox_untied"])
 def test_greedy_generation_with_the_cache(name, exported):
-    """Token for token what the dense model picks from full forward passes, across the training length of 64."""
+    """Greedy tokens equal those of full forward passes of the dense model, beyond 64 tokens."""
     dense, folder, _ = exported(name)
     model, ids = stock(folder), random_ids(2, 56, seed=3)
-    model.generation_config.eos_token_id = None  # random weights: go on past an EOS
+    # Random weights may generate an EOS, at which generation must not stop.
+    model.generation_config.eos_token_id = None
     got = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, use_cache=True
     )
@@ -157,7 +158,7 @@ def test_greedy_generation_with_the_cache(name, exported):
 
 
 def test_a_changed_weight_or_setting_fails_the_parity_check(exported, tmp_path):
-    """The check must see what it is there to see: another activation, another epsilon, another order of the block."""
+    """The check must see another activation, another epsilon and another order of the block."""
     dense, folder, _ = exported("neox")
     settings = json.loads((folder / "config.json").read_text())
     for key, value in (
@@ -173,12 +174,12 @@ def test_a_changed_weight_or_setting_fails_the_parity_check(exported, tmp_path):
         assert not report.passed and "differs" in report.format(), (key, report.format())
     report = check_parity(lambda ids: dense(ids) * math.nan, folder, [random_ids(1, 64)])
     assert not report.passed
-    with pytest.raises(ConfigError, match=r"no exported model \(config.json\) there"):
+    with pytest.raises(ConfigError, match=r"not an exported model \(no config.json\)"):
         check_parity(dense, tmp_path, [random_ids(1, 64)])
 
 
 def test_slopes_of_any_number_of_heads():
-    """Both classes compute ours for every head count to 40, so none needs a refusal."""
+    """Both classes compute our slopes for 1 to 40 heads, so no number of heads is refused."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
@@ -188,7 +189,8 @@ def test_slopes_of_any_number_of_heads():
             :, 0, 1
         ]
         mpt = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
-        for theirs in (bloom, mpt):  # powers of two computed in fp32: a few roundings of 2^-24
+        for theirs in (bloom, mpt):
+            # Powers of two computed in fp32: a few roundings of 2^-24.
             torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
 
 
@@ -225,7 +227,7 @@ REFUSED = {
     ),
     "opt_eps": (
         make_config("sinusoidal", layernorm_epsilon=1e-6),
-        "epsilon = 1e-06: OPT.*Train with 1e-05",
+        "epsilon = 1e-06: OPT.*supports 1e-05 only. Train with 1e-05",
     ),
 }
 
@@ -256,12 +258,12 @@ def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
     state = random_state(config, 0)
     weight = "decoder.layers.1.mlp.linear_fc1.weight"
     broken = {
-        f"{weight}: not among the weights": {k: v for k, v in state.items() if k != weight},
-        "no place for: decoder.layers.2.mlp": state
+        f"{weight}: missing from the weights": {k: v for k, v in state.items() if k != weight},
+        "tensors that the config does not have: decoder.layers.2.mlp": state
         | {"decoder.layers.2.mlp.linear_fc1.weight": state[weight]},
-        "do not fit BloomForCausalLM, first transformer.h.1.mlp.dense_h": state
+        "do not fit BloomForCausalLM. The first is transformer.h.1.mlp.dense_h": state
         | {weight: state[weight][:96]},
-        "another run's weights": random_state(make_config("alibi", hidden_size=96), 0),
+        "Are these another run's weights": random_state(make_config("alibi", hidden_size=96), 0),
     }
     for message, wrong in broken.items():
         with pytest.raises(ConfigError, match=message):
@@ -270,7 +272,7 @@ def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
 
 
 def test_the_folder(tmp_path, tokenizer_path):
-    """Card, ids, dtype; an earlier export is replaced whole; anything else in the way is left alone."""
+    """Card, ids and dtype; an earlier export is replaced whole, any other folder is refused."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -296,27 +298,21 @@ def test_the_folder(tmp_path, tokenizer_path):
     assert torch.equal(kept, random_state(config, 2)["decoder.layers.1.mlp.linear_fc1.weight"])
     with safe_open(out / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F32"}  # noqa: SIM118
-    assert (
-        json.loads((out / "config.json").read_text())["vocab_size"]
-        == config.padded_vocab_size
-        == 512
-    )
+    vocab_size = json.loads((out / "config.json").read_text())["vocab_size"]
+    assert vocab_size == config.padded_vocab_size == 512
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 2)
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
-    assert (
-        set(tokenizer("some text")) == {"input_ids", "attention_mask"}
-        and tokenizer.padding_side == "left"
-    )
+    assert set(tokenizer("some text")) == {"input_ids", "attention_mask"}
+    assert tokenizer.padding_side == "left"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert load_config(out / "pretrain.toml") == config
-    assert (
-        len({path.stat().st_mode for path in out.iterdir()}) == 1
-    )  # who may read one may read all
+    # Whoever may read one file may read all.
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="other: exists and is no earlier export"):
+    with pytest.raises(ConfigError, match="other: already exists and is not an earlier export"):
         to_huggingface(config, random_state(config, 2), tokenizer_path, other, max_length=256)
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
     curve = [record, longer, sliding]
@@ -331,17 +327,18 @@ def test_the_folder(tmp_path, tokenizer_path):
     )
     card = (out / "README.md").read_text()
     assert "| tokens | alibi, nonoverlapping | alibi, sliding, stride 32 |" in card
-    assert (
-        "| 64 | 182.25 |  |" in card
-        and "| 128 | 181.00 |  |" in card
-        and "| 1,024 |  | 180.50 |" in card
-        and "| checkpoint | step-00000010 |" in card
-    )
+    for row in (
+        "| 64 | 182.25 |  |",
+        "| 128 | 181.00 |  |",
+        "| 1,024 |  | 180.50 |",
+        "| checkpoint | step-00000010 |",
+    ):
+        assert row in card
 
 
 @pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
 def test_tokenizer_gives_identical_ids_and_text(name, exported, tokenizer_path):
-    """AutoTokenizer, for every class's config beside it, against SentencePiece on some hundred odd strings."""
+    """AutoTokenizer equals SentencePiece on several hundred odd strings, for each class."""
     from transformers import AutoTokenizer
 
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
@@ -381,11 +378,11 @@ def test_tokenizers_that_would_give_other_ids_are_refused(tmp_path):
     ):
         path = train_tokenizer(tmp_path / "other", **change)
         with pytest.raises(
-            ConfigError, match=f"no Hugging Face tokenizer would give the same ids: {message}"
+            ConfigError, match=f"a Hugging Face tokenizer would not give the same ids: {message}"
         ):
             fast_tokenizer(path, max_length=64)
     with pytest.raises(
-        ConfigError, match=r"absent.model: no such tokenizer. `pretrain data build` writes it"
+        ConfigError, match=r"absent.model: no such file. `pretrain data build` writes the tokenizer"
     ):
         fast_tokenizer(tmp_path / "absent.model", max_length=64)
     (tmp_path / "text.model").write_text("plain text, no protobuf")
@@ -396,7 +393,7 @@ def test_tokenizers_that_would_give_other_ids_are_refused(tmp_path):
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     path = train_tokenizer(tmp_path / "large", vocab_size=600)
     config = make_config("alibi")
-    with pytest.raises(ConfigError, match="600 pieces, but the model has 512 embeddings"):
+    with pytest.raises(ConfigError, match="has 600 pieces, but the model has 512 embeddings"):
         to_huggingface(config, random_state(config, 0), path, tmp_path / "hf", max_length=64)
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
 
@@ -409,8 +406,8 @@ def test_check_exportable_names_the_class():
     )
 
 
-def test_a_run_s_curve_gives_the_card_this_checkpoint_s_part(tmp_path):
-    """RUN/evaluations/curve.json holds every checkpoint; a report of several runs names none's step."""
+def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
+    """RUN/evaluations/curve.json has all checkpoints of a run; other reports have no "step"."""
     config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
     record = {"method": "alibi", "length": 128, "checkpoint": "elsewhere"}
     of_run = [

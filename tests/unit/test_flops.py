@@ -1,4 +1,4 @@
-"""FLOP counts against hand counts of each matrix product, and device peaks by the names that torch reports."""
+"""Test FLOP counts against a count of every matrix product, and device peaks by torch's names."""
 
 from pathlib import Path
 
@@ -26,9 +26,11 @@ def make_config(*overrides: str) -> RunConfig:
 
 
 def matmul_flops(config: RunConfig, length: int, causal: bool) -> float:
-    """Forward FLOPs of a whole sequence, product by product (an [m, k] x [k, n] product costs 2 m k n), times three.
+    """Count the FLOPs of a whole sequence, product by product.
 
-    The backward pass makes two products of the same size for each one forward: by the input and by the weight.
+    A product [m, k] x [k, n] costs 2 m k n. For each product of the forward pass, the backward pass
+    has two of the same size, for the gradients of the input and of the weight; hence the factor of
+    three.
     """
     m, head_dim = config.model, config.head_dim
     groups, ffn = config.num_query_groups, config.ffn_hidden_size
@@ -83,9 +85,10 @@ def test_matmul_parameters_are_all_but_biases_and_norms():
 
 
 def test_published_throughput_gives_the_published_utilization():
-    # llm-foundry, MPT-1B (24 layers, 2048, no biases, vocabulary 50,368, learned positions), 8 H100, L = 1024:
-    # 48,910 tokens/s a GPU is 41.95 % MFU with all of attention counted. Their N also counts the position table and
-    # norms (0.17 %), and their numbers are rounded: 0.3 %.
+    # llm-foundry's table for MPT-1B (24 layers of width 2048, no biases, vocabulary 50,368, learned
+    # positions) on 8 H100 at L = 1024: 48,910 tokens/s per GPU are 41.95 % MFU, with all of
+    # attention counted. Their N also counts the position table and the norms (0.17 %), and the
+    # numbers are rounded, hence the tolerance of 0.3 %.
     shape = [
         "model.num_layers=24",
         "model.hidden_size=2048",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # A room may import rooms of a lower floor, itself, and what is listed for it in BESIDE.
 FLOORS = [
     {"pretrain.kernels", "pretrain.config"},
-    {"pretrain.attempts"},
+    {"pretrain.rundir"},
     {"pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},
@@ -30,7 +30,7 @@ BESIDE = {
 }
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
-LAUNCHER_USES = {"pretrain.config", "pretrain.attempts"}
+LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in ("terminal", "slurm", "cluster", "job", "evaluations")},
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
@@ -221,9 +221,9 @@ def write(root: Path, file: str, code: str) -> None:
             "pretrain.kernels imports pretrain.config",
         ),
         (
-            "pretrain/attempts/lock.py",
+            "pretrain/rundir/lock.py",
             "from pretrain import topology",
-            "pretrain.attempts imports pretrain.topology",
+            "pretrain.rundir imports pretrain.topology",
         ),
         (
             "pretrain/topology.py",
@@ -333,7 +333,7 @@ def test_a_read_of_the_environment_is_found(tmp_path, code):
     "module",
     [
         "pretrain.config",
-        "pretrain.attempts",
+        "pretrain.rundir",
         "pretrain.launcher.cli",
         "pretrain.launcher.node.srun",
         "pretrain.model.flops",

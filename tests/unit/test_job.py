@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Attempt
 from pretrain.config import ConfigError, RunFailed, load_config
 from pretrain.launcher.cluster import OUR_OPTIONS, parse_site
-from pretrain.launcher.job import (
-    Job,
-    JobRecord,
-    append_job,
-    check_path,
-    check_time,
-    job_name,
-    read_jobs,
-)
+from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login import sweep
 from pretrain.launcher.login.submit import TrainingRun, check_runs, place, signal_seconds
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
+from pretrain.rundir.lock import Attempt
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
 

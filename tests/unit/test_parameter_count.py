@@ -1,4 +1,7 @@
-"""The closed-form parameter counts against the model itself, built without memory for ranks of 128-process layouts."""
+"""Test the closed-form parameter counts against the model itself.
+
+The model is built on the meta device, for ranks of layouts of 128 processes.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,29 @@ import pytest
 
 from pretrain.config import load_config, num_parameters, num_parameters_of_rank
 
-# A process group that only pretends: 128 ranks, of which this process plays one.
+# Uses torch's fake process group: this process acts as each of several ranks of 128 in turn. fp16
+# is refused on a CPU, but nothing is computed here.
 SCRIPT = """
 import json, sys, warnings; warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from pretrain import topology, platform
+from pretrain import platform
 from pretrain.config import load_config
+from pretrain.topology import Process, finish, initialize
 path, overrides, ranks = json.loads(sys.argv[1])
-platform.check_precision = lambda precision: None  # fp16 is refused on a CPU, but nothing is computed here
+platform.check_precision = lambda precision: None
 config = load_config(path, overrides)
 counts = {}
 for rank in ranks:
     dist.init_process_group("fake", rank=rank, world_size=128, store=FakeStore())
-    place = topology.initialize(config, topology.Process(rank, 128, 0, "127.0.0.1", 0))
+    topology = initialize(config, Process(rank, 128, 0, "127.0.0.1", 0))
     from pretrain.model.gpt import build_model
     from pretrain.model.parameters import named_parameters
     chunks = build_model(config, device=torch.device("meta"))
     named = list(named_parameters(chunks))
     assert all(n.parameter.is_meta for n in named)
-    counts[rank] = [place.pipeline_rank, sum(n.parameter.numel() for n in named)]
-    topology.finish()
+    counts[rank] = [topology.pipeline_rank, sum(n.parameter.numel() for n in named)]
+    finish()
 print(json.dumps(counts))
 """
 PATH = "configs/cc100_roberta/alibi_1024.toml"

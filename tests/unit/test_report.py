@@ -1,4 +1,4 @@
-"""The evaluation report: what is written can be read back and says what went in."""
+"""The evaluation report: files read back as written, and its sentences state the numbers."""
 
 import csv
 import json
@@ -12,7 +12,8 @@ import pytest
 from pretrain.config import ConfigError
 from pretrain.evaluate.report import FIELDS, format_table, write_report
 
-PERPLEXITIES = {  # of the shape that a right run shows
+# Of the shape that a real run shows.
+PERPLEXITIES = {
     ("alibi", "nonoverlapping"): [183.1, 182.5, 182.2, 181.9, 182.0],
     ("alibi", "sliding"): [181.0, 180.5, 180.6, 180.9, 181.2],
     ("sinusoidal", "nonoverlapping"): [248.8, 293.8, 363.8, 477.1, 604.6],
@@ -41,18 +42,15 @@ def make_records():
 
 
 def read_png(content):
-    """(width, height, unfiltered bytes of the rows); raises when a chunk's checksum is wrong."""
+    """Return (width, height, decompressed pixel rows); fail when a chunk's checksum is wrong."""
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     offset, chunks = 8, {}
     while offset < len(content):
-        (size,), kind = (
-            struct.unpack(">I", content[offset : offset + 4]),
-            content[offset + 4 : offset + 8],
-        )
+        (size,) = struct.unpack(">I", content[offset : offset + 4])
+        kind = content[offset + 4 : offset + 8]
         data = content[offset + 8 : offset + 8 + size]
-        assert struct.unpack(">I", content[offset + 8 + size : offset + 12 + size])[
-            0
-        ] == zlib.crc32(kind + data)
+        (checksum,) = struct.unpack(">I", content[offset + 8 + size : offset + 12 + size])
+        assert checksum == zlib.crc32(kind + data)
         chunks[kind] = chunks.get(kind, b"") + data
         offset += 12 + size
     return *struct.unpack(">II", chunks[b"IHDR"][:8]), zlib.decompress(chunks[b"IDAT"])
@@ -67,9 +65,8 @@ def test_json_and_csv_read_back(tmp_path):
     }
     with (tmp_path / "report" / "curve.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [
-        {k: type(record[k])(row[k]) for k in FIELDS} for row, record in zip(rows, records)
-    ] == records
+    typed = [{k: type(record[k])(row[k]) for k in FIELDS} for row, record in zip(rows, records)]
+    assert typed == records
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
         "curve.csv",
         "curve.json",
@@ -88,8 +85,10 @@ def test_pictures_are_pictures(tmp_path):
         content = (tmp_path / name).read_bytes()
         width, height, pixels = read_png(content)
         assert 800 <= width <= 1600 and 400 <= height <= 1000 and len(content) < 300_000
-        assert len(pixels) == height * (4 * width + 1)  # RGBA rows, each behind its filter byte
-        assert len(set(pixels)) > 16  # something is drawn
+        # RGBA rows, each after one filter byte.
+        assert len(pixels) == height * (4 * width + 1)
+        # Something is drawn.
+        assert len(set(pixels)) > 16
 
 
 def test_table_shows_the_numbers():
@@ -115,13 +114,13 @@ def test_report_says_what_the_numbers_say(tmp_path):
     assert "| alibi | nonoverlapping | 183.10 | 182.50 | 182.20 | 181.90 | 182.00 |" in text
     # 182.0 / 181.9 = 1.00055, 183.1 / 181.9 = 1.0066, 604.6 / 248.8 = 2.4301
     assert (
-        "alibi, nonoverlapping: best 181.90 at 1024 tokens (8 L); 1.001 times that at 2048 tokens (16 L), the longest; "
-        "1.007 times that at L." in text
-    )
+        "- alibi, nonoverlapping: best perplexity 181.90 at 1024 tokens (8 L); 1.001 times that at "
+        "2048 tokens (16 L), the longest length; 1.007 times that at L.\n"
+    ) in text
     assert (
-        "sinusoidal, nonoverlapping: best 248.80 at 128 tokens (L); 2.430 times that at 2048 tokens"
-        in text
-    )
+        "- sinusoidal, nonoverlapping: best perplexity 248.80 at 128 tokens (L); 2.430 times that "
+        "at 2048 tokens (16 L), the longest length.\n"
+    ) in text
 
 
 def test_numbers_that_are_not_finite(tmp_path):
@@ -144,14 +143,14 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert [r["loss_nats"] for r in curve["records"]] == [math.log(20), None, None]
     report = (tmp_path / "report.md").read_text()
     assert (
-        "rotary, nonoverlapping: best 20.00 at 128 tokens (L); not finite at 256 tokens (2 L)."
-        in report
-    )
+        "- rotary, nonoverlapping: best perplexity 20.00 at 128 tokens (L); not finite at 256 "
+        "tokens (2 L), the longest length.\n"
+    ) in report
     assert "none, nonoverlapping: no finite perplexity." in report
     table = format_table(128, records)
-    assert (
-        "inf" in table and "nan" in table and table.splitlines()[-1].endswith("-")
-    )  # none has no 256
+    assert "inf" in table and "nan" in table
+    # The method "none" was not evaluated at 256 tokens.
+    assert table.splitlines()[-1].endswith("-")
 
 
 def test_two_checkpoints_of_one_method_stay_apart():
@@ -169,7 +168,8 @@ def test_two_checkpoints_of_one_method_stay_apart():
 
 def test_positions_are_averaged_over_every_position_once(tmp_path):
     losses = np.arange(300, dtype=np.float64)
-    losses[7] = math.nan  # a position that no token was scored at
+    # No token was scored at position 7.
+    losses[7] = math.nan
     write_report(tmp_path / "curve.json", 128, make_records(), {("alibi", 300): losses})
     with (tmp_path / "positions.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -178,13 +178,13 @@ def test_positions_are_averaged_over_every_position_once(tmp_path):
     for row, r in zip(rows, ranges):
         scored = [position for position in r if position != 7]
         expected = sum(scored) / len(scored) if scored else math.nan
-        # a float's repr reads back exactly, and the mean of small integers is exact to a rounding
+        # A float's repr reads back exactly, and the mean of small integers is rounded once.
         np.testing.assert_allclose(float(row["loss_nats"]), expected, rtol=1e-15)
     assert "positions.png" in (tmp_path / "report.md").read_text()
 
 
 def test_bad_input_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"curve\.csv: want a file that ends in \.json"):
+    with pytest.raises(ConfigError, match=r"curve\.csv: the file name must end in \.json"):
         write_report(tmp_path / "curve.csv", 128, make_records())
     with pytest.raises(ConfigError, match="nothing was evaluated"):
         write_report(tmp_path / "curve.json", 128, [])

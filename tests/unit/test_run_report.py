@@ -1,4 +1,4 @@
-"""A run's evaluated checkpoints put together: every number from its own folder, in the order of training."""
+"""The report of a run's evaluated checkpoints: each number from its own folder, in step order."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from pretrain.evaluate.report import write_report
 from tests.unit.test_report import make_record, read_png
 
 ROOT = Path(__file__).parents[2]
-# (step, protocol, length) -> perplexity; as the jobs may end, not in the order of training
+# (step, protocol, length) -> perplexity. Not in the order of the steps: jobs end in any order.
 PERPLEXITIES = {
     (400, "nonoverlapping", 128): 20.0,
     (400, "nonoverlapping", 512): 22.0,
@@ -31,7 +31,7 @@ PERPLEXITIES = {
 
 
 def evaluate(run, step, perplexities):
-    """What an evaluation job leaves of one checkpoint; `perplexities` by (protocol, length)."""
+    """Write what an evaluation job does for a checkpoint; `perplexities` by (protocol, length)."""
     checkpoint = f"{run}/checkpoints/step-{step:08d}"
     records = [make_record("alibi", *key, value, checkpoint) for key, value in perplexities.items()]
     write_report(run / f"evaluations/step-{step:08d}/curve.json", 128, records)
@@ -39,9 +39,12 @@ def evaluate(run, step, perplexities):
 
 def evaluate_all(run):
     for step in dict.fromkeys(step for step, _, _ in PERPLEXITIES):
-        evaluate(
-            run, step, {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step}
-        )
+        evaluate(run, step, perplexities_of(step))
+
+
+def perplexities_of(step):
+    """Return {(protocol, length): perplexity} of one step."""
+    return {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step}
 
 
 def curve(run):
@@ -86,35 +89,29 @@ def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
     ]
     text = (tmp_path / "evaluations/report.md").read_text()
     assert "| 300 | nonoverlapping | 24.00 | 21.00 |\n| 300 | sliding by 64 | - | 25.00 |" in text
-    assert "- 128 = L, nonoverlapping: best 20.00 at step 400, the newest." in text
+    assert (
+        "- 128 = L, nonoverlapping: best perplexity 20.00 at step 400, the newest evaluated.\n"
+    ) in text
     # 22 / 21 = 1.0476
     assert (
-        "- 512 = 4 L, nonoverlapping: best 21.00 at step 300; 1.048 times that at step 400, the newest."
-        in text
-    )
+        "- 512 = 4 L, nonoverlapping: best perplexity 21.00 at step 300; 1.048 times that at step "
+        "400, the newest evaluated.\n"
+    ) in text
     # 22 / 20 = 1.1
     assert (
-        "- step 400, nonoverlapping: best 20.00 at 128 tokens (L); 1.100 times that at 512 tokens (4 L)"
-        in text
-    )
+        "- step 400, nonoverlapping: best perplexity 20.00 at 128 tokens (L); 1.100 times that at "
+        "512 tokens (4 L), the longest length.\n"
+    ) in text
     assert "Not evaluated" not in text
 
 
 def test_pictures_are_drawn_and_grow_with_the_run(tmp_path):
     pictures = []
     for step in (100, 300):
-        evaluate(
-            tmp_path,
-            step,
-            {key[1:]: value for key, value in PERPLEXITIES.items() if key[0] == step},
-        )
+        evaluate(tmp_path, step, perplexities_of(step))
         report_run(tmp_path)
-        pictures.append(
-            [
-                read_png((tmp_path / "evaluations" / name).read_bytes())
-                for name in ("steps.png", "curve.png")
-            ]
-        )
+        paths = [tmp_path / "evaluations" / name for name in ("steps.png", "curve.png")]
+        pictures.append([read_png(path.read_bytes()) for path in paths])
     for one, two in zip(*pictures):
         assert 800 <= one[0] <= 1600 and 400 <= one[1] <= 1000 and len(set(one[2])) > 16
         assert one != two
@@ -157,9 +154,9 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert [r["perplexity"] for r in curve(tmp_path)["records"]] == [30.0, None, None, None]
     text = (tmp_path / "evaluations/report.md").read_text()
     assert (
-        "- 128 = L, nonoverlapping: best 30.00 at step 100; not finite at step 200, the newest."
-        in text
-    )
+        "- 128 = L, nonoverlapping: best perplexity 30.00 at step 100; not finite at step 200, the "
+        "newest evaluated.\n"
+    ) in text
     assert "- 512 = 4 L, nonoverlapping: no finite perplexity." in text
 
 
@@ -174,7 +171,8 @@ def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
     write, landed = checkpoints._write, []
 
     def write_late(*arguments):
-        if not landed:  # another job ends between our reading and our writing
+        # Another job ends between our reading and our writing.
+        if not landed:
             landed.append(evaluate(tmp_path, 200, {("nonoverlapping", 128): 20.0}))
         write(*arguments)
 
@@ -184,7 +182,7 @@ def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
 
 
 def test_two_at_once_disturb_each_other_in_nothing(tmp_path):
-    """Each of two processes adds its own checkpoints and reports; what stands at the end has them all."""
+    """Two processes add checkpoints and report at the same time; the last report has them all."""
     code = """
 import sys
 from pathlib import Path

@@ -100,7 +100,7 @@ def test_a_file_is_read_and_named_in_errors(tmp_path):
     path.write_text("nodes = ")
     for wrong, says in (
         (path, "not valid TOML"),
-        (tmp_path / "none", "slurm/site.v100.toml"),
+        (tmp_path / "none", "no such site file. `pretrain config --list` shows"),
         (tmp_path, "not a readable"),
     ):
         with pytest.raises(ConfigError, match=says) as error:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Attempt, Owner
 from pretrain.config import ConfigError, RunFailed
-from pretrain.launcher.job import JobRecord, append_job
 from pretrain.launcher.login import control, logs, tables
 from pretrain.launcher.login.status import TAIL_BYTES, find_runs, look, read_rates
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.jobs import JobRecord, append_job
+from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.attempts import Attempt, AttemptRecord, Ended, Owner, newest_checkpoint, read_attempts
 from pretrain.config import load_config
 from pretrain.launcher.node import supervise
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.node.srun import _failure
 from pretrain.launcher.node.supervise import Signals, Supervisor, Watchdog, without_progress
+from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.lock import Attempt
 from tests.unit.test_launcher_local import alive, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -285,7 +287,7 @@ def test_sigterm_saves_and_stops(tmp_path, number):
         and said == f"{number.name}: asked the processes to stop; a second signal ends them\n"
     )
     [(outcome, code, step)] = outcomes(tmp_path)
-    assert (outcome, code) == ("stopped", 80) and newest_checkpoint(tmp_path) == step
+    assert (outcome, code) == ("stopped", 80) and newest_checkpoint_step(tmp_path) == step
     assert read_attempts(tmp_path)[0].ended.reason == f"saved at step {step}"
 
 
@@ -324,7 +326,7 @@ def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capf
     assert train(tmp_path, command) == 1
     thread.join()
     first = read_attempts(tmp_path)[0]
-    assert first.ended.outcome == "superseded" and newest_checkpoint(tmp_path) is None
+    assert first.ended.outcome == "superseded" and newest_checkpoint_step(tmp_path) is None
     assert capfd.readouterr().err.endswith(f"attempt 1: superseded: {first.ended.reason}\n")
     assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid-*"))
 

@@ -1,4 +1,4 @@
-"""Which window scores which token: every token once, and with the context that the protocol promises."""
+"""Evaluation windows score every token once, with the context that the protocol promises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pretrain.evaluate.windows import nonoverlapping, sliding
 
 SIZES = [1, 2, 3, 7, 8, 32, 64, 128]
-# A stride longer than the window is refused when the config is read: tokens between windows would go unscored.
+# The config refuses a stride longer than the window, which would leave tokens unscored.
 LENGTHS_AND_STRIDES = [(length, stride) for length in SIZES for stride in SIZES if stride <= length]
 
 
@@ -23,7 +23,8 @@ def test_every_token_is_scored_once_with_the_promised_context(tokens, length, st
     assert sorted(context) == list(range(tokens))
     for t, seen in context.items():
         if t < length:
-            assert seen == t  # the first window reads from the start
+            # The first window starts at the start of the stream.
+            assert seen == t
         elif stride < length:
             assert length - stride <= seen <= length - 1
         if stride == 1:
@@ -35,5 +36,5 @@ def test_nonoverlapping_by_hand():
 
 
 def test_sliding_by_hand():
-    """Length 4, stride 2 over 9 tokens: 0-3 whole, then two at a time, the last window moved by what is left."""
+    """9 tokens, length 4, stride 2: the first window whole, then two targets each, then one."""
     assert [tuple(w) for w in sliding(9, 4, 2)] == [(0, 4, 4), (2, 4, 2), (4, 4, 2), (5, 4, 1)]

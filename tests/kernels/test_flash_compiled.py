@@ -12,7 +12,7 @@ import json, re, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from pretrain.kernels import alibi_attention
+from pretrain.kernels.flash import host, schedules
 from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.bias import ScoreBias
 
@@ -39,13 +39,13 @@ def compile_only(self, *args, grid, warmup, **options):
 run, JITFunction.run = JITFunction.run, compile_only
 triton.runtime.driver.set_active(NoDevice())
 if capability < 90:
-    alibi_attention._schedule = lambda q: alibi_attention.SCHEDULES_80[q.element_size(), width]
+    host.choose_schedule = lambda q: schedules.SCHEDULES_80[q.element_size(), width]
 q, k, v = (torch.empty(2048, 1, 2, width, dtype=getattr(torch, dtype)).requires_grad_() for _ in range(3))
 table = torch.zeros(2, 32).requires_grad_() if "table" in arguments else None
 slopes = None if table is not None else alibi_slopes(2).requires_grad_("trained" in arguments)
 bias = ScoreBias(slopes, table, 128, "symmetric" not in arguments)
 dropout_p = 0.1 if "dropout" in arguments else 0.0
-alibi_attention.attention_triton(q, k, v, bias, None, dropout_p).sum().backward()
+host.attention_triton(q, k, v, bias, None, dropout_p).sum().backward()
 """
 
 
@@ -67,12 +67,12 @@ def test_compiles_to_tensor_cores_without_upcast(capability, width, dtype, argum
     )
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = {kernel["name"]: kernel for kernel in map(json.loads, result.stdout.splitlines())}
-    products = {"_forward_kernel", "_dkdv_kernel", "_dq_kernel"} | (
-        {"_row_gradient_kernel"} & kernels.keys()
+    products = {"forward_kernel", "dkdv_kernel", "dq_kernel"} | (
+        {"row_gradient_kernel"} & kernels.keys()
     )
-    others = {"_delta_kernel"} | (set() if "table" in arguments else {"_norms_kernel"})
+    others = {"delta_kernel"} | (set() if "table" in arguments else {"norms_kernel"})
     assert products | others == kernels.keys() and ("table" in arguments) == (
-        "_row_gradient_kernel" in kernels
+        "row_gradient_kernel" in kernels
     )
     limit = 227 if capability == 90 else 99
     for kernel in kernels.values():

@@ -9,11 +9,12 @@ import logging
 import pytest
 import torch
 
-from pretrain.kernels import alibi_attention
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.alibi_attention import Blocks, Schedule, attention_triton, visited_tiles
+from pretrain.kernels.flash import host
+from pretrain.kernels.flash.host import attention_triton, visited_tiles
+from pretrain.kernels.flash.schedules import Blocks, Schedule
 from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.dispatch import _say_once, attention
+from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.kernels.skipping import key_runs, share_visited
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
@@ -346,10 +347,10 @@ def test_dispatch_serves_by_triton_or_says_why_not(caplog, monkeypatch):
         three = torch.zeros(33, 1, 3, 16, device=DEVICE)
         attention(q, three, three, backend="triton")
     if DEVICE == "cpu":
-        monkeypatch.setattr(alibi_attention, "INTERPRETED", False)
-        with pytest.raises(ValueError, match="cannot serve: it wants a GPU"):
+        monkeypatch.setattr(host, "INTERPRETED", False)
+        with pytest.raises(ValueError, match="cannot serve: it needs a GPU"):
             attention(q, k, v, backend="triton")
-        _say_once.cache_clear()
+        _log_once.cache_clear()
         with caplog.at_level(logging.INFO, logger="kernels"):
             attention(q, k, v, slopes=bias.slopes)
         assert "through sdpa" in caplog.text

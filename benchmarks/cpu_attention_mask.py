@@ -1,6 +1,9 @@
-"""Attention with ALiBi on a CPU: the ways to give torch's fused kernel its mask, timed in one run.
+"""Compare the forms in which torch's fused attention can be given ALiBi's mask on a CPU.
 
-Usage: python benchmarks/attention_cpu.py [--write FILE]. One thread, about a minute.
+    python -m benchmarks.cpu_attention_mask [--write FILE]
+
+This is what chose the overlapping view and the block of queries in `pretrain.kernels.sdpa`. It
+takes about a minute, on one thread. `pretrain bench attention` compares whole backends instead.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +29,24 @@ from pretrain.kernels.dispatch import attention
 
 HEADS, TOKENS = 8, 4096
 SLOPES = alibi_slopes(HEADS)
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [S, B, H, D] in and out
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention over q, k and v, all [S, B, H, D]."""
 
 
 def main() -> None:
+    """Run all comparisons, print them as Markdown and write them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="Also write the tables to this Markdown file.")
     path = parser.parse_args().write
     torch.set_num_threads(1)
     sections = [
-        "# Attention with ALiBi on a CPU",
-        f"Machine: {os.cpu_count()} {platform.machine()} CPU cores, torch {torch.__version__} on one thread, fp32. {HEADS} "
-        f"heads, {TOKENS} tokens a call (batch x length). Milliseconds of processor time, which other work on the "
-        "machine disturbs little, medians. `python benchmarks/attention_cpu.py` makes this anew.",
-        long_forward(),  # first: the peak of a process only grows
+        "# The ALiBi mask in attention on a CPU",
+        f"Machine: {os.cpu_count()} {platform.machine()} CPU cores, torch {torch.__version__} on "
+        f"one thread, fp32. {HEADS} heads, {TOKENS} tokens a call (batch x length). Milliseconds "
+        "of processor time, which other work on the machine disturbs little, medians. "
+        "`python -m benchmarks.cpu_attention_mask` makes this anew.",
+        # This must run first: the peak memory of a process never falls.
+        long_forward(),
         masks(),
         blocks(),
     ]
@@ -49,7 +58,7 @@ def main() -> None:
 
 
 def long_forward(length: int = 32_768) -> str:
-    """Time and memory of one forward far beyond what scores of [heads, length, length] could fit."""
+    """Report time and memory of one forward at a length whose dense mask would take 32 GiB."""
     q, k, v = make_qkv(length, 1, 16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.no_grad():
@@ -59,13 +68,13 @@ def long_forward(length: int = 32_768) -> str:
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     dense = HEADS * length**2 * 4 / 2**20
     return (
-        f"One forward of {length} tokens, head width 16: {seconds:.1f} s, {peak:.0f} MiB more at its peak; "
-        f"an fp32 mask of [heads, length, length] alone would be {dense:.0f} MiB."
+        f"One forward of {length} tokens, head width 16: {seconds:.1f} s, {peak:.0f} MiB more at "
+        f"its peak; an fp32 mask of [heads, length, length] alone would be {dense:.0f} MiB."
     )
 
 
 def masks() -> str:
-    """Ours beside one dense mask made beforehand, in its layouts, and beside torch's causal kernel without any bias."""
+    """Compare `attention` with dense masks, with one overlapping view, and with no bias at all."""
     rows = []
     for width in (16, 64):
         for length in (128, 512, 2048):
@@ -73,14 +82,12 @@ def masks() -> str:
             mask = dense_mask(length)
             full = mask.expand(batch, -1, -1, -1).contiguous()
             ways: dict[str, Attend] = {
-                "ours": lambda q, k, v: attention(q, k, v, slopes=SLOPES),
-                "dense [1, H, S, S]": lambda q, k, v, mask=mask: fused(q, k, v, attn_mask=mask),
-                "dense [B, H, S, S]": lambda q, k, v, full=full: fused(q, k, v, attn_mask=full),
-                "dense, q k v copied": lambda q, k, v, mask=mask: fused(
-                    q, k, v, copy=True, attn_mask=mask
-                ),
+                "ours": partial(attention, slopes=SLOPES),
+                "dense [1, H, S, S]": partial(fused, attn_mask=mask),
+                "dense [B, H, S, S]": partial(fused, attn_mask=full),
+                "dense, q k v copied": partial(fused, copy=True, attn_mask=mask),
                 "one overlapping view": whole_view,
-                "causal, no bias": lambda q, k, v: fused(q, k, v, is_causal=True),
+                "causal, no bias": partial(fused, is_causal=True),
             }
             for backward in (False, True):
                 times = compare(ways, make_qkv(length, batch, width), backward, repeats=3)
@@ -95,12 +102,15 @@ def masks() -> str:
                         f"{ratio:.2f}",
                     ]
                 )
-    title = "## Ways to give the mask\n\nDense masks are made beforehand, outside the clock; ours is made in every call.\n"
-    return title + "\n" + table(["width", "length", "", *ways, "dense / ours"], rows)
+    title = (
+        "## Ways to give the mask\n\n"
+        "Dense masks are made beforehand, outside the clock; ours is made in every call.\n\n"
+    )
+    return title + table(["width", "length", "", *ways, "dense / ours"], rows)
 
 
 def blocks() -> str:
-    """Ours by the number of queries served at a time."""
+    """Compare numbers of queries that `attention_sdpa` serves at a time."""
     sizes, rows, chosen = (64, 128, 256, 512), [], pretrain.kernels.sdpa.QUERY_BLOCK
 
     def with_block(size: int) -> Attend:
@@ -122,25 +132,35 @@ def blocks() -> str:
 
 
 def make_qkv(length: int, batch: int, width: int) -> list[Tensor]:
+    """Return random q, k and v, [length, batch, HEADS, width]."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(length, batch, HEADS, width, generator=generator) for _ in range(3)]
 
 
 def dense_mask(length: int) -> Tensor:
-    """fp32 [1, H, S, S]."""
+    """Return the whole mask, [1, H, S, S] in fp32."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     return (-SLOPES[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)[None]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, copy: bool = False, **options: object) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, copy: bool = False, **options: Any) -> Tensor:
+    """Call torch's fused attention.
+
+    Args:
+        q: Queries, [S, B, H, D].
+        k: Keys, the same.
+        v: Values, the same.
+        copy: Copy them to [B, H, S, D] first, in place of a view.
+        **options: Further arguments of `scaled_dot_product_attention`.
+    """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if copy:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)  # type: ignore[arg-type]
+    return scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
 
 
 def whole_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All queries at once, reversed, with the mask as an overlapping view of [H, distances]."""
+    """Serve all queries at once, reversed, with an overlapping view of [H, distances] as mask."""
     length = q.shape[0]
     distances = torch.arange(length - 1, -length, -1)
     bias = (-SLOPES[:, None] * distances).masked_fill(distances < 0, -torch.inf)
@@ -150,7 +170,17 @@ def whole_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def compare(
     ways: dict[str, Attend], qkv: list[Tensor], backward: bool, repeats: int
 ) -> dict[str, float]:
-    """Median milliseconds of each way; they take turns, so that whatever else the machine does meets them all."""
+    """Let the ways take turns, so that whatever else the machine does affects all alike.
+
+    Args:
+        ways: What to compare, by name.
+        qkv: Inputs, [S, B, H, D].
+        backward: Time forward and backward, not forward alone.
+        repeats: Turns to count, after one that warms up.
+
+    Returns:
+        Median milliseconds of processor time of each.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, attend in ways.items():
@@ -158,13 +188,14 @@ def compare(
             start = time.process_time()
             output = attend(*inputs).reshape(*qkv[0].shape[:2], -1)
             if backward:
-                output.backward(output.detach())
-            if turn > 0:  # the first warms up
+                torch.autograd.backward(output, output.detach())
+            if turn > 0:
                 times[name].append(1e3 * (time.process_time() - start))
     return {name: statistics.median(t) for name, t in times.items()}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
     lines = [header, ["---:"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

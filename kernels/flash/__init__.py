@@ -1,0 +1,28 @@
+"""A flash-attention kernel in Triton with score biases: ALiBi slopes, T5 buckets, or none.
+
+The algorithm is that of Dao, "FlashAttention-2" (arXiv 2307.08691): one program owns a tile of
+queries (in part of the backward, a tile of keys) and loops over the tiles on the other side with a
+running softmax in base 2. This kernel differs in four points:
+
+- The bias is computed inside the kernel, in fp32, from exact integer distances. It is either
+  -slope * |distance| (ALiBi), or an entry of a row that holds one bias per distance for each head,
+  whose two ends serve every distance beyond them (T5's buckets are constant there).
+- With ALiBi, tiles of keys whose weights cannot show in the result are not loaded. A program first
+  attends to the keys at its queries' own positions; the logsumexp of those decides which other
+  tiles are needed (`pretrain.kernels.skipping` has the bound and its proof). The forward pass
+  stores the decision and the backward pass visits the same tiles. The host never waits for it.
+- There are no atomic additions. Gradients of slopes, of bias rows and of key heads that several
+  query heads share are summed in a fixed order, so two runs agree bit for bit.
+- Programs are ordered so that long ones start first (see `forward.py`).
+
+Files:
+
+- `host.py`: what callers use. Refusals, the autograd function.
+- `launch.py`: allocates outputs and launches the kernels of the forward and backward pass.
+- `schedules.py`: block sizes for each dtype, head width and GPU generation.
+- `device.py`: device functions that several kernels share.
+- `tile_skipping.py`: device functions that decide which tiles of keys are visited.
+- `forward.py`: the forward kernel.
+- `backward_dkdv.py`, `backward_dq.py`: the gradients of keys and values, and of queries.
+- `backward_row.py`: the gradient of the bias rows.
+"""

@@ -1,0 +1,244 @@
+"""The backward kernel for keys and values: one program per block of keys loops over queries."""
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pretrain.kernels.flash.device import (
+    LOG2E,
+    ROW,
+    ROW_END,
+    SLOPES,
+    add_bias,
+    dot,
+    dropout_keeps,
+    load_tile,
+    store_tile,
+)
+from pretrain.kernels.flash.tile_skipping import find_visiting_tiles
+
+
+@triton.jit
+def dkdv_kernel(
+    Q,  # [queries, B, H, D], any strides but a dense D
+    K,  # [keys, B, G, D], likewise
+    V,  # [keys, B, G, D], likewise
+    DOut,  # [queries, B, H, D], dense
+    Lse,  # [B, H, queries], fp32, base 2
+    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Slopes,  # [H], fp32; read if BIAS is SLOPES
+    BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
+    Seed,  # [1], int64; read if DROPOUT
+    HeadOrder,  # [H + G], int32; this and the next two are read if SKIP
+    FirstTile,  # [B, H, query tiles], int32, from the forward kernel
+    EndTile,  # [B, H, query tiles], int32
+    DK,  # output, [keys, B, G, D], dense
+    DV,  # output, [keys, B, G, D], dense
+    scale,
+    dropout_p,
+    q_stride_s,
+    q_stride_b,
+    q_stride_h,
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    batches,
+    heads,
+    num_queries,
+    num_keys,
+    row_reach,  # distance at which the bias row ends
+    HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
+    BLOCK_M: tl.constexpr,  # queries of one step of the loop
+    BLOCK_N: tl.constexpr,  # keys of the program
+    QUERY_TILE: tl.constexpr,  # queries for which skipping is decided together
+    KEY_TILE: tl.constexpr,  # keys that are skipped together
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D padded to a power of two
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    SKIP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,  # see dot
+):
+    """Compute dk and dv of one block of keys, summed over all query heads that share them.
+
+    One program per (key head, batch, block of keys). One program serves all heads of a group in
+    turn, so that their sum needs neither atomics nor a second pass and has a fixed order. Early
+    keys come first: under a causal mask they have the most queries after them.
+    """
+    key_blocks = tl.cdiv(num_keys, BLOCK_N)
+    key_start = tl.program_id(0) % key_blocks * BLOCK_N
+    batch = tl.program_id(0) // key_blocks % batches
+    group = tl.program_id(0) // key_blocks // batches
+    groups = heads // HEADS_PER_GROUP
+    if SKIP:
+        # The order of the key heads stands behind that of the query heads.
+        group = tl.load(HeadOrder + heads + group)
+    K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
+    V += tl.cast(batch, tl.int64) * v_stride_b + tl.cast(group, tl.int64) * v_stride_h
+    k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, True)
+    v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    query_tiles = tl.cdiv(num_queries, QUERY_TILE)
+    # Keys before the first query: query i stands at position i + earlier_keys.
+    earlier_keys = num_keys - num_queries
+
+    for member in range(0, HEADS_PER_GROUP):
+        head = group * HEADS_PER_GROUP + member
+        batch_head = batch * heads + head
+        slope = 0.0
+        if BIAS == SLOPES:
+            slope = tl.load(Slopes + head) * LOG2E
+
+        # Queries begin .. stop may see this block of keys.
+        begin = 0
+        stop = num_queries
+        if CAUSAL:
+            begin = tl.maximum(key_start - earlier_keys, 0) // BLOCK_M * BLOCK_M
+        if SKIP:
+            first_tile, end_tile = find_visiting_tiles(
+                FirstTile + batch_head * query_tiles, EndTile + batch_head * query_tiles,
+                key_start // KEY_TILE, query_tiles,
+            )  # fmt: skip
+            begin = tl.maximum(begin, first_tile * QUERY_TILE)
+            stop = tl.minimum(stop, end_tile * QUERY_TILE)
+
+        # Queries begin .. begin_whole stand among the keys of the block, so the causal mask cuts it
+        # for them. Every later query sees the whole block.
+        begin_whole = begin
+        if CAUSAL:
+            last_key = key_start + BLOCK_N - 1
+            begin_whole = tl.cdiv(tl.maximum(last_key - earlier_keys, 0), BLOCK_M) * BLOCK_M
+            begin_whole = tl.minimum(tl.maximum(begin_whole, begin), stop)
+        QHead = Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
+        DOutHead = DOut + tl.cast(batch_head, tl.int64) * D
+        d_out_stride_s = batches * heads * D
+        BiasRowHead = BiasRow + head * (2 * row_reach + 1)
+        dk, dv = accumulate_over_queries(
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+            FirstTile, EndTile, begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
+            row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+            CAUSAL, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
+        )  # fmt: skip
+        # Queries begin_far .. stop are beyond the end of the bias row from every key of the block.
+        begin_far = stop
+        if BIAS == ROW and CAUSAL:
+            begin_far = (
+                tl.cdiv(tl.maximum(key_start + BLOCK_N - 1 + row_reach - earlier_keys, 0), BLOCK_M)
+                * BLOCK_M
+            )
+            begin_far = tl.minimum(tl.maximum(begin_far, begin_whole), stop)
+        dk, dv = accumulate_over_queries(
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+            FirstTile, EndTile, begin_whole, begin_far, key_start, batch_head, slope, BiasRowHead,
+            row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
+        )  # fmt: skip
+        if BIAS == ROW and CAUSAL:
+            dk, dv = accumulate_over_queries(
+                dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+                FirstTile, EndTile, begin_far, stop, key_start, batch_head, slope, BiasRowHead,
+                row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
+                False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+                CAUSAL, ROW_END, SKIP, DROPOUT, UPCAST,
+            )  # fmt: skip
+
+    # d score / d k is scale * q: the scale is applied once, to the sum.
+    offset = (tl.cast(batch, tl.int64) * groups + group) * D
+    stride = batches * groups * D
+    store_tile(DK + offset, dk * scale, key_start, stride, num_keys, BLOCK_N, D, BLOCK_D)
+    store_tile(DV + offset, dv, key_start, stride, num_keys, BLOCK_N, D, BLOCK_D)
+
+
+@triton.jit
+def accumulate_over_queries(
+    dk,  # [BLOCK_N, BLOCK_D], fp32
+    dv,  # [BLOCK_N, BLOCK_D], fp32
+    k,  # [BLOCK_N, BLOCK_D]
+    v,  # [BLOCK_N, BLOCK_D]
+    Q,  # queries of this batch and head
+    q_stride_s,
+    DOut,  # gradient of the output of this batch and head
+    d_out_stride_s,
+    Lse,
+    Delta,
+    FirstTile,
+    EndTile,
+    begin,  # first query, a multiple of BLOCK_M
+    stop,
+    key_start,
+    batch_head,
+    slope,  # times log2(e)
+    BiasRow,  # of this head
+    row_reach,
+    Seed,
+    score_scale,  # scale * log2(e)
+    dropout_p,
+    num_queries,
+    num_keys,
+    MASKED: tl.constexpr,  # the causal mask hides some keys of the block from some of the queries
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    SKIP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add the contributions of queries begin .. stop to dk and dv, and return (dk, dv).
+
+    Scores are computed transposed, [keys, queries], so that their products with q and d_out have
+    the keys as rows and need no transposition of their own.
+    """
+    key = key_start + tl.arange(0, BLOCK_N)
+    row = tl.cast(batch_head, tl.int64) * num_queries
+    query_tiles = tl.cdiv(num_queries, QUERY_TILE)
+    for start in range(begin, stop, BLOCK_M):
+        query = start + tl.arange(0, BLOCK_M)
+        position = query + num_keys - num_queries
+        q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+        # An infinite logsumexp makes every weight of a query zero. That is the mask for queries
+        # past the last one, and for queries whose forward pass skipped these keys.
+        lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
+        if SKIP:
+            runs = batch_head * query_tiles + query // QUERY_TILE
+            first = tl.load(FirstTile + runs, mask=query < num_queries, other=0)
+            visits = first <= key_start // KEY_TILE
+            if not CAUSAL:
+                end = tl.load(EndTile + runs, mask=query < num_queries, other=0)
+                visits &= end > key_start // KEY_TILE
+            lse = tl.where(visits, lse, float("inf"))
+        scores = dot(k, tl.trans(q), UPCAST) * score_scale
+        scores = add_bias(
+            scores, position[None, :], key[:, None], slope, BiasRow, row_reach, CAUSAL, BIAS
+        )
+        weights = tl.math.exp2(scores - lse[None, :])
+        if MASKED:
+            weights = tl.where(position[None, :] >= key[:, None], weights, 0.0)
+        d_out = load_tile(DOut, start, d_out_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+        d_weights = dot(v, tl.trans(d_out), UPCAST)
+        kept = weights
+        if DROPOUT:
+            keep = dropout_keeps(Seed, batch_head, query[None, :], key[:, None], dropout_p)
+            kept = tl.where(keep, weights * (1 / (1 - dropout_p)), 0.0)
+            d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
+        dv += dot(kept.to(d_out.dtype), d_out, UPCAST)
+        # The gradient of the softmax. Delta is the sum over keys of weights * d_weights.
+        delta = tl.load(Delta + row + query, mask=query < num_queries, other=0.0)
+        d_scores = weights * (d_weights - delta[None, :])
+        dk += dot(d_scores.to(q.dtype), q, UPCAST)
+    return dk, dv

@@ -1,0 +1,287 @@
+"""The backward kernel for queries, and the kernel that prepares delta for all backward kernels."""
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pretrain.kernels.flash.device import (
+    LOG2E,
+    ROW,
+    ROW_END,
+    SLOPES,
+    add_bias,
+    dot,
+    dropout_keeps,
+    load_tile,
+    store_tile,
+)
+
+
+@triton.jit
+def delta_kernel(
+    Out,  # [queries, B, H, D], dense
+    DOut,  # [queries, B, H, D], dense
+    Delta,  # output, [B, H, queries], fp32
+    batches,
+    heads,
+    num_queries,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Compute Delta = the sum over D of out * d_out.
+
+    It equals the sum over keys of weights * d_weights, which the gradient of the softmax subtracts
+    from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). It holds with dropout,
+    too, because out was made of the weights that dropout kept.
+    """
+    tiles = tl.cdiv(num_queries, BLOCK_M)
+    batch_head = tl.program_id(0) // tiles
+    start = tl.program_id(0) % tiles * BLOCK_M
+    # Dense [S, B, H, D]: batch_head numbers the vectors of one position.
+    offset = tl.cast(batch_head, tl.int64) * D
+    stride = batches * heads * D
+    out = load_tile(Out + offset, start, stride, num_queries, BLOCK_M, D, BLOCK_D, True)
+    d_out = load_tile(DOut + offset, start, stride, num_queries, BLOCK_M, D, BLOCK_D, True)
+    queries = start + tl.arange(0, BLOCK_M)
+    pointers = Delta + tl.cast(batch_head, tl.int64) * num_queries + queries
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1)
+    tl.store(pointers, delta, mask=queries < num_queries)
+
+
+@triton.jit
+def dq_kernel(
+    Q,  # [queries, B, H, D], any strides but a dense D
+    K,  # [keys, B, G, D], likewise
+    V,  # [keys, B, G, D], likewise
+    DOut,  # [queries, B, H, D], dense
+    Lse,  # [B, H, queries], fp32, base 2
+    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Slopes,  # [H], fp32; read if BIAS is SLOPES
+    BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
+    Seed,  # [1], int64; read if DROPOUT
+    HeadOrder,  # [H + G], int32; this and the next two are read if SKIP
+    FirstTile,  # [B, H, query tiles], int32, from the forward kernel
+    EndTile,  # [B, H, query tiles], int32
+    DQ,  # output, [queries, B, H, D], dense
+    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys
+    scale,
+    dropout_p,
+    q_stride_s,
+    q_stride_b,
+    q_stride_h,
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    batches,
+    heads,
+    num_queries,
+    num_keys,
+    row_reach,  # distance at which the bias row ends
+    HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
+    BLOCK_M: tl.constexpr,  # queries of the program
+    BLOCK_N: tl.constexpr,  # keys of one step of the loop
+    QUERY_TILE: tl.constexpr,  # queries for which skipping is decided together
+    KEY_TILE: tl.constexpr,  # keys that are skipped together
+    BIAS_GRAD: tl.constexpr,  # slopes or bias rows want a gradient
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D padded to a power of two
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    SKIP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,  # see dot
+):
+    """Compute dq of one block of queries and, if BIAS_GRAD, its share of the gradient of the bias.
+
+    One program per (query head, batch, block of queries), ordered as in the forward kernel. dq has
+    a kernel of its own although it recomputes the scores: added up in the dkdv kernel it would need
+    atomics, whose order, and so the last bits of dq, would differ from run to run.
+    """
+    query_blocks = tl.cdiv(num_queries, BLOCK_M)
+    start = (query_blocks - 1 - tl.program_id(0) % query_blocks) * BLOCK_M
+    batch = tl.program_id(0) // query_blocks % batches
+    head = tl.program_id(0) // query_blocks // batches
+    if SKIP:
+        head = tl.load(HeadOrder + head)
+    batch_head = batch * heads + head
+    row = tl.cast(batch_head, tl.int64) * num_queries
+    query = start + tl.arange(0, BLOCK_M)
+    group = head // HEADS_PER_GROUP
+    Q += tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
+    K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
+    V += tl.cast(batch, tl.int64) * v_stride_b + tl.cast(group, tl.int64) * v_stride_h
+    q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+    d_out = load_tile(
+        DOut + tl.cast(batch_head, tl.int64) * D, start,
+        batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
+    )  # fmt: skip
+    # An infinite logsumexp makes every weight of a query past the last one zero.
+    lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
+    delta = tl.load(Delta + row + query, mask=query < num_queries, other=0.0)
+    slope = 0.0
+    if BIAS == SLOPES:
+        slope = tl.load(Slopes + head) * LOG2E
+    BiasRow += head * (2 * row_reach + 1)
+
+    # Keys begin .. stop were visited. Every query sees all of begin .. stop_whole.
+    first_position = start + num_keys - num_queries
+    begin = 0
+    stop = num_keys
+    if SKIP:
+        run = batch_head * tl.cdiv(num_queries, QUERY_TILE) + start // QUERY_TILE
+        begin = tl.load(FirstTile + run) * KEY_TILE
+        stop = tl.minimum(tl.load(EndTile + run) * KEY_TILE, num_keys)
+    stop_whole = stop // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        stop = tl.minimum(stop, tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries)
+        stop_whole = first_position // BLOCK_N * BLOCK_N
+    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
+    sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if BIAS == ROW and CAUSAL:
+        # Keys begin .. stop_far are beyond the end of the bias row for every query.
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        stop_far = tl.minimum(stop_far, stop_whole)
+        dq, sums, sums_after = accumulate_over_keys(
+            dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+            begin, stop_far,
+            query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+            num_queries, num_keys,
+            False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
+        )  # fmt: skip
+        begin = stop_far
+    dq, sums, sums_after = accumulate_over_keys(
+        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        begin, stop_whole,
+        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        num_queries, num_keys,
+        False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+    )  # fmt: skip
+    dq, sums, sums_after = accumulate_over_keys(
+        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        tl.maximum(begin, stop_whole), stop,
+        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        num_queries, num_keys,
+        True, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+    )  # fmt: skip
+
+    offset = tl.cast(batch_head, tl.int64) * D
+    stride = batches * heads * D
+    store_tile(DQ + offset, dq * scale, start, stride, num_queries, BLOCK_M, D, BLOCK_D)
+    if BIAS_GRAD:
+        tl.store(BiasSums + row + query, sums, mask=query < num_queries)
+        second = tl.cast(batches * heads, tl.int64) * num_queries
+        tl.store(BiasSums + second + row + query, sums_after, mask=query < num_queries)
+
+
+@triton.jit
+def accumulate_over_keys(
+    dq,  # [BLOCK_M, BLOCK_D], fp32
+    sums,  # [BLOCK_M], fp32
+    sums_after,  # [BLOCK_M], fp32
+    q,  # [BLOCK_M, BLOCK_D]
+    d_out,  # [BLOCK_M, BLOCK_D]
+    lse,  # [BLOCK_M], fp32, base 2
+    delta,  # [BLOCK_M], fp32
+    K,  # keys of this batch and head
+    V,
+    k_stride_s,
+    v_stride_s,
+    begin,  # first key, a multiple of BLOCK_N
+    stop,
+    query,  # [BLOCK_M]
+    batch_head,
+    slope,  # times log2(e)
+    BiasRow,  # of this head
+    row_reach,
+    Seed,
+    score_scale,  # scale * log2(e)
+    dropout_p,
+    num_queries,
+    num_keys,
+    MASKED: tl.constexpr,  # some keys of the range do not exist or are hidden from some queries
+    BLOCK_N: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add the contributions of keys begin .. stop and return (dq, sums, sums_after).
+
+    The sums are each query's share of the gradient of the bias. For slopes, `sums` adds up d_score
+    * |distance| (the host negates it). For bias rows, `sums` is the gradient of the entry at
+    distances >= row_reach and `sums_after` of the one at distances <= -row_reach: too many keys
+    share those two to be handled by `backward_row.py`, which covers the distances between.
+    """
+    position = (query + num_keys - num_queries)[:, None]
+    for key_start in range(begin, stop, BLOCK_N):
+        key = (key_start + tl.arange(0, BLOCK_N))[None, :]
+        k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
+        v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
+        d_scores = score_gradients(
+            q, k, v, d_out, lse, delta, position, key, query[:, None], batch_head,
+            slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
+            MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
+        )  # fmt: skip
+        dq += dot(d_scores.to(k.dtype), k, UPCAST)
+        if BIAS_GRAD:
+            if BIAS == SLOPES:
+                sums += tl.sum(d_scores * tl.abs((position - key).to(tl.float32)), axis=1)
+            else:
+                sums += tl.sum(tl.where(position - key >= row_reach, d_scores, 0.0), axis=1)
+                if not CAUSAL:
+                    before = position - key <= -row_reach
+                    sums_after += tl.sum(tl.where(before, d_scores, 0.0), axis=1)
+    return dq, sums, sums_after
+
+
+@triton.jit
+def score_gradients(
+    q,  # [queries, BLOCK_D]
+    k,  # [keys, BLOCK_D]
+    v,  # [keys, BLOCK_D]
+    d_out,  # [queries, BLOCK_D]
+    lse,  # [queries], fp32, base 2
+    delta,  # [queries], fp32
+    position,  # [queries, 1]
+    key,  # [1, keys]
+    query,  # [queries, 1]
+    batch_head,
+    slope,
+    BiasRow,
+    row_reach,
+    Seed,
+    score_scale,
+    dropout_p,
+    num_keys,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return d loss / d score, [queries, keys], in fp32; the weights are recomputed from lse."""
+    scores = dot(q, tl.trans(k), UPCAST) * score_scale
+    scores = add_bias(scores, position, key, slope, BiasRow, row_reach, CAUSAL, BIAS)
+    weights = tl.math.exp2(scores - lse[:, None])
+    if MASKED:
+        seen = (key >= 0) & (key < num_keys)
+        if CAUSAL:
+            seen &= position >= key
+        weights = tl.where(seen, weights, 0.0)
+    d_weights = dot(d_out, tl.trans(v), UPCAST)
+    if DROPOUT:
+        keep = dropout_keeps(Seed, batch_head, query, key, dropout_p)
+        d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
+    return weights * (d_weights - delta[:, None])

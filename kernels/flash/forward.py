@@ -1,0 +1,267 @@
+"""The forward kernel: attention output and logsumexp of one tile of queries."""
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pretrain.kernels.flash.device import (
+    LOG2E,
+    ROW,
+    ROW_END,
+    SLOPES,
+    add_bias,
+    dot,
+    dropout_keeps,
+    load_tile,
+    store_tile,
+)
+from pretrain.kernels.flash.tile_skipping import find_visited_tiles, longest_row_norm
+
+
+@triton.jit
+def forward_kernel(
+    Q,  # [queries, B, H, D], any strides but a dense D
+    K,  # [keys, B, G, D], likewise
+    V,  # [keys, B, G, D], likewise
+    Out,  # output, [queries, B, H, D], dense
+    Lse,  # output, [B, H, queries], fp32: logsumexp of each row of scores, base 2
+    Slopes,  # [H], fp32; read if BIAS is SLOPES
+    BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
+    Seed,  # [1], int64; read if DROPOUT
+    KeyNorms,  # [B, G, key tiles], fp32; this and all below are read or written if SKIP
+    ValueNorms,  # [B, G, key tiles], fp32
+    HeadOrder,  # [H + G], int32: query heads by ascending slope, then key heads
+    FirstTile,  # output, [B, H, query tiles], int32: tiles FirstTile <= tile < EndTile are visited
+    EndTile,  # output, [B, H, query tiles], int32
+    score_scale,  # scale * log2(e)
+    dropout_p,
+    q_stride_s,
+    q_stride_b,
+    q_stride_h,
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    batches,
+    heads,
+    num_queries,
+    num_keys,
+    row_reach,  # distance at which the bias row ends
+    HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
+    BLOCK_M: tl.constexpr,  # queries of the program
+    BLOCK_N: tl.constexpr,  # keys of one step of the loop
+    KEY_TILE: tl.constexpr,  # keys that are skipped together, a multiple of BLOCK_N
+    COLUMN_BIAS: tl.constexpr,  # see attend_to_keys
+    TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D padded to a power of two
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    SKIP: tl.constexpr,  # skip tiles of keys that cannot matter
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,  # see dot
+):
+    """Compute one tile of queries: its output, its logsumexp and, if SKIP, the tiles it visited.
+
+    One program per (query head, batch, query tile), in this order of significance. Programs start
+    in the order of their ids, so shallow heads (which visit most tiles) start before steep ones,
+    and late queries (with the most keys before them) before early ones: the programs that finish
+    last are short, and no multiprocessor is left alone with a long one. Programs with neighbouring
+    ids read the same keys and values, which stay in the L2 cache.
+    """
+    query_tiles = tl.cdiv(num_queries, BLOCK_M)
+    tile = query_tiles - 1 - tl.program_id(0) % query_tiles
+    batch = tl.program_id(0) // query_tiles % batches
+    head = tl.program_id(0) // query_tiles // batches
+    if SKIP:
+        head = tl.load(HeadOrder + head)
+    batch_head = batch * heads + head
+    Q += tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
+    group = head // HEADS_PER_GROUP
+    K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
+    V += tl.cast(batch, tl.int64) * v_stride_b + tl.cast(group, tl.int64) * v_stride_h
+    slope = 0.0
+    if BIAS == SLOPES:
+        slope = tl.load(Slopes + head) * LOG2E
+    BiasRow += head * (2 * row_reach + 1)
+
+    start = tile * BLOCK_M
+    queries = start + tl.arange(0, BLOCK_M)
+    first_position = start + num_keys - num_queries
+    last_position = tl.minimum(start + BLOCK_M, num_queries) - 1 + num_keys - num_queries
+    # The queries' own tiles hold the keys at their positions. Without a causal mask there may be
+    # more queries than keys; queries before the first key take tile 0 as their own.
+    own_first = tl.maximum(first_position, 0) // KEY_TILE
+    own_end = tl.maximum(last_position, 0) // KEY_TILE + 1
+    stop = tl.minimum(own_end * KEY_TILE, num_keys)
+    if CAUSAL:
+        stop = last_position + 1
+
+    q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+    # The accumulators are fp32 whatever the inputs are: thousands of terms are added to them.
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # The own tiles come first. They hold the diagonal, where ALiBi's weights are largest, so their
+    # logsumexp is a good lower bound of the whole row's and decides what else must be visited. They
+    # are also the only tiles that a causal mask cuts, so all loops below run without that mask.
+    acc, row_sum, row_max = attend_to_keys(
+        acc, row_sum, row_max, q, K, V, own_first * KEY_TILE, stop, k_stride_s, v_stride_s,
+        start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+        num_keys, score_scale, dropout_p,
+        True, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+    )  # fmt: skip
+
+    first = 0
+    end = tl.cdiv(num_keys, KEY_TILE)
+    if CAUSAL:
+        end = own_end
+    if SKIP:
+        # The floor must hold for every query of the tile, so it is the lowest of their logsumexps.
+        # A NaN becomes -inf, which skips nothing; rows past the last query do not count.
+        row_floor = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
+        row_floor = tl.where(row_floor == row_floor, row_floor, float("-inf"))
+        floor = tl.min(tl.where(queries < num_queries, row_floor, float("inf")), axis=0)
+        key_tiles = tl.cdiv(num_keys, KEY_TILE)
+        norms = (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
+        first, end = find_visited_tiles(
+            KeyNorms + norms, ValueNorms + norms, floor, tl.abs(score_scale) * longest_row_norm(q),
+            slope, first_position, last_position, own_first, own_end, key_tiles, num_keys,
+            KEY_TILE, BLOCK_M, TRAINED_SLOPES, CAUSAL,
+        )  # fmt: skip
+        # The backward pass visits exactly these tiles, so its gradients are those of this output.
+        tl.store(FirstTile + batch_head * query_tiles + tile, first)
+        tl.store(EndTile + batch_head * query_tiles + tile, end)
+
+    # The keys before the own tiles: first those that lie beyond the end of the bias row for every
+    # query, which need no lookup, then the others.
+    begin = first * KEY_TILE
+    if BIAS == ROW and CAUSAL:
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        stop_far = tl.minimum(stop_far, own_first * KEY_TILE)
+        acc, row_sum, row_max = attend_to_keys(
+            acc, row_sum, row_max, q, K, V, begin, stop_far, k_stride_s, v_stride_s,
+            start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+        num_keys, score_scale, dropout_p,
+            False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
+        )  # fmt: skip
+        begin = stop_far
+    acc, row_sum, row_max = attend_to_keys(
+        acc, row_sum, row_max, q, K, V, begin, own_first * KEY_TILE, k_stride_s, v_stride_s,
+        start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+        num_keys, score_scale, dropout_p,
+        False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+    )  # fmt: skip
+    if not CAUSAL:
+        # The keys after the own tiles. The last block may be ragged, hence masked.
+        acc, row_sum, row_max = attend_to_keys(
+            acc, row_sum, row_max, q, K, V, stop, tl.minimum(end * KEY_TILE, num_keys),
+            k_stride_s, v_stride_s,
+            start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+        num_keys, score_scale, dropout_p,
+            True, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        )  # fmt: skip
+
+    weight = 1 / row_sum
+    if DROPOUT:
+        weight = weight / (1 - dropout_p)
+    # Out is dense: [queries, B * H * D].
+    out_offset = tl.cast(batch, tl.int64) * heads * D + head * D
+    store_tile(
+        Out + out_offset, acc * weight[:, None], start,
+        batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D,
+    )  # fmt: skip
+    lse = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
+    row = tl.cast(batch_head, tl.int64) * num_queries
+    tl.store(Lse + row + queries, lse, mask=queries < num_queries)
+
+
+@triton.jit
+def attend_to_keys(
+    acc,  # [BLOCK_M, BLOCK_D], fp32: sum of weights times values so far
+    row_sum,  # [BLOCK_M], fp32: sum of weights so far
+    row_max,  # [BLOCK_M], fp32: the score that the weights are relative to
+    q,  # [BLOCK_M, BLOCK_D]
+    K,  # keys of this batch and head
+    V,
+    begin,  # first key, a multiple of BLOCK_N
+    stop,
+    k_stride_s,
+    v_stride_s,
+    start,  # index of the first query
+    first_position,  # position of the first query
+    slope,  # times log2(e)
+    BiasRow,  # of this head
+    row_reach,
+    Seed,
+    batch_head,
+    num_keys,
+    score_scale,
+    dropout_p,
+    MASKED: tl.constexpr,  # some keys of the range do not exist or are hidden from some queries
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMN_BIAS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Continue the running softmax over keys begin .. stop and return (acc, row_sum, row_max).
+
+    With COLUMN_BIAS (causal, half precision) the bias of a score is slope * (key - first_position),
+    which is -slope * distance plus slope * (row of the query). The second term is the same for all
+    keys of a row, so the softmax cancels it; only the logsumexp must be corrected, by `true_lse`.
+    The bias is then a vector over the keys, and an element costs one addition. It makes scores near
+    the diagonal larger by up to slope * BLOCK_M, whose rounding would show in fp32 results, so for
+    fp32 the bias is computed for each element.
+    """
+    rows = tl.arange(0, BLOCK_M)
+    for key_start in range(begin, stop, BLOCK_N):
+        key = key_start + tl.arange(0, BLOCK_N)
+        k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
+        scores = dot(q, tl.trans(k), UPCAST) * score_scale
+        if COLUMN_BIAS and BIAS == SLOPES:
+            scores = scores + (slope * (key - first_position).to(tl.float32))[None, :]
+        else:
+            scores = add_bias(
+                scores, (first_position + rows)[:, None], key[None, :], slope, BiasRow, row_reach,
+                CAUSAL, BIAS,
+            )  # fmt: skip
+        if MASKED:
+            if CAUSAL:
+                scores = tl.where(
+                    (first_position + rows)[:, None] >= key[None, :], scores, float("-inf")
+                )
+            else:
+                scores = tl.where(key[None, :] < num_keys, scores, float("-inf"))
+        # Every row sees the first key of its own tiles, so new_max is finite for finite inputs, and
+        # the differences below are never inf - inf.
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.math.exp2(scores - new_max[:, None])
+        shrink = tl.math.exp2(row_max - new_max)
+        # The sum is taken before dropout: dropout acts on weights that are already normalised.
+        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
+        if DROPOUT:
+            keep = dropout_keeps(Seed, batch_head, (start + rows)[:, None], key[None, :], dropout_p)
+            weights = tl.where(keep, weights, 0.0)
+        v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
+        acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v, UPCAST)
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def true_lse(lse, slope, BLOCK_M: tl.constexpr, COLUMN_BIAS: tl.constexpr):
+    """Return the logsumexp of the true scores: undo what COLUMN_BIAS adds to each row."""
+    if COLUMN_BIAS:
+        lse = lse - slope * tl.arange(0, BLOCK_M).to(tl.float32)
+    return lse

@@ -1,0 +1,277 @@
+"""Allocate the results of the flash-attention kernels and launch the kernels."""
+
+# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from pretrain.kernels import skipping
+from pretrain.kernels.flash.backward_dkdv import dkdv_kernel
+from pretrain.kernels.flash.backward_dq import delta_kernel, dq_kernel
+from pretrain.kernels.flash.backward_row import row_gradient_kernel
+from pretrain.kernels.flash.device import INTERPRETED, NO_BIAS, ROW, SLOPES
+from pretrain.kernels.flash.forward import forward_kernel
+from pretrain.kernels.flash.schedules import Blocks, Schedule, padded_width
+from pretrain.kernels.flash.tile_skipping import norms_kernel
+
+
+class Inputs(NamedTuple):
+    """The tensors that attention reads."""
+
+    q_SBHD: Tensor
+    """Queries. Like keys and values they may be strided views, but D must be dense."""
+    k_SBGD: Tensor
+    v_SBGD: Tensor
+    slopes: Tensor | None
+    """[H], fp32, or None."""
+    bias_row: Tensor | None
+    """[H, 2 * reach + 1], fp32: biases for distances -reach .. reach, or None."""
+    seed: Tensor | None
+    """[1], int64: seed of the dropout, or None."""
+
+
+class Options(NamedTuple):
+    """The settings of one attention call."""
+
+    causal: bool
+    scale: float
+    dropout_p: float
+    skip: bool
+    schedule: Schedule
+    trained_slopes: bool = False
+    """Slopes want a gradient."""
+
+
+class TilePlan(NamedTuple):
+    """The tiles of keys that every tile of queries visits, and the order in which heads are served.
+
+    All are int32, and empty when nothing is skipped.
+    """
+
+    head_order: Tensor
+    """[H + G]: query heads by ascending slope, then key heads."""
+    first: Tensor
+    """[B, H, query tiles]: the first tile of keys that is visited."""
+    end: Tensor
+    """[B, H, query tiles]: one past the last."""
+
+
+def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TilePlan]:
+    """Run the forward pass.
+
+    Args:
+        inputs: Queries, keys, values and biases.
+        options: Settings of the call.
+
+    Returns:
+        The output [S, B, H, D] in the dtype of q, the logsumexp of each row of scores in base 2
+        [B, H, S] in fp32, and the tiles that were visited.
+    """
+    q, k, v, slopes, bias_row, _ = inputs
+    (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
+    blocks, key_tile = options.schedule.forward, options.schedule.key_tile
+    query_tiles = triton.cdiv(num_queries, blocks.queries)
+    key_tiles = triton.cdiv(num_keys, key_tile)
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
+    # Without skipping, the kernels get empty tensors that they do not read.
+    runs_shape = (2, batch, heads, query_tiles if options.skip else 0)
+    runs = torch.empty(runs_shape, dtype=torch.int32, device=q.device)
+    norms_shape = (2, batch, groups, key_tiles if options.skip else 0)
+    norms = torch.empty(norms_shape, dtype=torch.float32, device=q.device)
+    order = torch.empty(heads + groups if options.skip else 0, dtype=torch.int32, device=q.device)
+
+    if options.skip:
+        norms_kernel[(batch * groups * key_tiles,)](
+            k, v, slopes, norms[0], norms[1], order,
+            *_strides(k), *_strides(v), groups, heads, num_keys,
+            D=head_dim, BLOCK_D=padded_width(head_dim), KEY_TILE=key_tile,
+            HEADS_PER_GROUP=heads // groups,
+            PADDED_GROUPS=triton.next_power_of_2(groups),
+            PADDED_HEADS_PER_GROUP=triton.next_power_of_2(heads // groups),
+            PADDED_HEADS=triton.next_power_of_2(heads),
+            num_warps=8,
+        )  # fmt: skip
+    forward_kernel[(batch * heads * query_tiles,)](
+        q, k, v, out, lse, *_bias_arguments(inputs), norms[0], norms[1], order, runs[0], runs[1],
+        options.scale * skipping.LOG2E, options.dropout_p,
+        *_strides(q), *_strides(k), *_strides(v),
+        batch, heads, num_queries, num_keys, _row_reach(bias_row),
+        HEADS_PER_GROUP=heads // groups, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        KEY_TILE=key_tile, COLUMN_BIAS=q.dtype != torch.float32 and options.causal,
+        TRAINED_SLOPES=options.trained_slopes,
+        **_variant(inputs, options), **_resources(blocks, bias_row),
+    )  # fmt: skip
+    return out, lse, TilePlan(order, runs[0], runs[1])
+
+
+def run_backward(
+    inputs: Inputs,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    plan: TilePlan,
+    d_out: Tensor,
+    row_wants_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run the backward pass.
+
+    Args:
+        inputs: Inputs of the forward pass.
+        options: Options of the forward pass.
+        out: Output of the forward pass, [S, B, H, D].
+        lse: Logsumexp of the forward pass, [B, H, S].
+        plan: Tiles that the forward pass visited.
+        d_out: Gradient of the output, [S, B, H, D].
+        row_wants_grad: Compute the gradient of the bias rows.
+
+    Returns:
+        The gradients of q, k, v, slopes [H] and bias rows; None for the last two if not wanted.
+    """
+    q, k, v, _, bias_row, _ = inputs
+    (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
+    d_out = d_out.contiguous()
+    delta = torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(num_queries, 64) * batch * heads,)](
+        out, d_out, delta, batch, heads, num_queries,
+        D=head_dim, BLOCK_D=padded_width(head_dim), BLOCK_M=64, num_warps=4,
+    )  # fmt: skip
+
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    # The arguments that all backward kernels take, before and after their own outputs.
+    tensors = (q, k, v, d_out, lse, delta, *_bias_arguments(inputs), *plan)
+    strides = (*_strides(q), *_strides(k), *_strides(v))
+    counts = (batch, heads, num_queries, num_keys, _row_reach(bias_row))
+    scalars = (options.scale, options.dropout_p, *strides, *counts)
+    constants = _variant(inputs, options) | {"HEADS_PER_GROUP": heads // groups}
+    tiles = {"QUERY_TILE": options.schedule.forward.queries, "KEY_TILE": options.schedule.key_tile}
+
+    blocks = options.schedule.dkdv
+    dkdv_kernel[(batch * groups * triton.cdiv(num_keys, blocks.keys),)](
+        *tensors, dk, dv, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        **tiles, **constants, **_resources(blocks, bias_row),
+    )  # fmt: skip
+
+    blocks = options.schedule.dq
+    bias_grad = options.trained_slopes or row_wants_grad
+    # Each query's share of the gradient of the bias: see accumulate_over_keys in backward_dq.py.
+    sums = torch.empty(2 if bias_grad else 0, *lse.shape, dtype=torch.float32, device=q.device)
+    dq_kernel[(batch * heads * triton.cdiv(num_queries, blocks.queries),)](
+        *tensors, dq, sums, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        BIAS_GRAD=bias_grad, **tiles, **constants, **_resources(blocks, bias_row),
+    )  # fmt: skip
+
+    d_slopes = d_row = None
+    if options.trained_slopes:
+        # A score falls by the slope times the distance.
+        d_slopes = -sums[0].sum(dim=(0, 2))
+    elif bias_row is not None and row_wants_grad:
+        d_row = _row_gradient(tensors, scalars, constants, bias_row, sums)
+    return dq, dk, dv, d_slopes, d_row
+
+
+def _row_gradient(
+    tensors: tuple[Tensor, ...],
+    scalars: tuple[int | float, ...],
+    constants: dict[str, Any],
+    bias_row: Tensor,
+    sums: Tensor,
+) -> Tensor:
+    """Return the gradient of the bias rows.
+
+    Args:
+        tensors: Tensor arguments that all backward kernels take.
+        scalars: Scalar arguments that all backward kernels take.
+        constants: Compile-time constants that all kernels take.
+        bias_row: [H, 2 * reach + 1].
+        sums: [2, B, H, S], what dq_kernel summed at and beyond either end of the row.
+
+    Returns:
+        [H, 2 * reach + 1]. Entries between the ends are computed here, by row_gradient_kernel.
+    """
+    q, reach = tensors[0], _row_reach(bias_row)
+    num_queries, batch, heads, head_dim = q.shape
+    # Four tiles (q, k, v, d_out) of this many rows are in shared memory at once.
+    block = 32 if padded_width(head_dim) * q.element_size() < 1024 else 16
+    # The diagonals -num_diagonals + 1 .. num_diagonals - 1 contain distances below the reach. Under
+    # a causal mask there are no negative distances.
+    num_diagonals = triton.cdiv(reach + block - 1, block)
+    first_diagonal = 0 if constants["CAUSAL"] else 1 - num_diagonals
+    diagonals = num_diagonals - first_diagonal
+    # A diagonal is shared by up to 16 programs, since few distances alone would not fill a GPU.
+    splits = min(batch * triton.cdiv(num_queries, block), 16)
+    width = 2 * block
+    # Zeroed, because the kernel writes only the sheared part of each [block, width].
+    sheared_shape = (heads, diagonals, splits, block, width)
+    sheared = torch.zeros(sheared_shape, dtype=torch.float32, device=q.device)
+    row_gradient_kernel[(heads * diagonals * splits,)](
+        *tensors, sheared, *scalars, first_diagonal, diagonals, splits,
+        BLOCK_M=block, BLOCK_N=block, **constants,
+        num_warps=4 if padded_width(head_dim) < 256 else 8, num_stages=1,
+    )  # fmt: skip
+
+    by_diagonal = sheared.sum(dim=(2, 3))
+    # Column c of diagonal d is the distance d * block + c - (block - 1). A diagonal is 2 * block
+    # distances wide, so it overlaps its neighbours by one block on either side.
+    low = first_diagonal * block - (block - 1)
+    high = low + (diagonals + 1) * block
+    by_distance = torch.zeros(heads, high - low, dtype=torch.float32, device=q.device)
+    for index in range(diagonals):
+        by_distance[:, index * block : index * block + width] += by_diagonal[:, index]
+    d_row = torch.zeros_like(bias_row)
+    begin, stop = max(low, 1 - reach), min(high, reach)
+    d_row[:, reach + begin : reach + stop] = by_distance[:, begin - low : stop - low]
+    d_row[:, -1], d_row[:, 0] = sums[0].sum(dim=(0, 2)), sums[1].sum(dim=(0, 2))
+    return d_row
+
+
+def _bias_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the slopes, the bias row in base 2, and the seed.
+
+    A kernel needs a pointer for each, so q stands in for those that its variant does not read.
+    """
+    q, slopes, bias_row, seed = inputs.q_SBHD, inputs.slopes, inputs.bias_row, inputs.seed
+    return (
+        q if slopes is None else slopes.contiguous(),
+        q if bias_row is None else (bias_row.detach() * skipping.LOG2E).contiguous(),
+        q if seed is None else seed,
+    )
+
+
+def _variant(inputs: Inputs, options: Options) -> dict[str, Any]:
+    """Return the compile-time constants that the forward and backward kernels share."""
+    q = inputs.q_SBHD
+    bias = SLOPES if inputs.slopes is not None else NO_BIAS
+    if inputs.bias_row is not None:
+        bias = ROW
+    return {
+        "D": q.shape[3],
+        "BLOCK_D": padded_width(q.shape[3]),
+        "CAUSAL": options.causal,
+        "BIAS": bias.value,
+        "SKIP": options.skip,
+        "DROPOUT": options.dropout_p > 0,
+        "UPCAST": INTERPRETED and q.dtype == torch.bfloat16,
+    }
+
+
+def _resources(blocks: Blocks, bias_row: Tensor | None) -> dict[str, int]:
+    """Return the launch options of a kernel."""
+    # Triton prefetches biases through shared memory, as it does keys. With three stages of both,
+    # the larger blocks would not fit.
+    stages = blocks.stages if bias_row is None else min(blocks.stages, 2)
+    return {"num_warps": blocks.warps, "num_stages": stages}
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _row_reach(bias_row: Tensor | None) -> int:
+    return 0 if bias_row is None else bias_row.shape[1] // 2

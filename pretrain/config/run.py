@@ -1,0 +1,155 @@
+"""Define what a run is: all sections of its config, and every value that is derived from them.
+
+Importing this module costs pydantic alone and no torch, so that the launcher can check a run on a
+login node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.config.rules import check_layout
+from pretrain.config.schema import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    LoggingSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PositionSection,
+    RecoverySection,
+    RunSection,
+    ScheduleSection,
+    Section,
+    TrainSection,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a number of processes share the work of a run."""
+
+    world_size: int
+    """Number of processes: tensor x pipeline x data."""
+    tensor: int
+    """Tensor-parallel size."""
+    pipeline: int
+    """Pipeline stages."""
+    virtual: int
+    """Chunks of layers on each stage; 1 without the interleaved schedule."""
+    data: int
+    """Data-parallel size."""
+    num_microbatches: int
+    """Micro batches that each data-parallel rank accumulates in a step."""
+
+
+class RunConfig(Section):
+    """A whole run. Build it with `load_config`, which also applies the rules that span sections."""
+
+    run: RunSection
+    model: ModelSection
+    position: PositionSection = PositionSection()
+    parallel: ParallelSection = ParallelSection()
+    batch: BatchSection
+    data: DataSection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    logging: LoggingSection = LoggingSection()
+    recovery: RecoverySection = RecoverySection()
+
+    # The values below are derived from the sections. No other module computes them again.
+
+    @property
+    def directory(self) -> Path:
+        """Return run.directory as a path."""
+        return Path(self.run.directory)
+
+    @property
+    def data_directory(self) -> Path:
+        """Return data.directory as a path."""
+        return Path(self.data.directory)
+
+    @property
+    def num_query_groups(self) -> int:
+        """Return the number of key/value heads."""
+        return self.model.num_query_groups or self.model.num_attention_heads
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """Return the inner width of the MLP."""
+        return self.model.ffn_hidden_size or 4 * self.model.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Return the width of an attention head."""
+        return self.model.hidden_size // self.model.num_attention_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Return data.vocab_size rounded up to a multiple of model.make_vocab_size_divisible_by."""
+        unit = self.model.make_vocab_size_divisible_by
+        return -(-self.data.vocab_size // unit) * unit
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Return the rows of the learned position table."""
+        return self.position.max_position_embeddings or self.data.sequence_length
+
+    @property
+    def evaluation_lengths(self) -> tuple[int, ...]:
+        """Return the window lengths of evaluations, in tokens."""
+        length = self.data.sequence_length
+        if self.evaluation.lengths is not None:
+            return self.evaluation.lengths
+        reach = self.max_position_embeddings if self.position.method == "learned" else 16 * length
+        return tuple(length * k for k in (1, 2, 4, 8, 16) if length * k <= reach)
+
+    @property
+    def evaluation_stride(self) -> int:
+        """Return the stride of sliding windows, in tokens."""
+        # There are no lengths where a learned table is shorter than the training length. The rules
+        # refuse such a run, and read this property on the way.
+        return self.evaluation.stride or min(self.evaluation_lengths, default=1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens that an optimizer step trains on."""
+        return self.batch.global_batch_size * self.data.sequence_length
+
+    def layout(self, world_size: int) -> Layout:
+        """Return how `world_size` processes share this run.
+
+        Raises:
+            ConfigError: When they cannot, or parallel.world_size plans for another number.
+        """
+        check_layout(self, world_size)
+        p = self.parallel
+        data = world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+        return Layout(
+            world_size=world_size,
+            tensor=p.tensor_model_parallel_size,
+            pipeline=p.pipeline_model_parallel_size,
+            virtual=p.virtual_pipeline_model_parallel_size or 1,
+            data=data,
+            num_microbatches=self.batch.global_batch_size // (self.batch.micro_batch_size * data),
+        )
+
+    @property
+    def layers_per_chunk(self) -> list[int]:
+        """Return the number of layers of each pipeline chunk, in the order of the model.
+
+        Chunk c stands on stage c modulo the pipeline size. Layers that do not divide evenly go to
+        the middle chunks first, then to the first chunk, and to the last one never: it also
+        computes the logits, and the first stage of a 1F1B pipeline keeps the most activations.
+        """
+        p = self.parallel
+        chunks = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
+        base, extra = divmod(self.model.num_layers, chunks)
+        fill = [*range(1, chunks - 1), 0, chunks - 1][:extra]
+        return [base + (c in fill) for c in range(chunks)]

@@ -1,0 +1,241 @@
+"""The attempts at a run as their files tell them: who makes each, what it does, and how it ended.
+
+The readers pass over what a later version added and leave out what is missing or was cut off in
+writing, because they look at attempts while these write, and at those that were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.config import load_config
+from pretrain.rundir.files import from_json, read_json, read_json_lines, read_text
+from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
+from pretrain.rundir.states import Outcome
+
+OWNER = "owner.json"
+HEARTBEAT = "heartbeat"
+PHASES = "phases.jsonl"
+PROGRESS = "progress"
+ENDED = "ended.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that makes an attempt (owner.json). `Owner.here` describes this one."""
+
+    nonce: str = ""
+    """Tells two owners apart that agree in all else."""
+    host: str = ""
+    pid: int = 0
+    pid_start: int | None = None
+    """Clock ticks between boot and the process's start: a process id alone is used again."""
+    pid_namespace: str | None = None
+    boot_id: str | None = None
+    user: str = ""
+    slurm_job_id: str | None = None
+    slurm_restart_count: int | None = None
+    slurm_cluster: str | None = None
+    """Job ids are unique in a cluster, and clusters share file systems."""
+    began_at: float = 0.0
+    """Unix seconds."""
+    submitted_at: float | None = None
+    """When the job was put in Slurm's queue; the time from then to `began_at` is waiting."""
+    num_processes: int = 1
+    """Ranks."""
+    nodes: str = ""
+    """Slurm's node list, or this host."""
+    checkpoint_step: int | None = None
+    """The newest complete checkpoint's step when the attempt began."""
+
+    @staticmethod
+    def here(
+        *,
+        slurm_job_id: str | None = None,
+        slurm_restart_count: int | None = None,
+        slurm_cluster: str | None = None,
+        submitted_at: float | None = None,
+        num_processes: int = 1,
+        nodes: str = "",
+    ) -> Owner:
+        """Describe this process.
+
+        Args:
+            slurm_job_id: The job this process is in. What Slurm says is passed in, because the
+                environment is read in the launcher and in `topology` alone.
+            slurm_restart_count: How often Slurm has started the job again.
+            slurm_cluster: The cluster's name.
+            submitted_at: Unix seconds at which the job was submitted.
+            num_processes: Ranks of the attempt.
+            nodes: Slurm's node list; this host's name when empty.
+        """
+        host = socket.gethostname()
+        pid, start, namespace = _this_process()
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):
+            # A user id without a name, as in a container.
+            user = str(os.getuid())
+        return Owner(
+            nonce=secrets.token_hex(8),
+            host=host,
+            pid=pid,
+            pid_start=start,
+            pid_namespace=namespace,
+            boot_id=read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None,
+            user=user,
+            slurm_job_id=slurm_job_id,
+            slurm_restart_count=slurm_restart_count,
+            slurm_cluster=slurm_cluster,
+            began_at=time.time(),
+            submitted_at=submitted_at,
+            num_processes=num_processes,
+            nodes=nodes or host,
+        )
+
+    @staticmethod
+    def read(directory: Path) -> Owner:
+        """Return the owner of an attempt, or an empty one when the file is damaged."""
+        return from_json(Owner, read_json(directory / OWNER)) or Owner()
+
+    def __str__(self) -> str:
+        job = f"job {self.slurm_job_id}, " if self.slurm_job_id else ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began_at))
+        return f"{job}process {self.pid} of {self.user} on {self.host}, since {since}"
+
+
+@dataclass(frozen=True)
+class PhaseChange:
+    """A line of phases.jsonl: the attempt began another phase."""
+
+    at: float
+    """Unix seconds."""
+    phase: str
+    """A `Phase`, or one of a later version."""
+    step: int
+    """Steps done by then."""
+    saved: int | None = None
+    """The step of the checkpoint that was completed just before."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The last sign of life of training (progress). A watchdog compares it with the one before."""
+
+    count: int
+    """Grows with every step and every pass of an evaluation."""
+    step: int
+    """Steps done."""
+    phase: str
+    """A `Phase`."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended (ended.json)."""
+
+    at: float
+    """Unix seconds."""
+    code: int
+    """The exit code: an `ExitCode`, or 128 + n for signal n."""
+    outcome: str
+    """An `Outcome`."""
+    reason: str
+    """One line for people."""
+    step: int
+    """Steps done."""
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """An attempt as its files tell it."""
+
+    number: int
+    directory: Path
+    owner: Owner
+    phases: tuple[PhaseChange, ...] = ()
+    progress: Progress | None = None
+    ended: Ended | None = None
+    last_heartbeat: float = 0.0
+    """Unix seconds by the file server's clock."""
+
+    @property
+    def step(self) -> int:
+        """Steps done, as far as the attempt said."""
+        said = [self.progress.step] if self.progress else []
+        return max([*said, *(phase.step for phase in self.phases)], default=0)
+
+
+def read_attempts(run: Path) -> list[AttemptRecord]:
+    """Return all attempts at a run, oldest first; none for a directory that is no run."""
+    numbers = sorted(attempt_numbers(RunPaths(run).attempts))
+    return [read_attempt(attempt_directory(run, number)) for number in numbers]
+
+
+def read_attempt(directory: Path) -> AttemptRecord:
+    """Return one attempt. What it has not written yet is left out."""
+    lines = read_json_lines(directory / PHASES)
+    return AttemptRecord(
+        number=int(directory.name),
+        directory=directory,
+        owner=Owner.read(directory),
+        phases=tuple(phase for line in lines if (phase := from_json(PhaseChange, line))),
+        progress=read_progress(directory),
+        ended=from_json(Ended, read_json(directory / ENDED)),
+        last_heartbeat=last_heartbeat(directory),
+    )
+
+
+def read_progress(directory: Path) -> Progress | None:
+    """Return the last sign of life of an attempt's training; None before the first."""
+    return from_json(Progress, read_json(directory / PROGRESS))
+
+
+def is_finished(run: Path, num_steps: int | None = None) -> bool:
+    """Return True when an attempt finished `num_steps` steps (default: the run's own config's)."""
+    finished = [
+        attempt.ended.step
+        for attempt in read_attempts(run)
+        if attempt.ended and attempt.ended.outcome == Outcome.FINISHED
+    ]
+    if not finished:
+        return False
+    if num_steps is None:
+        num_steps = load_config(
+            RunPaths(run).newest_config() or RunPaths(run).config
+        ).train.num_steps
+    return max(finished) >= num_steps
+
+
+def last_heartbeat(directory: Path) -> float:
+    """Return when an attempt last renewed its lease, in unix seconds by the file server's clock."""
+    try:
+        # Opened, not only looked up: an NFS client then asks the server instead of its cache.
+        with open(directory / HEARTBEAT, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return 0.0
+
+
+def process_stat(pid: str) -> tuple[str, int]:
+    """Return state and start time of a process: fields 3 and 22 of /proc/PID/stat, proc(5)."""
+    # Field 2, the command, may hold spaces and parentheses; the fields after it may not.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _this_process() -> tuple[int, int | None, str | None]:
+    """Return process id, start time and PID namespace; None for what others could not look up."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        # In a new PID namespace that still has the old one's /proc, the ids there are not ours.
+        if int(os.readlink("/proc/self")) == pid:
+            return pid, process_stat("self")[1], os.readlink("/proc/self/ns/pid")
+    return pid, None, None

@@ -1,0 +1,214 @@
+"""Publish files and folders in one move, and read JSON back whatever state it is in.
+
+Everything that a run publishes goes through this module: `replace_file` for one file,
+`publish_directory` for a folder, `append_json_line` for a log. A process may be killed at any
+instruction; a reader then finds a whole file, or a last line that is cut off, and never half a file
+under its final name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+FILE_MODE = 0o640
+"""What a run writes can be read by its owner and the owner's group."""
+PARTIAL = ".partial"
+"""Ends the hidden name under which a file or folder is written before it is published."""
+REPLACED = ".replaced"
+"""Ends the hidden name of a folder that is being replaced."""
+
+
+# ---- publishing ----------------------------------------------------------------------------------
+def replace_file(
+    path: Path, content: str | bytes, *, durable: bool = False, mode: int = FILE_MODE
+) -> None:
+    """Write `content` to `path` in one move, so that a reader sees the old content or the new.
+
+    Args:
+        path: The file to make or replace. Its folder must exist.
+        content: Text is written as UTF-8.
+        durable: Flush the content to the disk before the move. Without it, a power cut can leave an
+            empty file under the final name, even though the rename itself survived.
+        mode: Permissions, before the umask.
+
+    Raises:
+        OSError: The disk refused; `path` is as it was, and nothing is left beside it.
+    """
+    # Two processes may publish the same file at once, so each writes under a name of its own.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def replace_json(
+    path: Path, content: Any, *, durable: bool = False, indent: int | None = None
+) -> None:
+    """Write `content` to `path` as JSON in one move; see `replace_file`."""
+    replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
+
+
+def publish_directory(partial: Path, final: Path, *, replace: bool = False) -> None:
+    """Give a finished folder its final name, which is the moment at which it exists for readers.
+
+    A rename onto a folder that is not empty fails on every file system, so without `replace`
+    exactly one of several publishers succeeds. With `replace` the old folder is moved aside first
+    and removed last; `restore_replaced` finishes the exchange if the process is killed between the
+    two renames.
+
+    Args:
+        partial: The finished folder, on the same file system as `final`.
+        final: The name under which readers look for it.
+        replace: Replace a folder that is there already.
+
+    Raises:
+        OSError: `final` exists and `replace` is false, or the disk refused. `final` is as it was.
+    """
+    aside = None
+    if replace and final.exists():
+        aside = final.with_name(f".{final.name}{REPLACED}")
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    try:
+        partial.rename(final)
+    except OSError:
+        if aside is not None:
+            aside.rename(final)
+        raise
+    flush_directory(final.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def restore_replaced(directory: Path, pattern: str, complete_when: str) -> None:
+    """Finish what `publish_directory` was doing in `directory` when it was killed.
+
+    Args:
+        directory: The folder in which `publish_directory(..., replace=True)` was called.
+        pattern: Glob of the final names, such as "step-*".
+        complete_when: A file that the new folder holds only once it is finished. When it is there
+            the new folder is published, otherwise the old one returns.
+    """
+    for aside in directory.glob(f".{pattern}{REPLACED}"):
+        final = aside.with_name(aside.name[1:].removesuffix(REPLACED))
+        if not final.exists():
+            new = partial_directory(final)
+            (new if (new / complete_when).is_file() else aside).rename(final)
+
+
+def partial_directory(final: Path) -> Path:
+    """Return the hidden sibling in which the folder `final` is written before it is published."""
+    return final.with_name(f".{final.name}{PARTIAL}")
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a folder that readers look for, in such an order that they never see a part of it."""
+    # Killed half-way through rmtree, the rest of the folder must not still have its name.
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+
+
+def flush_directory(directory: Path) -> None:
+    """Flush the names in a folder to the disk: a rename is durable only when its folder is."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+def read_text(path: Path) -> str:
+    """Return a file's text, with U+FFFD for bytes that are not UTF-8; "" when it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_json(path: Path) -> Json:
+    """Return the JSON object in a file; {} when it is missing, damaged, or something else."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str | bytes) -> Json:
+    """Return the JSON object that `text` is; {} when it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def append_json_line(path: Path, record: Json) -> None:
+    """Append one line of JSON to a file that several processes may append to.
+
+    The line goes out in a single write, so lines of two writers do not mix. When the last line was
+    cut off (a killed writer, a full disk), the new one starts on a line of its own.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FILE_MODE)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * is_cut + json.dumps(record).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path, last_bytes: int | None = None) -> Iterator[Json]:
+    """Yield the objects in a file of JSON lines, in order.
+
+    Whatever is not a JSON object on a line of its own is passed over: a line cut off by a kill, NUL
+    bytes after a power cut, an empty line, a bare number. A missing file yields nothing.
+
+    Args:
+        path: The file.
+        last_bytes: Read only that much of the file's end. The line in which that begins is dropped.
+    """
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        if last_bytes is not None:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - last_bytes))
+            if size > last_bytes:
+                file.readline()
+        for line in file:
+            if record := parse_json(line.decode(errors="replace").strip("\0 \r\n\t")):
+                yield record
+
+
+def from_json(kind: type[T], content: Json) -> T | None:
+    """Make a dataclass from a JSON object; None when a key that it needs is missing.
+
+    Keys of a later version are passed over, so that an older release can still read the run.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # T is one
+    try:
+        return kind(**{k: v for k, v in content.items() if k in names}) if content else None
+    except TypeError:
+        return None

@@ -1,0 +1,93 @@
+"""The Slurm jobs sent for a run (jobs.jsonl), and what its training job runs (launch.json)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import ConfigError, writing
+from pretrain.rundir.files import append_json_line, from_json, read_json, read_json_lines
+from pretrain.rundir.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A line of jobs.jsonl: a job that was sent for this run."""
+
+    job_id: str
+    """What squeue, scontrol and scancel take: "123", or an array's task "123_0"."""
+    kind: str
+    """A `JobKind`: train or evaluate."""
+    name: str
+    """Slurm's job name."""
+    submitted_at: float
+    """Unix seconds."""
+    site: str
+    """The site's name."""
+    nodes: int
+    """Nodes asked for."""
+    num_tasks: int
+    """Ranks on all of them."""
+    run: str
+    """The run's directory, absolute."""
+    array_index: int | None = None
+    """The index in a sweep's job array."""
+    checkpoint: str | None = None
+    """Of an evaluation: the checkpoint's name, step-########."""
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """launch.json: how a submitted run is started, frozen when it was submitted."""
+
+    command: tuple[str, ...]
+    """The srun command line that starts the ranks, up to the Python."""
+    python: str
+    """The Python that each rank runs."""
+    num_tasks: int
+    """Ranks."""
+    nodes: int
+    """Nodes."""
+    over: dict[str, Any]
+    """Of a sweep: the keys and values that make this run."""
+    sbatch: tuple[str, ...]
+    """The arguments of sbatch."""
+    site: dict[str, Any]
+    """The site file, resolved."""
+
+
+def append_job(run: Path, record: JobRecord) -> None:
+    """Append a job to RUN/jobs.jsonl. Raises RunFailed when the disk refuses."""
+    path = RunPaths(run).jobs
+    with writing(path):
+        append_json_line(path, dataclasses.asdict(record))
+
+
+def read_jobs(run: Path) -> list[JobRecord]:
+    """Return the jobs sent for a run, oldest first."""
+    records = (from_json(JobRecord, line) for line in read_json_lines(RunPaths(run).jobs))
+    return [record for record in records if record is not None]
+
+
+def read_launch(run: Path) -> LaunchRecord:
+    """Return what `launcher submit` or `sweep` left in RUN/launch.
+
+    Raises:
+        ConfigError: The file is missing, damaged, or of another release.
+    """
+    path = RunPaths(run).launch_record
+    content = read_json(path)
+    record = from_json(LaunchRecord, content)
+    if (
+        record is None
+        or not isinstance(record.command, list)
+        or not isinstance(record.sbatch, list)
+    ):
+        names = {field.name for field in dataclasses.fields(LaunchRecord)}
+        missing = ", ".join(sorted(names - content.keys())) or "the whole file"
+        raise ConfigError(
+            f"{path}: not what `launcher submit` writes; missing: {missing}. Submit the run again"
+        )
+    return dataclasses.replace(record, command=tuple(record.command), sbatch=tuple(record.sbatch))

@@ -1,0 +1,276 @@
+"""The lock of a run: one attempt at a time, from any host, whatever became of the one before.
+
+An attempt's folder is made under a hidden name, with owner.json and heartbeat already in it, and
+renamed to the next number. A rename onto a folder that is not empty fails on every file system, so
+of many starters exactly one gets the number. Nothing is ever deleted, so no stale lock can be
+broken twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pretrain.config import ConfigError, writing
+from pretrain.rundir.attempts import (
+    ENDED,
+    HEARTBEAT,
+    OWNER,
+    PHASES,
+    PROGRESS,
+    Ended,
+    Owner,
+    last_heartbeat,
+    process_stat,
+)
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.files import FILE_MODE, Json, append_json_line, replace_json
+from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers, check_version
+from pretrain.rundir.states import Phase
+
+HEARTBEAT_SECONDS = 10.0
+LEASE_SECONDS = 60.0
+"""A holder that gave no heartbeat for so long is taken for dead."""
+PROGRESS_SECONDS = 0.5
+"""The least time between two writes of `progress`."""
+POLL_SECONDS = 1.0
+"""Between two looks at another holder's heartbeat."""
+
+JobIsOver = Callable[[Owner], bool | None]
+"""Asks Slurm if an owner's job is over; None when Slurm cannot be asked."""
+
+
+class RunBusy(ConfigError):
+    """Another process makes an attempt at this run. The message names it and says what to do."""
+
+
+def unknown(owner: Owner) -> bool | None:
+    """Answer None: the `JobIsOver` of a machine without Slurm."""
+    return None
+
+
+@dataclass
+class Attempt:
+    """An attempt, for the process that makes it: the lock's holder, or training's rank 0."""
+
+    number: int
+    directory: Path
+    _count: int = 0
+    _last: tuple[float, str] = field(default=(0.0, ""))
+
+    @property
+    def run(self) -> Path:
+        """The run's directory."""
+        return self.directory.parents[1]
+
+    @staticmethod
+    def begin(run: Path, owner: Owner | None = None, job_is_over: JobIsOver = unknown) -> Attempt:
+        """Take the run and begin an attempt. A former holder that is dead is no obstacle.
+
+        A holder is known to be dead from its process, on its own host, or from Slurm; failing both,
+        from a lease without a heartbeat, for which this waits.
+
+        Args:
+            run: The run's directory.
+            owner: Who makes the attempt; this process by default.
+            job_is_over: Asks Slurm about the job of another owner.
+
+        Raises:
+            RunBusy: Another holder lives.
+            ConfigError: The directory has a layout of a later release.
+            RunFailed: The disk refused.
+        """
+        check_version(run)
+        attempts, owner = RunPaths(run).attempts, owner or Owner.here()
+        prepared = attempts / f".{owner.nonce}"
+        with writing(run):
+            attempts.mkdir(parents=True, exist_ok=True)
+            _prepare(
+                prepared, dataclasses.replace(owner, checkpoint_step=newest_checkpoint_step(run))
+            )
+        try:
+            number = max(attempt_numbers(attempts), default=0)
+            newest = attempt_directory(run, number)
+            if number and _is_held(newest, owner, prepared, job_is_over):
+                raise _busy(run, number)
+            final = attempt_directory(run, number + 1)
+            try:
+                with writing(run):
+                    prepared.rename(final)
+            except Exception:
+                if not final.exists():
+                    # Not that another starter was faster: the disk refused.
+                    raise
+                # A file server that answers a repeated request says "exists" to the client that
+                # made it.
+                if Owner.read(final).nonce != owner.nonce:
+                    raise _busy(run, number + 1) from None
+        finally:
+            shutil.rmtree(prepared, ignore_errors=True)
+        return Attempt(number + 1, final)
+
+    @staticmethod
+    def join(directory: Path) -> Attempt:
+        """Return the attempt that a supervisor holds, for rank 0 to report its phases to."""
+        return Attempt(int(directory.name), directory)
+
+    def heartbeat(self) -> bool:
+        """Renew the lease; call it every HEARTBEAT_SECONDS.
+
+        Returns:
+            False when another attempt has taken the run: then stop writing to it at once.
+        """
+        try:
+            os.utime(self.directory / HEARTBEAT)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            # The file server is away. Whoever comes back to it checks below whether it lost the
+            # run.
+            return True
+        return not self.superseded()
+
+    def superseded(self) -> bool:
+        """Return True when a newer attempt exists, because this one was taken for dead."""
+        try:
+            return max(attempt_numbers(self.directory.parent), default=0) > self.number
+        except OSError:
+            return False
+
+    def phase(self, phase: str, step: int, saved: int | None = None) -> None:
+        """Record that another phase begins.
+
+        Args:
+            phase: The `Phase`.
+            step: Steps done.
+            saved: The step of a checkpoint that was completed just before.
+        """
+        line: Json = {"at": time.time(), "phase": phase, "step": step}
+        line |= {} if saved is None else {"saved": saved}
+        append_json_line(self.directory / PHASES, line)
+        self.progress(step, phase)
+
+    def progress(self, step: int, phase: str) -> None:
+        """Record a sign of life. It is cheap to call: within a phase it writes twice a second."""
+        self._count += 1
+        written, last = self._last
+        now = time.monotonic()
+        if phase == last and now - written < PROGRESS_SECONDS:
+            return
+        self._last = now, phase
+        content = {"count": self._count, "step": step, "phase": phase}
+        replace_json(self.directory / PROGRESS, content)
+
+    def end(self, outcome: str, code: int, reason: str, step: int) -> None:
+        """Record how the attempt ended, which gives the run back.
+
+        Args:
+            outcome: The `Outcome`.
+            code: The exit code.
+            reason: One line for people.
+            step: Steps done.
+        """
+        ended = Ended(time.time(), code, outcome, reason, step)
+        replace_json(self.directory / ENDED, dataclasses.asdict(ended), durable=True)
+
+
+# ---- is the other holder dead? -------------------------------------------------------------------
+def _is_held(directory: Path, mine: Owner, prepared: Path, job_is_over: JobIsOver) -> bool:
+    """Return True when an attempt has not ended and its owner lives."""
+    if (directory / ENDED).exists():
+        return False
+    held = _owner_lives(Owner.read(directory), mine, job_is_over)
+    return _lease_is_renewed(directory, prepared) if held is None else held
+
+
+def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | None:
+    """Return if another owner's process or job lives; None when neither can be seen."""
+    seen = _process_lives(other, mine)
+    if seen or other.slurm_job_id is None:
+        return seen
+    same_cluster = other.slurm_cluster == mine.slurm_cluster
+    same_job = same_cluster and other.slurm_job_id == mine.slurm_job_id
+    earlier_start = (other.slurm_restart_count or 0) < (mine.slurm_restart_count or 0)
+    # Slurm starts a job again only when its former processes are dead, or their node is.
+    if same_job and (seen is False or earlier_start):
+        return False
+    if same_cluster or None in (other.slurm_cluster, mine.slurm_cluster):
+        # Also asked when the process is dead: its job may still be ending, with ranks that save.
+        over = job_is_over(other)
+        if over is not None:
+            return not over
+    return seen
+
+
+def _process_lives(other: Owner, mine: Owner) -> bool | None:
+    """Return if another owner's process lives; None when it cannot be seen from here.
+
+    That is so on another host, in another PID namespace, for another user's processes, and without
+    /proc.
+    """
+    here = (mine.host, mine.boot_id, mine.pid_namespace)
+    there = (other.host, other.boot_id, other.pid_namespace)
+    if None in here or here != there or other.pid_start is None:
+        return None
+    try:
+        os.kill(other.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:
+        state, start = process_stat(str(other.pid))
+    except OSError:
+        # /proc may hide other users' processes.
+        return None
+    return start == other.pid_start and state != "Z"
+
+
+def _lease_is_renewed(directory: Path, prepared: Path) -> bool:
+    """Wait for a heartbeat or the end of the lease; return True for a heartbeat."""
+    beat, waiting_since = last_heartbeat(directory), time.monotonic()
+    announced = False
+    while True:
+        if (directory / ENDED).exists():
+            return False
+        if last_heartbeat(directory) != beat:
+            return True
+        # Hosts' clocks differ, so both times are taken from the file server: our own file's is its
+        # "now".
+        os.utime(prepared / HEARTBEAT)
+        left = LEASE_SECONDS - (last_heartbeat(prepared) - beat)
+        if left <= 0 or time.monotonic() - waiting_since > LEASE_SECONDS:
+            return False
+        if not announced:
+            print(
+                f"{directory}: begun by {Owner.read(directory)}, which cannot be seen from "
+                f"this host. Waiting up to {min(left, LEASE_SECONDS):.0f} s for its heartbeat",
+                file=sys.stderr,
+                flush=True,
+            )
+            announced = True
+        time.sleep(POLL_SECONDS)
+
+
+def _busy(run: Path, number: int) -> RunBusy:
+    other = Owner.read(attempt_directory(run, number))
+    job = other.slurm_job_id
+    end = f"scancel {job}" if job else f"kill {other.pid} on {other.host}"
+    return RunBusy(
+        f"{run}: attempt {number} is being made by {other}. Wait for its end, or end it ({end})"
+    )
+
+
+def _prepare(directory: Path, owner: Owner) -> None:
+    """Write all that an attempt has when it begins."""
+    directory.mkdir(mode=0o750)
+    replace_json(directory / OWNER, dataclasses.asdict(owner), durable=True)
+    (directory / HEARTBEAT).touch(mode=FILE_MODE)
+    start = {"at": owner.began_at, "phase": Phase.STARTING, "step": owner.checkpoint_step or 0}
+    append_json_line(directory / PHASES, start)

@@ -1,0 +1,116 @@
+"""metrics.jsonl: what was measured at every training step and in every evaluation of a run.
+
+A record is a flat JSON object. One of a step has `step` (steps done, from 1), `loss_nats`,
+`gradient_norm`, `learning_rate`, `tokens_per_second`, `step_seconds` and more. One of an evaluation
+has `step`, `evaluation` (true), `protocol`, `stride`, `length`, `loss_nats`, `perplexity`; there is
+one for each length and protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import writing
+from pretrain.rundir.files import PARTIAL, read_json_lines
+
+Record = dict[str, Any]
+
+NON_FINITE = "non_finite"
+"""The key under which a record says which of its values JSON could not hold."""
+
+
+def is_evaluation(record: Record) -> bool:
+    """Return True for a record of an evaluation, False for one of a training step."""
+    return bool(record.get("evaluation"))
+
+
+class MetricsFile:
+    """Appends records to metrics.jsonl, each written out at once."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """Open the file for a run of which `resume_step` steps are done.
+
+        Records of later steps, which an earlier attempt wrote and lost, are dropped, so that the
+        file holds each step once. A fresh start (step 0) keeps nothing.
+        """
+        self._path = path
+        if path.exists():
+            _drop_after(path, resume_step)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: Record) -> None:
+        """Append one record. Raises RunFailed when the disk refuses."""
+        with writing(self._path):
+            self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
+    """Yield the records of a metrics.jsonl, oldest first; none when there is no such file.
+
+    Lines that a kill or a power cut damaged are passed over.
+
+    Args:
+        path: The file.
+        last_bytes: Read only the end of the file, which grows by some 300 bytes a step.
+    """
+    for record in read_json_lines(path, last_bytes):
+        step = record.get("step")
+        if isinstance(step, int) and not isinstance(step, bool):
+            yield _from_json(record)
+
+
+def evaluations_at(path: Path, step: int) -> set[tuple[str, int, int]]:
+    """Return (protocol, stride, length) of every evaluation after `step` in a metrics.jsonl."""
+    return {
+        (record["protocol"], record["stride"], record["length"])
+        for record in read_metrics(path)
+        if record["step"] == step and is_evaluation(record)
+    }
+
+
+def newest_evaluation(path: Path) -> list[Record]:
+    """Return the records of the last evaluation in a metrics.jsonl; [] when there is none."""
+    evaluations = [record for record in read_metrics(path) if is_evaluation(record)]
+    last = max((record["step"] for record in evaluations), default=None)
+    return [record for record in evaluations if record["step"] == last]
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite the file without the records after `step` and without damaged lines, in one move."""
+    # Not `replace_file`: the records of a long run are streamed, not held in memory.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        with partial.open("w") as file:
+            for record in read_metrics(path):
+                if 0 < record["step"] <= step:
+                    file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+        shutil.copymode(path, partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _to_json(record: Record) -> Record:
+    """Replace nan and infinity, which JSON lacks, by null; `non_finite` says which they were."""
+    odd = {k: str(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {**record, **dict.fromkeys(odd), NON_FINITE: odd} if odd else record
+
+
+def _from_json(record: Record) -> Record:
+    """Undo `_to_json`."""
+    odd = record.get(NON_FINITE)
+    if not isinstance(odd, dict):
+        return record
+    values = {key: float(text) for key, text in odd.items() if text in ("nan", "inf", "-inf")}
+    return {key: value for key, value in record.items() if key != NON_FINITE} | values

@@ -1,0 +1,217 @@
+"""The layout of a run's directory: every path, and the version of the whole.
+
+`LAYOUT` is the contract with other tools, and docs/run_directory.md is made of the same rows. A
+file that moves or changes its meaning raises `VERSION`; a new file, or a new key in a file, does
+not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pretrain.config import ConfigError, writing
+from pretrain.rundir.files import read_json, replace_json
+
+VERSION = 1
+
+
+class Entry(NamedTuple):
+    """One row of the layout."""
+
+    path: str
+    """Below RUN. ######## is a training step, #### an attempt, <...> a number or a Slurm job."""
+    written_by: str
+    content: str
+
+
+_ROWS = """
+run.json | first start | the version of this layout, and when the run was made
+config.toml | each start | the resolved config, every key with its value
+metrics.jsonl | rank 0 | a line per training step, and per length of an evaluation
+wandb_run_id | rank 0 | the id under which W&B continues the run
+wandb/ | wandb | what W&B keeps on disk
+tensorboard/ | TensorBoard | event files
+checkpoints/step-########/ | all ranks | a checkpoint; it appears under this name when complete
+checkpoints/step-########/manifest.json | rank 0 | size and SHA-256 of every file; written last
+checkpoints/step-########/state.json | rank 0 | step, samples consumed, optimizer scalars, shapes
+checkpoints/step-########/config.toml | rank 0 | the config it was trained with
+checkpoints/step-########/.metadata | rank 0 | torch.distributed.checkpoint's index
+checkpoints/step-########/__<rank>_<part>.distcp | each rank | master weights and Adam moments
+attempts/####/owner.json | launcher or rank 0 | who makes the attempt
+attempts/####/heartbeat | launcher or rank 0 | empty; its modification time is the lease
+attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another phase
+attempts/####/progress | rank 0 | the last sign of life of training
+attempts/####/ended.json | launcher or rank 0 | how the attempt ended
+attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
+logs/rank-<rank>.log | launcher local | what a rank other than 0 prints
+logs/attempt-####.log | launcher | what all ranks of an attempt print, under Slurm
+logs/slurm-<job>.log | Slurm | what the job's batch script prints
+logs/evaluate-step-########.log | launcher | what the evaluation of a checkpoint prints
+launch/config.toml | launcher submit | the resolved config that was submitted
+launch/launch.json | launcher submit | how the job starts its ranks
+launch/train.sbatch | launcher submit | the batch script
+jobs.jsonl | launcher | a line per Slurm job that was sent for the run
+evaluations/plan.json | launcher | how checkpoints are evaluated; without it they are not
+evaluations/plan.paused.json | launcher cancel | the plan while the run is cancelled
+evaluations/asked.json | launcher | when Slurm was last asked about evaluation jobs
+evaluations/claims/step-########/ | evaluation job | attempts/ as above: who evaluates a checkpoint
+evaluations/step-########/ | evaluation job | a checkpoint's result; it appears when complete
+evaluations/step-########/curve.json | pretrain evaluate | loss and perplexity by length
+evaluations/step-########/failed.json | launcher | why there is no result, in its place
+evaluations/curve.json | pretrain report | all results together; beside it CSV, plots and report.md
+"""
+LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The paths below a run's directory `root`. Nothing is read or made."""
+
+    root: Path
+
+    @property
+    def version(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def wandb_run_id(self) -> Path:
+        return self.root / "wandb_run_id"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs.jsonl"
+
+    # ---- logs ----
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the log of a rank that `launcher local` started."""
+        return self.logs / f"rank-{rank}.log"
+
+    def attempt_log(self, number: int) -> Path:
+        """Return the log of all ranks of an attempt under Slurm."""
+        return self.logs / f"attempt-{number:04d}.log"
+
+    def slurm_log(self, job_id: str) -> Path:
+        """Return the log of a job's batch script; `job_id` is "123", or "123_0" in an array."""
+        return self.logs / f"slurm-{job_id}.log"
+
+    def evaluation_log(self, checkpoint: str) -> Path:
+        """Return the log of the evaluations of a checkpoint, named step-########."""
+        return self.logs / f"evaluate-{checkpoint}.log"
+
+    # ---- what was submitted ----
+    @property
+    def launch(self) -> Path:
+        return self.root / "launch"
+
+    @property
+    def launch_config(self) -> Path:
+        return self.launch / "config.toml"
+
+    @property
+    def launch_record(self) -> Path:
+        return self.launch / "launch.json"
+
+    @property
+    def launch_script(self) -> Path:
+        return self.launch / "train.sbatch"
+
+    def newest_config(self) -> Path | None:
+        """Return the config the run was submitted with, or else was started with."""
+        return next((p for p in (self.launch_config, self.config) if p.is_file()), None)
+
+    # ---- evaluations of checkpoints ----
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    @property
+    def evaluation_plan(self) -> Path:
+        return self.evaluations / "plan.json"
+
+    @property
+    def paused_evaluation_plan(self) -> Path:
+        return self.evaluations / "plan.paused.json"
+
+    @property
+    def evaluation_asked(self) -> Path:
+        return self.evaluations / "asked.json"
+
+    def evaluation_claim(self, checkpoint: str) -> Path:
+        """Return the folder whose attempts/ say who evaluates a checkpoint."""
+        return self.evaluations / "claims" / checkpoint
+
+
+RUN_MARKS = ("jobs.jsonl", "attempts", "launch", "metrics.jsonl")
+"""A directory that holds one of these is a run's."""
+
+
+def is_run(directory: Path) -> bool:
+    """Return True for the directory of a run that was submitted or started."""
+    return any((directory / name).exists() for name in RUN_MARKS)
+
+
+def claim_version(run: Path) -> None:
+    """Write RUN/run.json unless it is there; the first start or submission of a run does so.
+
+    Raises:
+        ConfigError: The directory has a newer layout; see `check_version`.
+        RunFailed: The disk refused.
+    """
+    path = RunPaths(run).version
+    if path.exists():
+        check_version(run)
+        return
+    with writing(path):
+        replace_json(path, {"run_directory_version": VERSION, "created_at": time.time()})
+
+
+def check_version(run: Path) -> None:
+    """Raise ConfigError when a later release has laid out this run's directory in another way."""
+    found = read_json(RunPaths(run).version).get("run_directory_version", VERSION)
+    if not isinstance(found, int) or found > VERSION:
+        raise ConfigError(
+            f"{RunPaths(run).version}: run_directory_version = {found!r}, this release reads up to "
+            f"{VERSION}. Use the release that made the run, or a newer one"
+        )
+
+
+def attempt_directory(run: Path, number: int) -> Path:
+    """Return RUN/attempts/####."""
+    return RunPaths(run).attempts / f"{number:04d}"
+
+
+def attempt_numbers(attempts: Path) -> list[int]:
+    """Return the numbers of the attempts in RUN/attempts, in no order."""
+    try:
+        names = os.listdir(attempts)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(name) for name in names if len(name) >= 4 and name.isascii() and name.isdigit()]

@@ -1,0 +1,331 @@
+"""The run's directory: names, publication, damaged files, and the page that describes it all."""
+
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import re
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError
+from pretrain.rundir import attempts, jobs, states
+from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    checkpoint_directory,
+    checkpoint_name,
+    checkpoint_step,
+    checkpoints_awaiting_evaluation,
+    complete_checkpoints,
+    find_checkpoint,
+    newest_checkpoint_step,
+)
+from pretrain.rundir.files import (
+    append_json_line,
+    partial_directory,
+    publish_directory,
+    read_json_lines,
+    replace_file,
+    restore_replaced,
+)
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.metrics import MetricsFile, evaluations_at, newest_evaluation, read_metrics
+from pretrain.rundir.paths import LAYOUT, VERSION, RunPaths, check_version, claim_version
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/run_directory.md").read_text()
+
+
+def complete(run: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint_directory(run, step).mkdir(parents=True)
+        (checkpoint_directory(run, step) / MANIFEST).write_text("{}")
+
+
+# ---- names of checkpoints ----
+@pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 12_345_678_901])
+def test_a_checkpoints_name_says_its_step(step):
+    assert checkpoint_step(checkpoint_name(step)) == step
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-1",
+        "step-0000001",
+        "step-0000000100",
+        "step-00000100 ",
+        "step-0000010a",
+        "step--0000100",
+        ".step-00000100.partial",
+        "step-00000100.old",
+        "step-²²²²²²²²",
+        "step-١١١١١١١١",
+        "latest",
+    ],
+)
+def test_what_is_no_checkpoints_name(name):
+    assert checkpoint_step(name) is None
+
+
+def test_a_step_of_nine_digits_comes_after_one_of_eight(tmp_path):
+    steps = [99_999_999, 100_000_000, 1_000_000_000, 5]
+    complete(tmp_path, *steps)
+    assert [checkpoint_step(p.name) for p in complete_checkpoints(tmp_path)] == sorted(steps)
+    assert newest_checkpoint_step(tmp_path) == 1_000_000_000
+    assert find_checkpoint(tmp_path) == checkpoint_directory(tmp_path, 1_000_000_000)
+    # The launcher's lock and the evaluation jobs see the same checkpoint.
+    assert Attempt.begin(tmp_path) and read_attempts(tmp_path)[0].owner.checkpoint_step == 10**9
+    RunPaths(tmp_path).evaluations.mkdir()
+    RunPaths(tmp_path).evaluation_plan.write_text("{}")
+    assert checkpoints_awaiting_evaluation(tmp_path) == complete_checkpoints(tmp_path)
+
+
+def test_an_incomplete_checkpoint_and_no_run_are_named(tmp_path):
+    checkpoint_directory(tmp_path, 3).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="neither a run nor a checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=f"it has no {MANIFEST}"):
+        find_checkpoint(checkpoint_directory(tmp_path, 3))
+    with pytest.raises(ConfigError, match="no such directory"):
+        find_checkpoint(tmp_path / "none")
+
+
+# ---- publication ----
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path, texts = tmp_path / "file", ["a" * 200_000, "b" * 200_000]
+    replace_file(path, texts[0])
+    writer = multiprocessing.get_context("fork").Process(
+        target=lambda: [replace_file(path, texts[i % 2]) for i in range(200)]
+    )
+    writer.start()
+    while writer.is_alive():
+        assert path.read_text() in texts
+    writer.join()
+    assert writer.exitcode == 0 and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_refused_write_leaves_the_file_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    replace_file(path, "old")
+
+    def refuse(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(path, "new", durable=True)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_one_of_two_publishers_wins(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    publish_directory(tmp_path / "one", tmp_path / "final")
+    with pytest.raises(OSError):
+        publish_directory(tmp_path / "two", tmp_path / "final")
+    assert (tmp_path / "final/content").read_text() == "one"
+    publish_directory(tmp_path / "two", tmp_path / "final", replace=True)
+    assert (tmp_path / "final/content").read_text() == "two" and os.listdir(tmp_path) == ["final"]
+
+
+@pytest.mark.parametrize("second_is_complete", [True, False])
+def test_an_exchange_that_a_kill_cut_short_is_finished(tmp_path, monkeypatch, second_is_complete):
+    final = tmp_path / "step-00000001"
+    for folder, text in ((final, "old"), (partial_directory(final), "new")):
+        folder.mkdir()
+        (folder / "content").write_text(text)
+    if second_is_complete:
+        (partial_directory(final) / MANIFEST).write_text("{}")
+    renames = []
+
+    def rename(self, target, real=Path.rename):
+        if renames:
+            raise KeyboardInterrupt  # what a kill between the two renames leaves on the disk
+        renames.append(target)
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            publish_directory(partial_directory(final), final, replace=True)
+    assert not final.exists()
+    restore_replaced(tmp_path, "step-*", MANIFEST)
+    assert (final / "content").read_text() == ("new" if second_is_complete else "old")
+
+
+# ---- damaged files ----
+DAMAGE = {
+    "half a line": b'{"step": 3, "loss_n',
+    "NULs": b"\0" * 4096,
+    "not UTF-8": b'{"step": 3, "loss_nats": "\xff\xfe"',
+    "an empty line": b"\n\n",
+    "a number": b"17\n",
+    "a list": b"[1, 2]\n",
+    "a step that is none": b'{"step": "x"}\n{"step": null}\n{"step": true}\n{"loss_nats": 1.0}\n',
+    "deeply nested": b"[" * 100_000 + b"\n",
+}
+
+
+def step(number: int, loss: float = 1.0) -> dict:
+    return {"step": number, "loss_nats": loss, "step_seconds": 0.5}
+
+
+def evaluation(number: int, length: int = 128) -> dict:
+    common = {"evaluation": True, "protocol": "sliding", "stride": 64, "perplexity": 3.0}
+    return {**step(number), **common, "length": length}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_metrics_are_read_and_continued_whatever_a_crash_left(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    records = [step(1), step(2, math.nan), evaluation(2), evaluation(2, 256)]
+    file = MetricsFile(path, 0)
+    for record in records:
+        file.write(record)
+    file.close()
+    with path.open("ab") as damaged:
+        damaged.write(damage)
+    assert repr(list(read_metrics(path))) == repr(records)
+    assert [record["length"] for record in newest_evaluation(path)] == [128, 256]
+    assert evaluations_at(path, 2) == {("sliding", 64, 128), ("sliding", 64, 256)}
+    # A resume drops the damage and what came after the checkpoint.
+    file = MetricsFile(path, 2)
+    file.write(step(3, -math.inf))
+    file.close()
+    assert repr(list(read_metrics(path))) == repr([*records, step(3, -math.inf)])
+    assert b"\0" not in path.read_bytes()
+    assert all(json.loads(line)["step"] for line in path.read_text().splitlines())
+
+
+def test_the_end_of_a_long_file_is_read_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for number in range(1, 1001):
+        file.write(step(number))
+    file.close()
+    last = list(read_metrics(path, last_bytes=1000))
+    assert [record["step"] for record in last] == list(range(1001 - len(last), 1001))
+    assert 10 < len(last) < 30
+
+
+def test_a_line_after_a_torn_one_stands_alone(tmp_path):
+    path = tmp_path / "jobs.jsonl"
+    append_json_line(path, {"a": 1})
+    with path.open("ab") as file:
+        file.write(b'{"a": 2, "b')
+    append_json_line(path, {"a": 3})
+    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 3}]
+
+
+def test_a_launch_record_that_is_none_is_refused_by_name(tmp_path):
+    RunPaths(tmp_path).launch.mkdir()
+    for text in ("", "[]", '{"command": ["srun"]}', '{"command": 3, "python": "p"'):
+        RunPaths(tmp_path).launch_record.write_text(text)
+        with pytest.raises(ConfigError, match=r"launch\.json: not what `launcher submit` writes"):
+            jobs.read_launch(tmp_path)
+
+
+# ---- the version ----
+def test_a_directory_of_a_later_release_is_refused(tmp_path):
+    check_version(tmp_path)
+    claim_version(tmp_path)
+    written = json.loads(RunPaths(tmp_path).version.read_text())
+    assert written["run_directory_version"] == VERSION
+    for version in (VERSION + 1, "2"):
+        RunPaths(tmp_path).version.write_text(json.dumps({"run_directory_version": version}))
+        for use in (check_version, claim_version, Attempt.begin):
+            with pytest.raises(ConfigError, match=r"run\.json: run_directory_version = "):
+                use(tmp_path)
+    assert read_attempts(tmp_path) == []
+
+
+# ---- the page ----
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading."""
+    lines = PAGE[PAGE.index(f"\n## {heading}\n") :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_page_and_the_code_have_the_same_paths():
+    rows = [(names(path)[0], written_by, content) for path, written_by, content in table("Paths")]
+    assert rows == [tuple(entry) for entry in LAYOUT]
+    assert f"describes version {VERSION} of the layout" in PAGE
+
+
+def test_the_page_and_the_code_have_the_same_keys():
+    kinds = {
+        attempts.OWNER: attempts.Owner,
+        attempts.PHASES: attempts.PhaseChange,
+        attempts.PROGRESS: attempts.Progress,
+        attempts.ENDED: attempts.Ended,
+        "jobs.jsonl": jobs.JobRecord,
+        "launch/launch.json": jobs.LaunchRecord,
+    }
+    documented = {
+        names(file)[0]: names(keys) for file, keys in [*table("Attempts"), *table("Slurm jobs")]
+    }
+    for file, kind in kinds.items():
+        assert documented.pop(file) == [field.name for field in dataclasses.fields(kind)], file
+    assert documented == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [("phase", states.Phase), ("outcome", states.Outcome), ("kind", states.JobKind)],
+)
+def test_the_page_and_the_code_have_the_same_words(word: str, kind: type[Enum]):
+    sentence = next(p for p in PAGE.split("\n\n") if p.startswith(f"`{word}` is one of"))
+    assert names(sentence)[1:] == [member.value for member in kind]
+
+
+def test_the_page_and_the_code_have_the_same_exit_codes():
+    rows = re.findall(r"\| (\d+) \| `(\w+)` \|", PAGE)
+    assert rows == [(str(code.value), code.name) for code in states.ExitCode]
+
+
+def undocumented(run: Path) -> list[str]:
+    """What lies in a run's directory and has no row in the layout. Hidden files are temporary."""
+    patterns = []
+    for entry in LAYOUT:
+        pattern = re.escape(entry.path.rstrip("/"))
+        pattern = pattern.replace(r"\#" * 8, r"\d{8,}").replace(r"\#" * 4, r"\d{4,}")
+        pattern = re.sub(r"<\w+>", r"[\\w]+", pattern)
+        # A folder's row stands for what is in it, unless its files have rows of their own.
+        inner = any(e.path != entry.path and e.path.startswith(entry.path) for e in LAYOUT)
+        patterns.append(pattern + ("(/.*)?" if entry.path.endswith("/") and not inner else ""))
+    allowed = re.compile("|".join(patterns))
+    found = []
+    for path in run.rglob("*"):
+        name = path.relative_to(run).as_posix()
+        if path.is_file() and not allowed.fullmatch(name):
+            found.append(name)
+    return sorted(found)
+
+
+def test_an_undocumented_file_is_found(tmp_path):
+    complete(tmp_path, 1)
+    Attempt.begin(tmp_path)
+    claim_version(tmp_path)
+    assert undocumented(tmp_path) == []
+    (tmp_path / "attempts/0001/notes.txt").write_text("")
+    (checkpoint_directory(tmp_path, 1) / "extra.pt").write_text("")
+    assert undocumented(tmp_path) == [
+        "attempts/0001/notes.txt",
+        "checkpoints/step-00000001/extra.pt",
+    ]
