@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.flash import host
 from pretrain.kernels.flash.host import attention_triton, visited_tiles
 from pretrain.kernels.flash.schedules import Blocks, Schedule
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.kernels.skipping import key_runs, share_visited
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
