@@ -1,5 +1,6 @@
-"""Check the shipped configs: each loads and is listed, and the replica says where values come from."""
+"""Check the shipped configs: each loads and is listed, and the replica names its sources."""
 
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_every_value_of_the_replica_says_where_it_comes_from():
 def test_an_inferred_value_says_from_what():
     """Behind the value, or in a comment that stands above it."""
     lines = CC100.read_text().splitlines()
-    for above, line in zip(lines, lines[1:]):
+    for above, line in itertools.pairwise(lines):
         assert "# inferred" not in line or "# inferred: " in line or above.startswith("# "), line
 
 
@@ -75,8 +76,8 @@ def test_values_marked_paper_are_the_papers():
 
 def test_the_replica_has_the_papers_size_and_one_epoch():
     config = load_config(CC100)
-    # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows are
-    # 8 % of the total).
+    # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows
+    # are 8 % of the total).
     assert num_parameters(config) == pytest.approx(1.3e9, rel=0.05)
     # One epoch of 461 GB in 50,000 updates at 2.1M tokens (BASE Layers): 105B tokens.
     assert config.tokens_per_step == pytest.approx(2.1e6, rel=0.01)
