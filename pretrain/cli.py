@@ -428,8 +428,7 @@ def main() -> None:
 
 
 def _lost_connection(error: BaseException) -> str | None:
-    """Return what gloo or NCCL says about a peer that ended, or None when `error` is about
-    something else.
+    """Return what gloo or NCCL says about a peer that ended; None for any other error.
 
     A traceback of every surviving rank would hide the message of the one rank that failed.
     """
@@ -472,8 +471,7 @@ def _leave(code: int, *lines: str) -> None:
 
 
 def _rank_prefix() -> str:
-    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a command of one
-    process."""
+    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a single process."""
     # Without pretrain.topology, or in the middle of its import, no rank has been assigned yet.
     process = getattr(sys.modules.get("pretrain.topology"), "Process", None)
     if process is None:

@@ -11,45 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
 
 FORMAT = 1
-MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
-STEP_NAME = re.compile(r"step-\d{8}")
+STATE, CONFIG = "state.json", "config.toml"
 
 Files = dict[str, dict[str, Any]]
 """A manifest's entries: file name -> {"bytes": size, "sha256": hex digest}."""
-
-
-def step_directory(run: Path, step: int) -> Path:
-    """<run>/checkpoints/step-00000100."""
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """A run's complete checkpoints, oldest first. A directory gets its name only when all of it has been written."""
-    found = (run / "checkpoints").glob("step-*")
-    return sorted(p for p in found if STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
-
-
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or a run's newest. Raises ConfigError when there is none."""
-    if (path / MANIFEST).is_file():
-        return path
-    if found := complete_checkpoints(path):
-        return found[-1]
-    what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
-    if STEP_NAME.fullmatch(path.name) and path.is_dir():
-        what = f"not a complete checkpoint, it has no {MANIFEST}"
-    raise ConfigError(
-        f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it"
-    )
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -59,11 +33,6 @@ def describe(path: Path) -> dict[str, Any]:
             "bytes": path.stat().st_size,
             "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
         }
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON that a person can read."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -225,11 +194,9 @@ def _read_manifest(checkpoint: Path) -> Files:
 
 def _remedy(checkpoint: Path) -> str:
     """Return the end of a message: what can be done instead of using a damaged checkpoint."""
-    earlier = [
-        found
-        for found in complete_checkpoints(checkpoint.parent.parent)
-        if found.name < checkpoint.name
-    ]
+    step = checkpoint_step(checkpoint.name) or 0
+    found = complete_checkpoints(checkpoint.parent.parent)
+    earlier = [path for path in found if (checkpoint_step(path.name) or 0) < step]
     if not earlier:
         return (
             "The checkpoint is damaged, and there is no earlier one: train anew in another "

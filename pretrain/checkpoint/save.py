@@ -6,7 +6,6 @@ distributed checkpoint (DCP) as N-dimensional boxes of global tensors. Any layou
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,17 +19,29 @@ from pretrain.checkpoint.boxes import BoxTensor, box_tensor
 from pretrain.checkpoint.manifest import (
     CONFIG,
     FORMAT,
-    MANIFEST,
     STATE,
     TrainerState,
-    complete_checkpoints,
     describe,
-    step_directory,
-    write_json,
 )
 from pretrain.config import RunConfig, dump_config, writing
-from pretrain.optim.state import Fragment, adam_steps, loss_scaler_state
+from pretrain.optim.state import Fragment, OptimizerState
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    checkpoint_directory,
+    checkpoints_awaiting_evaluation,
+    complete_checkpoints,
+)
+from pretrain.rundir.files import (
+    flush_directory,
+    partial_directory,
+    publish_directory,
+    remove_directory,
+    replace_file,
+    replace_json,
+    restore_replaced,
+)
+from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
 
 
@@ -55,8 +66,8 @@ def save_checkpoint(
     Raises:
         RunFailed: A file could not be written, on this or another rank.
     """
-    final = step_directory(config.directory, trainer_state.step)
-    partial = final.with_name(f".{final.name}.partial")
+    final = checkpoint_directory(config.directory, trainer_state.step)
+    partial = partial_directory(final)
     with writing(final):
         if topology.is_main:
             # A save that was killed may have left this step's old checkpoint renamed: put that
@@ -68,15 +79,15 @@ def save_checkpoint(
         # No rank may write before the directory is there.
         dist.barrier()
         try:
-            tensors = box_tensors(optimizer.state().fragments, with_copies=False)
-            _save_tensors(tensors, partial)
+            state = optimizer.state()
+            _save_tensors(box_tensors(state.fragments, with_copies=False), partial)
             # Each rank hashes its own files (DCP names them __<rank>_<number>.distcp), so hashing
             # is spread over the machines as writing was.
             own_files = {f.name: describe(f) for f in partial.glob(f"__{topology.rank}_*")}
             written: list[Any] = [None] * topology.layout.world_size
             dist.all_gather_object(written, (own_files, optimizer.shapes))
             if topology.is_main:
-                _publish(config, optimizer, trainer_state, partial, final, written)
+                _publish(config, state, trainer_state, partial, final, written)
         except (OSError, KeyboardInterrupt):
             # A disk that is full gets its room back.
             shutil.rmtree(partial, ignore_errors=True)
@@ -124,69 +135,52 @@ def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
 
 def _publish(
     config: RunConfig,
-    optimizer: ZeroOptimizer,
-    progress: TrainerState,
+    optimizer_state: OptimizerState,
+    trainer_state: TrainerState,
     partial: Path,
     final: Path,
     written: list[Any],
 ) -> None:
+    """Complete the checkpoint in `partial` and give it its name; then remove what is beyond keep.
+
+    Args:
+        config: The run.
+        optimizer_state: The optimizer's state, for its scalars.
+        trainer_state: How far training has come.
+        partial: The hidden directory, in which all ranks have written their tensors.
+        final: The checkpoint's directory.
+        written: Of each rank, the manifest entries of its files and its parameters' shapes.
+    """
     state = {
         "format": FORMAT,
-        "step": progress.step,
-        "consumed_samples": progress.consumed_samples,
-        "adam_steps": adam_steps(optimizer),
-        "loss_scaler": loss_scaler_state(optimizer),
+        "step": trainer_state.step,
+        "consumed_samples": trainer_state.consumed_samples,
+        "adam_steps": optimizer_state.adam_steps,
+        "loss_scaler": optimizer_state.loss_scaler,
         "shapes": {name: shape for _, part in written for name, shape in part.items()},
     }
-    write_json(partial / STATE, state)
-    (partial / CONFIG).write_text(dump_config(config))
+    # Durable: a rename that survives a power cut must not publish files whose content did not.
+    replace_json(partial / STATE, state, durable=True, indent=2)
+    replace_file(partial / CONFIG, dump_config(config), durable=True)
     files = {name: entry for part, _ in written for name, entry in part.items()}
     files |= {name: describe(partial / name) for name in (STATE, CONFIG, ".metadata")}
-    write_json(partial / MANIFEST, {"format": FORMAT, "files": files})
-    _flush(partial)
-    if final.exists():  # the same step again, after a resume from an earlier one
-        old = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
-    _flush(final.parent)
+    # Last, because a checkpoint with a manifest is complete.
+    manifest = {"format": FORMAT, "files": files}
+    replace_json(partial / MANIFEST, manifest, durable=True, indent=2)
+    flush_directory(partial)
+    # The step may have been saved before, by a run that then went on from an earlier checkpoint.
+    publish_directory(partial, final, replace=True)
     if config.checkpoint.keep is not None:
-        for old in _evaluated(
-            config.directory, complete_checkpoints(config.directory)[: -config.checkpoint.keep]
-        ):
-            removed = old.rename(
-                old.with_name(f".{old.name}.removed")
-            )  # or, killed half-way, it would look complete
-            shutil.rmtree(removed)
+        awaited = checkpoints_awaiting_evaluation(config.directory)
+        for old in complete_checkpoints(config.directory)[: -config.checkpoint.keep]:
+            # One that awaits its evaluation goes after a later save.
+            if old not in awaited:
+                remove_directory(old)
 
 
 def recover(run: Path) -> None:
-    """Shows a checkpoint again that a save of the same step, killed between its two renames, left hidden. One rank."""
-    for old in (run / "checkpoints").glob(".step-*.replaced"):
-        final = old.with_name(old.name[1:].removesuffix(".replaced"))
-        if not final.exists():
-            new = old.with_name(f".{final.name}.partial")
-            (new if (new / MANIFEST).is_file() else old).rename(final)
+    """Restore a checkpoint that a save of the same step, killed between two renames, left hidden.
 
-
-def _evaluated(run: Path, checkpoints: list[Path]) -> list[Path]:
-    """Without those that wait for the evaluation that the run's plan promises each (a later save removes them).
-
-    A folder in evaluations/ appears whole: a result, or a note that the launcher gave the checkpoint up.
+    One rank does so, before the run's checkpoints are looked at.
     """
-    evaluations = run / "evaluations"
-    if not (evaluations / "plan.json").exists():
-        return checkpoints
-    return [c for c in checkpoints if (evaluations / c.name).is_dir()]
-
-
-def _flush(directory: Path) -> None:
-    """A directory's names reach the disk before anyone relies on them."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    restore_replaced(RunPaths(run).checkpoints, "step-*", MANIFEST)

@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 
 import pretrain.topology
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.manifest import (
-    Checkpoint,
-    check_same_model,
-    find_checkpoint,
-    open_checkpoint,
-)
+from pretrain.checkpoint.manifest import Checkpoint, check_same_model, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
@@ -27,6 +22,7 @@ from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
+from pretrain.rundir.checkpoints import find_checkpoint
 
 
 def evaluation_config(

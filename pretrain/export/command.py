@@ -10,7 +10,7 @@ import torch
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_global_state, load_weights
-from pretrain.checkpoint.manifest import Checkpoint, find_checkpoint, open_checkpoint
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
@@ -18,6 +18,7 @@ from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
+from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.metrics import newest_evaluation
 from pretrain.rundir.paths import RunPaths
 

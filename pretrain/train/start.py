@@ -20,8 +20,6 @@ from pretrain.checkpoint.manifest import (
     TrainerState,
     check_same_model,
     check_same_order,
-    complete_checkpoints,
-    find_checkpoint,
     open_checkpoint,
 )
 from pretrain.checkpoint.save import recover
@@ -31,6 +29,7 @@ from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.rundir.checkpoints import complete_checkpoints, find_checkpoint
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology, owner, supervised_attempt

@@ -281,9 +281,10 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
     from pathlib import Path
 
     from pretrain.checkpoint import manifest
+    from pretrain.rundir.checkpoints import find_checkpoint
     from pretrain.train.loop import train
 
-    checkpoint = manifest.find_checkpoint(config.directory)
+    checkpoint = find_checkpoint(config.directory)
     counts: Counter[str] = Counter()
     digest, parse = hashlib.file_digest, manifest.load_config
 

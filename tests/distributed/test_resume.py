@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pretrain.checkpoint.load import load_global_state
-from pretrain.checkpoint.manifest import find_checkpoint, open_checkpoint, step_directory
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 
@@ -29,7 +30,7 @@ def _config(directory, data, parallel, **sections):
 
 def _state(directory, step):
     """Return everything that a checkpoint holds of the optimizer, as full tensors."""
-    checkpoint = step_directory(directory, step)
+    checkpoint = checkpoint_directory(directory, step)
     shapes = open_checkpoint(checkpoint).shapes
     import torch.distributed.checkpoint as dcp
 
@@ -62,7 +63,7 @@ def test_same_layout_is_bit_for_bit(pools, tiny_data, tmp_path, case):
     assert first["losses"] + second["losses"] == uninterrupted["losses"]
     assert first["norms"] + second["norms"] == uninterrupted["norms"]
     assert second["samples"] == uninterrupted["samples"] == 48
-    opened = [open_checkpoint(step_directory(tmp_path / n, 6)) for n in ("whole", "parts")]
+    opened = [open_checkpoint(checkpoint_directory(tmp_path / n, 6)) for n in ("whole", "parts")]
     assert opened[0].adam_steps == opened[1].adam_steps
     assert opened[0].loss_scaler_state == opened[1].loss_scaler_state
     if case == "fp16":
