@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.manifest import CONFIG, TrainerState
+from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.data.loader import batches
 from pretrain.optim.schedule import learning_rate
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
 from pretrain.train.hooks import make_hooks
@@ -53,7 +55,7 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
         # After loading, which may still refuse: the directory keeps the config it was trained with.
         if topology.is_main:
             with writing(config.directory):
-                (config.directory / CONFIG).write_text(dump_config(config))
+                replace_file(RunPaths(config.directory).config, dump_config(config))
         reporter.phase(Phase.TRAINING, run.state.step)
         _train_steps(run)
         return _end(run)

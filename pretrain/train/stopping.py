@@ -21,9 +21,6 @@ EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART
 """Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
 Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
 
-INTERRUPTED = 130
-"""The exit code of Ctrl-C, as shells give it (128 + SIGINT). It ends a run at once and unsaved."""
-
 
 class Interrupted(Exception):
     """Raised on every rank between two passes of an evaluation: the ranks have agreed to stop."""
