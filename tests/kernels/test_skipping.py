@@ -209,7 +209,7 @@ def test_share_is_that_of_the_closed_form(length):
 
 def test_what_is_never_skipped():
     q, k, v = draw("scale 0.1", 512, 4)
-    # Keys far away score 0 and those of the last queries score high, so by their gap alone the former
+    # Keys far away score 0 and those of the last queries score high, so by the gap alone the former
     # would be skipped. Only the rule about slopes keeps them.
     k[:-64] = 0
     k[-64:] = q[-64:] * 1e4
