@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.rundir.checkpoints import checkpoint_name
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -123,6 +125,12 @@ def test_each_link_to_code_in_the_walkthrough_names_what_to_look_for() -> None:
     to_code = [link for link in links(WALKTHROUGH) if link[1].endswith(".py")]
     unnamed = set(to_code) - {(f"`{name}`", target) for name, target in citations(WALKTHROUGH)}
     assert all(target == f"../{label}" for label, target in unnamed)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_checkpoints_on_a_page_are_spelled_as_they_are_saved(page: str) -> None:
+    for step in re.findall(r"step-(\d+)", (ROOT / page).read_text()):
+        assert f"step-{step}" == checkpoint_name(int(step))
 
 
 def test_wrong_names_and_links_are_found(tmp_path: Path) -> None:
