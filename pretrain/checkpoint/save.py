@@ -156,7 +156,7 @@ def _publish(
         "step": trainer_state.step,
         "consumed_samples": trainer_state.consumed_samples,
         "adam_steps": optimizer_state.adam_steps,
-        "loss_scaler": optimizer_state.loss_scaler,
+        "loss_scaler": optimizer_state.loss_scaler_state,
         "shapes": {name: shape for _, part in written for name, shape in part.items()},
     }
     # Durable: a rename that survives a power cut must not publish files whose content did not.

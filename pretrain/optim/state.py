@@ -58,7 +58,7 @@ class OptimizerState:
     fragments: list[Fragment]
     adam_steps: int
     """Updates made so far."""
-    loss_scaler: dict[str, float] | None
+    loss_scaler_state: dict[str, float] | None
     """fp16: the dynamic loss scaler's fields. None otherwise."""
 
 
