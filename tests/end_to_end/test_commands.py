@@ -14,6 +14,7 @@ import pytest
 
 from pretrain.config import dump_config, load_config
 from tests.end_to_end.commands import (
+from tests.unit.test_rundir import undocumented
     LAUNCHER,
     PRETRAIN,
     TORCHRUN,
@@ -114,7 +115,9 @@ def test_data_is_built_once(config, tmp_path):
 def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
-    assert names == {"attempts", "config.toml", "metrics.jsonl", "checkpoints", "logs"}
+    files = {"run.json", "config.toml", "metrics.jsonl"}
+    assert names == {*files, "attempts", "checkpoints", "logs"}
+    assert undocumented(directory) == []
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
         "step-00000180",
         "step-00000200",
