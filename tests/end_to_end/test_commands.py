@@ -14,7 +14,6 @@ import pytest
 
 from pretrain.config import dump_config, load_config
 from tests.end_to_end.commands import (
-from tests.unit.test_rundir import undocumented
     LAUNCHER,
     PRETRAIN,
     TORCHRUN,
@@ -26,6 +25,7 @@ from tests.unit.test_rundir import undocumented
     started,
     wait_for,
 )
+from tests.unit.test_rundir import undocumented
 
 STEPS = 200
 ON_TWO = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain"]
