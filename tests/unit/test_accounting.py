@@ -173,7 +173,7 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
     assert whole.goodput == 17 / 35 and whole.goodput_of_wall == 17 / 46
     text = summary(tmp_path)
     assert (
-        "finished at step 17, 2 attempts, no checkpoint" in text and "lost 7.0s; 46s in all" in text
+        "finished at step 17, 2 attempts, no checkpoint" in text and "lost 7.0s; 46s in total" in text
     )
     assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
 

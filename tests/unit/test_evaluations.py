@@ -173,7 +173,7 @@ SUBMIT = [
         (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
-        (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: there are"),
+        (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
         (
             ["--evaluate-checkpoints", "--evaluation-tasks", "9"],

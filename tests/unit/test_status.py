@@ -14,7 +14,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher.login import control, logs, tables
-from pretrain.launcher.login.status import TAIL_BYTES, find_runs, look, read_rates
+from pretrain.launcher.login.status import TAIL_BYTES, find_runs, read_rates, read_statuses
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
@@ -52,7 +52,7 @@ def make_run(
 
 
 def status_of(run: Path, now: float | None = None):
-    return look([run], now)[0][0]
+    return read_statuses([run], now)[0][0]
 
 
 def test_rates_are_means_over_the_last_steps_of_a_long_file(tmp_path):
@@ -155,10 +155,10 @@ def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell():
     run = Path("runs/a")
     run.mkdir(parents=True)
     append_job(run, JobRecord("12", "train", "a", time.time(), "site", 2, 4, str(run)))
-    statuses, away = look([run])
+    statuses, away = read_statuses([run])
     assert statuses[0].state == "unknown" and not statuses[0].is_over and "no such command" in away
     assert "no such command" in tables._page([run]).splitlines()[0]
-    with pytest.raises(RunFailed, match=r"cannot be seen: squeue: no such command"):
+    with pytest.raises(RunFailed, match=r"are unknown: squeue: no such command"):
         control.cancel(run, save=True)
     attempt = Attempt.begin(run)
     assert status_of(run).state == "running"
@@ -177,7 +177,7 @@ def test_a_table_of_many_runs_fits_the_terminal():
                 "rank 3 on node-17 was ended (Out Of Memory); see its log for the rest of it",
                 99,
             )
-    statuses = look(find_runs([]))[0]
+    statuses = read_statuses(find_runs([]))[0]
     assert [str(status.run) for status in statuses] == sorted(f"runs/{name}" for name in names)
     for width in (300, 120, 100, 80):
         lines = tables.table(statuses, time.time(), width).splitlines()
@@ -256,7 +256,7 @@ def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lin
         file.writelines(f"{n % 2}: line {n} {'x' * 100}\n" for n in range(20_000))
         file.write("1: cut")
         file.flush()
-        log = logs.Log(path, 1, 20)
+        log = logs.LogReader(path, 1, 20)
         assert [int(line.split()[1]) for line in log.read()] == list(
             range(19_961, 20_000, 2)
         ) and log.read() == []
