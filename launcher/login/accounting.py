@@ -85,6 +85,7 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         One split per attempt, oldest first. Their sum (`total`) is the run's wall time.
     """
     splits = []
+    # The end of what is accounted for: each attempt gets the time from here to its own end.
     free_from = _first_moment(attempts)
     for index, attempt in enumerate(attempts):
         last = index == len(attempts) - 1
@@ -145,6 +146,7 @@ def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
     phase: str = Phase.STARTING
     # A phase that a later version added is counted as part of the phase before it.
     for mark in (mark for mark in attempt.phases if mark.phase in PARTS):
+        # Never backwards, whatever a clock that was set did to the times in phases.jsonl.
         at = min(max(_milliseconds(mark.at), since), end)
         intervals.append(Interval(since, at, phase, step))
         since, phase, step = at, mark.phase, mark.step

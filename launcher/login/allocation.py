@@ -78,6 +78,7 @@ def allocate(
             f"Request fewer with --nodes{largest}"
         )
     tasks = max_tasks if world_size is None else world_size // num_nodes
+    # sbatch and srun get --ntasks-per-node, one number for all nodes.
     if world_size is not None and (world_size % num_nodes or not 0 < tasks <= max_tasks):
         raise ConfigError(
             f"parallel.world_size = {world_size}: not {num_nodes} times 1 to {max_tasks}. Every "
@@ -91,7 +92,9 @@ def allocate(
             f"{site.name}, which compute in {', '.join(site.precisions)}. "
             f"Set train.precision={site.precisions[-1]}"
         )
+    # Refuses ranks that tensor x pipeline parallelism or the batch sizes cannot be divided among.
     config.layout(num_nodes * tasks)
+    # Absolute, because the job gets this path whatever directory it starts in.
     directory = Path.cwd() / config.directory
     check_path("run.directory", directory)
     return TrainingRun(config, directory, num_nodes, tasks, over or {})
@@ -110,6 +113,7 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
         ConfigError: A run is finished or in a job already, or its data is not built.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
+    # It becomes the job's --chdir, since relative paths in the config begin there.
     check_path("the directory you are in", Path.cwd())
     for run in runs:
         if is_finished(run.directory, run.config.train.num_steps):
@@ -118,6 +122,7 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
                 "further, increase train.num_steps; for a new run, choose another directory"
             )
     _check_not_in_a_job(runs)
+    # Usually one data set, which all runs of a sweep share.
     for data in dict.fromkeys(run.config.data_directory for run in runs):
         missing = [data / name for name in DATA_MANIFESTS if not (data / name).is_file()]
         if missing and not dry_run:

@@ -1,4 +1,7 @@
-"""What `launcher status` and `launcher logs` make of a run's files, without Slurm; tests/slurm/test_follow.py is with it."""
+"""Check `launcher status`, `logs`, `cancel` and `requeue` on a run's files, without Slurm.
+
+tests/slurm/test_follow.py checks them on a real Slurm.
+"""
 
 import json
 import math
@@ -25,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch, tmp_path):
-    """As on a laptop: no squeue to be found. Paths are relative to an empty directory."""
+    """Hide Slurm, as on a laptop without squeue, and start in an empty directory."""
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.chdir(tmp_path)
@@ -34,7 +37,7 @@ def no_slurm(monkeypatch, tmp_path):
 def make_run(
     name: str, num_steps: int = 400, steps: int = 100, nproc: int = 2, job: str | None = None
 ) -> tuple[Path, Attempt]:
-    """A run that trains: its attempt, its config and its metrics."""
+    """Make a run that trains: its attempt, its config and its metrics."""
     run = Path("runs") / name
     attempt = Attempt.begin(run, Owner.here(num_processes=nproc, slurm_job_id=job))
     (run / "config.toml").write_text(f"[train]\nnum_steps = {num_steps}\n")
@@ -46,7 +49,8 @@ def make_run(
     )
     (run / f"checkpoints/step-{steps:08d}").mkdir(parents=True)
     (run / f"checkpoints/step-{steps:08d}/manifest.json").touch()
-    (run / f"checkpoints/step-{steps + 1:08d}").mkdir()  # not complete
+    # Not complete: it has no manifest.
+    (run / f"checkpoints/step-{steps + 1:08d}").mkdir()
     (run / "logs").mkdir()
     return run, attempt
 
@@ -216,7 +220,7 @@ def test_a_local_run_has_no_job_to_cancel_or_requeue():
         control.requeue(run)
 
 
-# ---- logs ------------------------------------------------------------------------------------------------------------
+# ---- logs ----
 def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
     run, _ = make_run("a", nproc=12, job="7")
     lines = [
@@ -279,7 +283,8 @@ def test_follow_goes_on_with_the_next_attempt_until_the_run_ends():
     (run / "logs/attempt-0002.log").write_text("0: again\n1: other\n")
     assert process.stdout.readline() == "again\n"
     with (run / "logs/attempt-0002.log").open("a") as file:
-        file.write("0: last\n" * 400_000)  # more than is read at once
+        # More than is read at a time.
+        file.write("0: last\n" * 400_000)
     second.end("finished", 0, "at step 400", 400)
     out, err = process.communicate(timeout=60)
     assert out == "last\n" * 400_000 and process.returncode == 0
@@ -302,7 +307,12 @@ def test_watch_shows_it_again_until_ctrl_c():
 
 
 def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pretrain.launcher.login import tables; {before}from pretrain.launcher.cli import main; main()"
+    """Start `launcher`, in a process of its own, after the statements `before`."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        f"from pretrain.launcher.login import tables; {before}"
+        "from pretrain.launcher.cli import main; main()"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code, *words],
         text=True,
