@@ -163,7 +163,9 @@ def submit(
     run, plan = load_config(config, overrides), None
     if evaluate_checkpoints:
         request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-        plan = evaluations.ask(config, overrides, request, evaluation_tasks, evaluation_time).plan
+        plan = evaluations.check_options(
+            config, overrides, request, evaluation_tasks, evaluation_time
+        ).plan
     elif (lengths, protocols, stride, max_tokens, evaluation_tasks, evaluation_time) != (
         None,
         BOTH,
@@ -211,8 +213,8 @@ def evaluate_checkpoints(
 
     directory = Path.cwd() / run
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-    asked = evaluations.ask(evaluations.run_config(directory), [], request, tasks, time)
-    evaluations.evaluate_run(directory, load_site(site), asked)
+    options = evaluations.check_options(evaluations.run_config(directory), [], request, tasks, time)
+    evaluations.evaluate_run(directory, load_site(site), options)
 
 
 @app.command(hidden=True)

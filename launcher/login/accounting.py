@@ -1,7 +1,8 @@
-"""Where a run's time went: its attempts, read back, turned into contiguous intervals that fill the wall time.
+"""Account for a run's wall time: read its attempts back as contiguous intervals that fill it.
 
-The wall time runs from the first submission to the end of the last attempt, or to now while that one runs. Every
-moment of it belongs to exactly one part of `PARTS`. Times are whole milliseconds, so that the parts sum exactly.
+The wall time runs from the first submission to the end of the last attempt, or to now while that
+attempt runs. Every moment of it belongs to exactly one part of `PARTS`. Times are whole
+milliseconds, so the parts sum to the wall time exactly.
 """
 
 from __future__ import annotations
@@ -14,76 +15,89 @@ from pretrain.rundir.attempts import AttemptRecord
 from pretrain.rundir.states import Outcome, Phase
 
 WAITING, LOST = "waiting", "lost"
+"""Parts that are no phase of an attempt."""
 PARTS = {
-    WAITING: "before an attempt: in the queue, or between the end of one attempt and the start of the next",
+    WAITING: "before an attempt: in the queue, or between the end of one attempt and the next",
     Phase.STARTING: "the processes start and find each other",
-    Phase.LOADING: "the model is built and a checkpoint loaded",
-    Phase.TRAINING: "steps that the run kept",
-    Phase.EVALUATING: "evaluations in the loop, and of checkpoints",
+    Phase.LOADING: "the model is built and a checkpoint is loaded",
+    Phase.TRAINING: "training steps that the run kept",
+    Phase.EVALUATING: "evaluations while training",
     Phase.SAVING: "checkpoints are written",
-    Phase.ENDING: "the processes end",
-    LOST: "training, evaluating and saving after the checkpoint that the next attempt went on from",
+    Phase.ENDING: "the processes shut down",
+    LOST: "training, evaluating and saving after the checkpoint that the next attempt resumed from",
 }
+"""The parts of the wall time, in the order in which an attempt goes through them."""
 WORK = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING)
-"""What is lost when a later attempt starts from before it."""
+"""Phases whose time counts as lost when a later attempt resumes from an earlier step."""
 
 GOODPUT = (
-    "Goodput is the time spent on training steps that the run kept, as a share of the time it held its nodes "
-    "(the wall time without the waiting)."
+    "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
+    "its nodes (the wall time without the waiting)."
 )
 
 
 class Interval(NamedTuple):
-    """[begin, end) in milliseconds since 1970, the phase it was in and the steps done when it began."""
+    """The time [begin, end) that an attempt spent in one phase."""
 
     begin: int
+    """Milliseconds since 1970."""
     end: int
+    """Milliseconds since 1970."""
     phase: str
     step: int
+    """Steps done when the phase began."""
 
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Milliseconds in each part of `PARTS`: of one attempt with the wait before it, or of a run."""
+    """Milliseconds in each part of `PARTS`, of an attempt with the wait before it or of a run."""
 
     parts: dict[str, int]
 
     @property
     def wall(self) -> int:
-        """Milliseconds of all parts together."""
+        """Milliseconds in all parts together."""
         return sum(self.parts.values())
 
     @property
     def goodput(self) -> float | None:
-        """Kept training time over the time nodes were held, 0 to 1; None when none were."""
+        """Training that was kept / time in which nodes were held, 0 to 1; None if none were."""
         held = self.wall - self.parts[WAITING]
         return self.parts[Phase.TRAINING] / held if held else None
 
     @property
     def goodput_of_wall(self) -> float | None:
-        """The same over the whole wall time, waiting included."""
+        """Training that was kept / wall time, 0 to 1; None for an empty wall time."""
         return self.parts[Phase.TRAINING] / self.wall if self.wall else None
 
 
 def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[TimeSplit]:
-    """Return one split per attempt, oldest first; their sum (`total`) fills the run's wall time.
+    """Split the wall time of a run by attempts and parts.
 
-    `now` (unix seconds) when the last attempt still runs, else None. An attempt that left no ended.json ends at its
-    last sign of life. Where hosts' clocks disagree, an interval is cut to what is free.
+    An attempt that left no ended.json ends at its last sign of life. The clocks of different hosts
+    may disagree, so an interval is cut to the time that earlier ones have left free.
+
+    Args:
+        attempts: All attempts, oldest first.
+        now: Unix seconds if the last attempt still runs, else None.
+
+    Returns:
+        One split per attempt, oldest first. Their sum (`total`) is the run's wall time.
     """
     splits = []
+    # The end of what is accounted for: each attempt gets the time from here to its own end.
     free_from = _first_moment(attempts)
     for index, attempt in enumerate(attempts):
         last = index == len(attempts) - 1
         running = last and now is not None
         begin = max(free_from, _begin(attempt))
         end = _milliseconds(now) if running and now is not None else _end(attempt)
-        if (
-            not last
-        ):  # one that lost its place notices late, and writes its end after the next has begun
+        if not last:
+            # A superseded attempt notices it late, and records an end after the next one's begin.
             end = min(end, _begin(attempts[index + 1]))
         end = max(begin, end)
         intervals = _intervals(attempt, begin, end)
+        # While an attempt runs, all its work may still be saved.
         kept_until = end if running else _kept_until(intervals, attempt, attempts[index + 1 :])
         parts = dict.fromkeys(PARTS, 0)
         parts[WAITING] = begin - free_from
@@ -96,8 +110,8 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
 
 
 def total(splits: Sequence[TimeSplit]) -> TimeSplit:
-    """The sum."""
-    return TimeSplit({part: sum(each.parts[part] for each in splits) for part in PARTS})
+    """Return the sum of the splits, part by part."""
+    return TimeSplit({part: sum(split.parts[part] for split in splits) for part in PARTS})
 
 
 def _milliseconds(seconds: float) -> int:
@@ -105,6 +119,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _first_moment(attempts: Sequence[AttemptRecord]) -> int:
+    """Return when the wall time begins: at the submission if it is known and was earlier."""
     if not attempts:
         return 0
     submitted, began = attempts[0].owner.submitted_at, _begin(attempts[0])
@@ -112,25 +127,26 @@ def _first_moment(attempts: Sequence[AttemptRecord]) -> int:
 
 
 def _begin(attempt: AttemptRecord) -> int:
-    """When it began; by its first sign of life where owner.json is damaged."""
+    """Return when an attempt began; by its first sign of life if owner.json is damaged."""
     signs = [attempt.owner.began_at, *(mark.at for mark in attempt.phases), attempt.last_heartbeat]
     return _milliseconds(next((at for at in signs if at), 0.0))
 
 
 def _end(attempt: AttemptRecord) -> int:
-    """When it ended, or its last sign of life."""
+    """Return when an attempt ended; by its last sign of life if it left no ended.json."""
     if attempt.ended is not None:
         return _milliseconds(attempt.ended.at)
-    return _milliseconds(
-        max(attempt.owner.began_at, attempt.last_heartbeat, *(mark.at for mark in attempt.phases))
-    )
+    phase_changes = (mark.at for mark in attempt.phases)
+    return _milliseconds(max(attempt.owner.began_at, attempt.last_heartbeat, *phase_changes))
 
 
 def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
-    """[begin, end) cut at every change of phase; "starting" until the first line."""
+    """Cut [begin, end) at each phase change; before the first one the attempt was starting."""
     intervals, since, step = [], begin, 0
     phase: str = Phase.STARTING
+    # A phase that a later version added is counted as part of the phase before it.
     for mark in (mark for mark in attempt.phases if mark.phase in PARTS):
+        # Never backwards, whatever a clock that was set did to the times in phases.jsonl.
         at = min(max(_milliseconds(mark.at), since), end)
         intervals.append(Interval(since, at, phase, step))
         since, phase, step = at, mark.phase, mark.step
@@ -140,12 +156,24 @@ def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
 def _kept_until(
     intervals: Sequence[Interval], attempt: AttemptRecord, later: Sequence[AttemptRecord]
 ) -> int:
-    """The moment after which an attempt's work is lost: the end of the newest save that nobody went back behind."""
+    """Return the moment from which on the work of an attempt that is over was lost.
+
+    It is the end of the newest save that every later attempt has resumed from or from beyond. A
+    user may resume from an old checkpoint by hand, so all later attempts count, not only the next.
+
+    Args:
+        intervals: The attempt's time, oldest first.
+        attempt: The attempt.
+        later: All attempts after it.
+
+    Returns:
+        Milliseconds since 1970.
+    """
     resumed = [step for each in later if (step := resumed_from(each)) is not None]
     if not resumed and attempt.ended is not None and attempt.ended.outcome == Outcome.FINISHED:
         return intervals[-1].end
     saved = [mark.saved for mark in attempt.phases if mark.saved is not None]
-    # Nobody has gone on from it yet: it will be from its own newest checkpoint.
+    # If no attempt has resumed it yet, the next one will, from its newest checkpoint.
     step = min(resumed) if resumed else max(saved, default=-1)
     return max(
         (i.end for i in intervals if i.phase == Phase.SAVING and i.step <= step),
@@ -154,7 +182,11 @@ def _kept_until(
 
 
 def resumed_from(attempt: AttemptRecord) -> int | None:
-    """The steps done when its work began, or, when it never got that far, the checkpoint it would have loaded."""
+    """Return the number of steps that an attempt had when its work began.
+
+    If it never got that far, return the step of the checkpoint that it would have loaded, or None
+    if there was none.
+    """
     return next(
         (mark.step for mark in attempt.phases if mark.phase in WORK), attempt.owner.checkpoint_step
     )

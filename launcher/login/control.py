@@ -1,4 +1,4 @@
-"""Ending a run's jobs, or starting them again."""
+"""Cancel a run's jobs (`launcher cancel`) or start them again (`launcher requeue`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
-from pretrain.launcher.login.status import ask, check_run, is_alive, queued
+from pretrain.launcher.login.status import ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
 from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
@@ -19,108 +19,168 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ExitCode, JobKind, in_words
 
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 5.0  # between two questions to Slurm
+"""Between two looks at the files of an attempt."""
+SQUEUE_SECONDS = 5.0
+"""Between two calls of squeue."""
 
 
 def cancel(run: Path, save: bool) -> None:
-    """Ends a run: all its jobs at once, or with `save` its training after a checkpoint, for which this waits.
+    """Cancel a run's jobs, or with `save` let its training write a checkpoint and stop.
 
-    Raises ConfigError when it has no job, RunFailed when Slurm refuses or a checkpoint was asked for and not saved.
+    With `save` this waits until training has stopped. Pending training jobs are cancelled at once,
+    and evaluation jobs go on.
+
+    Args:
+        run: The run's directory.
+        save: Save first.
+
+    Raises:
+        ConfigError: The run has no job to cancel.
+        RunFailed: Slurm refused or does not answer, or the checkpoint was not saved.
     """
     check_run(run)
     records = read_jobs(run)
-    training, evaluating = _in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
+    training, evaluating = _jobs_in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
-        raise ConfigError(f"{run}: {_no_job(run, 'nothing to cancel')}")
+        raise ConfigError(f"{run}: {_why_no_job(run, 'nothing to cancel')}")
     if not save:
-        evaluations.pause(run)  # or those cancelled would be sent again
+        # First, or the supervisor would send another job for each evaluation cancelled below.
+        evaluations.pause(run)
     for job in training:
         if save and job.state in ("RUNNING", "COMPLETING"):
             _save_and_stop(run, job)
-        else:
-            slurm.cancel(job.job_id)
-            waited = job.state == "PENDING"
-            print(
-                f"job {job.job_id}: cancelled; it {'was waiting' if waited else 'may save in the time Slurm leaves it'}"
-            )
+            continue
+        slurm.cancel(job.job_id)
+        # Slurm sends SIGTERM to running processes, and SIGKILL after KillWait (30 s by default).
+        # The ranks save on SIGTERM, which succeeds if it is faster than that.
+        waited = job.state == "PENDING"
+        effect = "was waiting" if waited else "may save until Slurm kills it (KillWait)"
+        print(f"job {job.job_id}: cancelled; it {effect}")
     for job in evaluating:
         if save:
-            print(f"job {job.job_id}: evaluates a checkpoint, left alone")
+            print(f"job {job.job_id}: evaluates a checkpoint, not cancelled")
         else:
             slurm.cancel(job.job_id)
             print(f"job {job.job_id}: cancelled; it was to evaluate a checkpoint")
 
 
 def requeue(run: Path) -> None:
-    """Has a run's job save and start again; sends another when it has none. Raises ConfigError, RunFailed as `cancel`."""
+    """Let a run's running job save and start again, or submit another job if the run has none.
+
+    A running job gets SIGUSR1, as before its time limit, and not `scontrol requeue`, which would
+    kill it without a checkpoint.
+
+    Args:
+        run: The run's directory.
+
+    Raises:
+        ConfigError: The run is finished, was never submitted, or is trained outside Slurm.
+        RunFailed: Slurm refused or does not answer, or the job is held.
+    """
     check_run(run)
     records = read_jobs(run)
-    [training] = _in_queue(run, records, JobKind.TRAIN)
+    [training] = _jobs_in_queue(run, records, JobKind.TRAIN)
     for job in training:
-        if job.state == "RUNNING":
-            slurm.signal(job.job_id, "USR1", batch=True)
-            print(
-                f"job {job.job_id}: asked to save and start again; see `launcher logs {shlex.quote(str(run))} --follow`"
-            )
-        elif "held" in job.reason.lower():
-            raise RunFailed(
-                f"job {job.job_id}: is held ({job.reason}). Release it with `scontrol release {job.job_id}`"
-            )
-        else:
-            print(
-                f"job {job.job_id}: {job.state}{f' ({job.reason})' if job.reason else ''}, starts by itself"
-            )
+        _requeue_job(run, job)
     if training:
         return
     if is_finished(run):
         raise ConfigError(
-            f"{run}: is finished. To train it further, submit it with more train.num_steps"
+            f"{run}: is finished. To train it further, increase train.num_steps and submit it again"
         )
     attempts = read_attempts(run)
     sent = [record for record in records if record.kind == JobKind.TRAIN]
-    if not sent or (
-        attempts and is_alive(attempts[-1], time.time()) and attempts[-1].owner.slurm_job_id is None
-    ):
-        raise ConfigError(
-            f"{run}: {_no_job(run, 'nothing to requeue')}. `launcher submit` sends a run to Slurm"
-        )
+    # The attempt of a job that has left the queue is over, even if its lease has not expired yet.
+    # One that runs outside Slurm goes on.
+    trained_outside_slurm = (
+        bool(attempts)
+        and is_alive(attempts[-1], time.time())
+        and attempts[-1].owner.slurm_job_id is None
+    )
+    if not sent or trained_outside_slurm:
+        why = _why_no_job(run, "nothing to requeue")
+        raise ConfigError(f"{run}: {why}. `launcher submit` submits a run to Slurm")
     _submit_again(run, sent[-1])
 
 
-def _in_queue(run: Path, records: Sequence[JobRecord], *kinds: str) -> list[list[JobState]]:
-    """The jobs in Slurm's queue, a list a kind. Raises SlurmAway when Slurm does not say."""
-    queue = ask([record.job_id for record in records])
+def _requeue_job(run: Path, job: JobState) -> None:
+    """Let a job in the queue start again, or print that it will start anyway.
+
+    Raises:
+        RunFailed: The job is held, so Slurm will not start it.
+    """
+    if job.state == "RUNNING":
+        # To the batch script's process alone, which is the supervisor: it passes the signal on to
+        # the ranks, and asks for the requeue when they have saved.
+        slurm.signal(job.job_id, "USR1", batch=True)
+        print(
+            f"job {job.job_id}: asked to save and start again; follow it with `launcher logs "
+            f"{shlex.quote(str(run))} --follow`"
+        )
+    elif "held" in job.reason.lower():
+        # JobHeldUser, JobHeldAdmin, or "launch failed requeued held" after a failed prolog.
+        raise RunFailed(
+            f"job {job.job_id}: is held ({job.reason}). Release it with `scontrol release "
+            f"{job.job_id}`"
+        )
+    else:
+        reason = f" ({job.reason})" if job.reason else ""
+        print(f"job {job.job_id}: {job.state}{reason}, starts by itself")
+
+
+def _jobs_in_queue(run: Path, records: Sequence[JobRecord], *kinds: str) -> list[list[JobState]]:
+    """Return a run's jobs in Slurm's queue, one list per kind.
+
+    Raises:
+        SlurmAway: Slurm gave no answer.
+    """
+    queue = ask_slurm([record.job_id for record in records])
     if queue.away:
-        raise slurm.SlurmAway(f"{run}: its jobs cannot be seen: {queue.away}. Try again later")
+        raise slurm.SlurmAway(
+            f"{run}: the states of its jobs are unknown: {queue.away}. Try again later"
+        )
     return [queued(records, queue, kind) for kind in kinds]
 
 
-def _no_job(run: Path, nothing: str) -> str:
+def _why_no_job(run: Path, consequence: str) -> str:
+    """Return why a run has no job in the queue: it runs outside Slurm, or how it ended."""
     attempts = read_attempts(run)
     if attempts and is_alive(attempts[-1], time.time()):
         owner = attempts[-1].owner
-        return f"is made by {owner}, in no job of this run. There, `kill {owner.pid}` lets it save and stop"
+        return (
+            f"is trained by {owner}, and not by a job of this run. On that host, "
+            f"`kill {owner.pid}` lets it save and stop"
+        )
     ended = attempts[-1].ended if attempts else None
-    return f"no job in the queue{f' ({ended.outcome}: {ended.reason})' if ended else ''}; {nothing}"
+    how = f" ({ended.outcome}: {ended.reason})" if ended else ""
+    return f"no job in the queue{how}; {consequence}"
 
 
-# ---- save and stop -------------------------------------------------------------------------------
+# ---- save and stop ----
 def _save_and_stop(run: Path, job: JobState) -> None:
-    """The supervisor is told, not the ranks alone: it then takes no end of theirs for a failure to be mended."""
+    """Ask a job to save and stop, and wait until its attempt has ended.
+
+    SIGTERM goes to the supervisor and not to the ranks, because the supervisor would take an end
+    of ranks that it did not ask for as a failure, and start them again. A job that is COMPLETING
+    is about to end, so this only waits for it.
+
+    Raises:
+        RunFailed: The attempt ended without a checkpoint.
+    """
     if job.state == "RUNNING":
         slurm.signal(job.job_id, "TERM", batch=True)
     print(
-        f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C ends only the waiting)",
+        f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C only stops the waiting)",
         flush=True,
     )
     try:
         attempt = _wait_for_end(run, job)
     except KeyboardInterrupt:
-        print(f"no longer waiting; `launcher status {shlex.quote(str(run))}` shows how it ends")
+        print(f"not waiting any more; `launcher status {shlex.quote(str(run))}` shows how it ends")
         return
     if attempt is None or attempt.ended is None:
         raise RunFailed(
-            f"job {job.job_id}: ended without a word, so nothing was saved{_newest(run)}"
+            f"job {job.job_id}: ended without recording how, so nothing was saved{_newest(run)}"
         )
     ended = attempt.ended
     if ended.code not in (ExitCode.FINISHED, ExitCode.RESTART, ExitCode.STOPPED):
@@ -129,56 +189,75 @@ def _save_and_stop(run: Path, job: JobState) -> None:
 
 
 def _newest(run: Path) -> str:
+    """Return the end of a message: the newest complete checkpoint of the run."""
     step = newest_checkpoint_step(run)
-    return (
-        "; it has no checkpoint" if step is None else f"; newest checkpoint {checkpoint_name(step)}"
-    )
+    if step is None:
+        return "; it has no checkpoint"
+    return f"; newest checkpoint {checkpoint_name(step)}"
 
 
 def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
-    """Says what it does until its attempt has ended, or its job has. None: the job made no attempt."""
-    said, looked = "", time.monotonic()
+    """Print the phases of a job's attempt until the attempt, or the job, has ended.
+
+    Returns:
+        The attempt, or None if the job ended before it began one.
+    """
+    printed, last_squeue = "", time.monotonic()
     while True:
-        over = False
-        if time.monotonic() - looked > LOOK_SECONDS:
-            looked = time.monotonic()
-            state = ask([job.job_id])
-            over = not state.away and (
-                job.job_id not in state.states or state.states[job.job_id].is_over
-            )
-        made = [
-            a
-            for a in read_attempts(run)
-            if a.owner.slurm_job_id == job.raw_id
-            and (a.owner.slurm_restart_count or 0) == job.restarts
+        # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
+        # asked before the files are read, so an end that was written until then is seen.
+        job_is_over = False
+        if time.monotonic() - last_squeue > SQUEUE_SECONDS:
+            last_squeue = time.monotonic()
+            queue = ask_slurm([job.job_id])
+            forgotten = job.job_id not in queue.states
+            job_is_over = not queue.away and (forgotten or queue.states[job.job_id].is_over)
+        # A requeued job keeps its id: earlier attempts of the same job differ in the count.
+        attempts = [
+            attempt
+            for attempt in read_attempts(run)
+            if attempt.owner.slurm_job_id == job.raw_id
+            and (attempt.owner.slurm_restart_count or 0) == job.restarts
         ]
-        attempt = made[-1] if made else None
-        if over or (attempt and attempt.ended):
+        attempt = attempts[-1] if attempts else None
+        if job_is_over or (attempt and attempt.ended):
             return attempt
-        phase = attempt.progress if attempt else None
-        if phase and phase.phase != said:
-            said = phase.phase
-            print(f"  {said}, step {phase.step}", flush=True)
+        progress = attempt.progress if attempt else None
+        if progress and progress.phase != printed:
+            printed = progress.phase
+            print(f"  {printed}, step {progress.step}", flush=True)
         time.sleep(POLL_SECONDS)
 
 
-# ---- once more -----------------------------------------------------------------------------------
+# ---- submit again ----
 def _submit_again(run: Path, record: JobRecord) -> None:
-    """Sends what `launcher submit` or `sweep` left in RUN/launch; of an array, this run's task alone."""
-    paths = RunPaths(run)
+    """Submit once more what `launcher submit` or `launcher sweep` left in RUN/launch.
+
+    Args:
+        run: The run's directory.
+        record: The last training job that was sent for it.
+
+    Raises:
+        ConfigError: RUN/launch is incomplete.
+        SlurmError: Slurm refused the job.
+    """
+    launch_script = RunPaths(run).launch_script
     arguments = list(read_launch(run).sbatch)
     try:
-        script = paths.launch_script.read_text()
+        script = launch_script.read_text()
     except OSError as error:
         raise ConfigError(
-            f"{paths.launch_script}: cannot be read ({error.strerror}). Submit the run again"
+            f"{launch_script}: cannot be read ({error.strerror}). Submit the run again"
         ) from None
     index = record.array_index
     if index is not None:
+        # Still an array, of this run's task alone: the script chooses the run by
+        # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
         arguments = [
             f"--array={index}" if word.startswith("--array=") else word for word in arguments
         ]
     number = slurm.submit(arguments, script)
+    # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
@@ -186,5 +265,5 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         try:
             slurm.rename(job_id, record.name)
         except slurm.SlurmError as error:
-            print(f"warning: job {job_id} keeps the array's name: {error}")
-    print(f"{run}: had no job any more; sent again as job {job_id}{_newest(run)}")
+            print(f"warning: job {job_id}: could not be renamed, it has the array's name: {error}")
+    print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")

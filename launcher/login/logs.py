@@ -1,4 +1,8 @@
-"""What a run's ranks print: the log of an attempt, of all ranks or one, followed across restarts until the run ends."""
+"""Print what a run's ranks print: the log of an attempt, or follow all attempts until the run ends.
+
+Under Slurm all ranks of an attempt share one log, in which srun --label begins each line with the
+rank. `launcher local` writes a log for each rank but rank 0, which has the terminal.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,38 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError
-from pretrain.launcher.login.status import check_run, look
+from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, in_words
 
-FIRST_LINES = 20  # what --follow shows of the past
-FIRST_BYTES = 1024 * 1024  # it looks for them in the last of the log
+FIRST_LINES = 20
+"""How many of the last lines --follow prints first."""
+TAIL_BYTES = 1024 * 1024
+"""How much of the end of a log is searched for these lines."""
 CHUNK_BYTES = 1024 * 1024
+"""How much of a log is read at a time."""
 POLL_SECONDS = 0.3
-LOOK_SECONDS = 5.0  # between two questions to Slurm whether the run is over
-LABEL = re.compile(rb" *(\d+): ?")  # srun --label
+"""Between two looks at a log that has not grown."""
+SQUEUE_SECONDS = 5.0
+"""Between two calls of squeue that ask if the run is over."""
+LABEL = re.compile(rb" *(\d+): ?")
+"""What srun --label writes before a line: the rank, padded to the width of the largest rank."""
 
 
 def print_log(run: Path, rank: int | None, number: int | None, following: bool) -> None:
-    """`launcher logs`: ends quietly on Ctrl-C, and when who reads it (a pager, head) has enough."""
+    """Run `launcher logs`. Ctrl-C, or a closed pipe (to `head` or a pager), is no error.
+
+    Args:
+        run: The run's directory.
+        rank: Print only this rank's lines; None: all.
+        number: The attempt; None: the newest.
+        following: Follow the newest attempt, and those after it, until the run ends.
+
+    Raises:
+        ConfigError: There is no such log.
+    """
     try:
         if following:
             print(follow(run, rank), file=sys.stderr)
@@ -35,60 +55,83 @@ def print_log(run: Path, rank: int | None, number: int | None, following: bool) 
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nothing is left to be flushed into the pipe
+        # Python flushes stdout at exit, and would report the closed pipe there once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
-    """Writes an attempt's log to stdout: the newest's, or that of attempt `number`. Raises ConfigError without one."""
+    """Write the log of an attempt to stdout.
+
+    Args:
+        run: The run's directory.
+        rank: Only this rank's lines; None: all.
+        number: The attempt; None: the newest.
+
+    Raises:
+        ConfigError: There is no such attempt or rank, or it has no log yet.
+    """
     check_run(run)
     attempts = read_attempts(run)
     if not attempts:
-        raise ConfigError(f"{run}: no attempt has begun, so there is no log. {_waiting(run)}")
+        raise ConfigError(f"{run}: no attempt has begun, so there is no log. {_why_no_log(run)}")
     attempt = attempts[-1]
     if number is not None:
         found = [a for a in attempts if a.number == number]
         if not found:
             raise ConfigError(
-                f"--attempt {number}: {run} has attempts {attempts[0].number} to {attempts[-1].number}"
+                f"--attempt {number}: no such attempt. {run} has attempts {attempts[0].number} to "
+                f"{attempts[-1].number}"
             )
         attempt = found[0]
-    path, wanted = _log(run, attempt, rank, number is not None)
+    path, label = _find_log(run, attempt, rank, number is not None)
     if not path.exists():
         raise ConfigError(
-            f"{path}: not there; the attempt's ranks have not started. {_waiting(run)}"
+            f"{path}: no such file, because the attempt's ranks have not started. "
+            f"{_why_no_log(run)}"
         )
-    log = Log(path, wanted)
+    log = LogReader(path, label)
     while lines := log.read():
         _write(lines)
 
 
 def follow(run: Path, rank: int | None = None) -> str:
-    """Writes the last lines of the newest attempt's log, then all that comes, of later attempts too, until the run ends.
+    """Write the last lines of the newest attempt's log, then all new lines until the run ends.
 
-    Returns how it ended. Raises ConfigError where there is no log to follow.
+    Later attempts are followed as well, so this goes on across restarts and requeues.
+
+    Args:
+        run: The run's directory.
+        rank: Only this rank's lines; None: all.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigError: There is no such rank, or its output goes to a terminal.
     """
     check_run(run)
-    over, log, attempt = _Over(run), None, None  # type: _Over, Log | None, AttemptRecord | None
+    end_of_run = _EndOfRun(run)
+    log: LogReader | None = None
+    attempt: AttemptRecord | None = None
     if not read_attempts(run):
         print(
-            f"{run}: no attempt has begun; waiting for the first. {_waiting(run)}",
+            f"{run}: no attempt has begun; waiting for the first one. {_why_no_log(run)}",
             file=sys.stderr,
             flush=True,
         )
     while True:
         attempts = read_attempts(run)
-        end = over.why(
-            attempts
-        )  # asked before the log is read: what was printed until then is in it
+        # Before the log is read, so that it contains all that was printed until this end.
+        end = end_of_run.reason(attempts)
         newest = attempts[-1] if attempts else None
         lines = log.read() if log else []
         _write(lines)
+        # The old log is read to its end before the next attempt's is begun.
         if newest and (attempt is None or (newest.number > attempt.number and not lines)):
-            path, wanted = _log(run, newest, rank, False)
+            path, label = _find_log(run, newest, rank, False)
+            # Without Slurm, a rank has one log of all attempts, which is simply read on.
             if log is None or path != log.path:
-                log = Log(path, wanted, FIRST_LINES if log is None else None)
+                log = LogReader(path, label, FIRST_LINES if log is None else None)
             if attempt is not None:
                 print(f"attempt {newest.number}:", file=sys.stderr, flush=True)
             attempt = newest
@@ -98,41 +141,54 @@ def follow(run: Path, rank: int | None = None) -> str:
             time.sleep(POLL_SECONDS)
 
 
-class Log:
-    """Reads a growing log in whole lines; of one rank, without its label, when `rank` is given."""
+class LogReader:
+    """Read a growing log in whole lines, of all ranks or of one."""
 
     def __init__(self, path: Path, rank: int | None, last_lines: int | None = None) -> None:
-        """Begins at the first line, or with the last `last_lines`. The file need not be there yet."""
-        self.path, self._rank, self._rest = path, rank, b""
+        """Prepare to read a log, which need not exist yet.
+
+        Args:
+            path: The log.
+            rank: Only lines with this rank's label are returned, without the label; None: all.
+            last_lines: Begin with this many of the last lines; None: begin with the first line.
+        """
+        self.path, self._rank = path, rank
+        # The beginning of a line of which the end has not been written yet.
+        self._rest = b""
         self._file: IO[bytes] | None = None
         self._first: list[bytes] = []
         if last_lines is not None and self._open():
             self._first = list(self._last(last_lines))
 
     def read(self) -> list[bytes]:
-        """The lines that have come since, at most about `CHUNK_BYTES` of them; none: at the end for now."""
+        """Return new lines, about `CHUNK_BYTES` of them at most; [] at the end of the log."""
         if self._first:
             lines, self._first = self._first, []
             return lines
+        # A chunk may hold lines of other ranks only: [] would be taken for the end.
         while self._open() and self._file is not None and (chunk := self._file.read(CHUNK_BYTES)):
             if lines := list(self._select(chunk)):
                 return lines
         return []
 
     def _open(self) -> bool:
+        """Open the log if it exists; return True if it is open."""
         if self._file is None and self.path.exists():
             self._file = self.path.open("rb")
         return self._file is not None
 
     def _last(self, count: int) -> list[bytes]:
+        """Return the last `count` lines, and move to the end of the log."""
         assert self._file is not None
         size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, size - FIRST_BYTES))
-        if size > FIRST_BYTES:
-            self._file.readline()  # cut
+        self._file.seek(max(0, size - TAIL_BYTES))
+        if size > TAIL_BYTES:
+            # Most likely the second part of a line.
+            self._file.readline()
         return list(self._select(self._file.read()))[-count:]
 
     def _select(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the complete lines of the rank, and keep the rest for the next chunk."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             label = LABEL.match(line)
@@ -142,65 +198,82 @@ class Log:
                 yield line[label.end() :] + b"\n"
 
 
-class _Over:
-    """Whether a run is over: its newest attempt says so, or Slurm does, twice in a row: a restart takes a moment."""
+class _EndOfRun:
+    """Find out if a run is over, from its newest attempt or else from Slurm.
+
+    Slurm has to say so in two answers in a row: between an attempt and its restart there is a
+    moment in which no attempt is alive and no job is running.
+    """
 
     def __init__(self, run: Path) -> None:
-        self._run, self._looked, self._said = run, time.monotonic(), ""
+        self._run, self._last_squeue, self._last_answer = run, time.monotonic(), ""
 
-    def why(self, attempts: list[AttemptRecord]) -> str:
-        """How the run ended; "" while it goes on."""
+    def reason(self, attempts: list[AttemptRecord]) -> str:
+        """Return how the run ended; "" while it goes on."""
         ended = attempts[-1].ended if attempts else None
         if ended and ended.outcome not in STARTED_AGAIN:
             return f"{self._run}: {in_words(ended.outcome)}: {ended.reason}"
-        if time.monotonic() - self._looked < LOOK_SECONDS:
+        if time.monotonic() - self._last_squeue < SQUEUE_SECONDS:
             return ""
-        [status], _ = look([self._run])
-        said = f"{self._run}: {status.state}: {status.reason}" if status.is_over else ""
-        certain = bool(said) and said == self._said
-        self._looked, self._said = time.monotonic(), said
-        return said if certain else ""
+        [status], _ = read_statuses([self._run])
+        answer = f"{self._run}: {status.state}: {status.reason}" if status.is_over else ""
+        confirmed = bool(answer) and answer == self._last_answer
+        self._last_squeue, self._last_answer = time.monotonic(), answer
+        return answer if confirmed else ""
 
 
-def _log(
+def _find_log(
     run: Path, attempt: AttemptRecord, rank: int | None, one_attempt: bool
 ) -> tuple[Path, int | None]:
-    """An attempt's log, and the rank to look for in it."""
-    paths, ranks = RunPaths(run), attempt.owner.num_processes
-    if rank is not None and rank >= ranks:
+    """Find the log of an attempt.
+
+    Args:
+        run: The run's directory.
+        attempt: The attempt.
+        rank: The rank whose lines are wanted; None: all.
+        one_attempt: The user asked for this attempt alone.
+
+    Returns:
+        The log, and the rank whose label to look for in it; None if all its lines are wanted.
+
+    Raises:
+        ConfigError: The attempt has no such rank, or the rank no log of its own.
+    """
+    paths, num_ranks = RunPaths(run), attempt.owner.num_processes
+    if rank is not None and rank >= num_ranks:
         raise ConfigError(
-            f"--rank {rank}: attempt {attempt.number} of {run} has ranks 0 to {ranks - 1}"
+            f"--rank {rank}: no such rank. Attempt {attempt.number} of {run} has ranks 0 to "
+            f"{num_ranks - 1}"
         )
     if attempt.owner.slurm_job_id is not None:
         return paths.attempt_log(attempt.number), rank
     if not rank:
-        others = f"; --rank 1 to {ranks - 1} have logs" if ranks > 1 else ""
+        others = f"; --rank 1 to {num_ranks - 1} have logs" if num_ranks > 1 else ""
         raise ConfigError(
-            f"{run}: attempt {attempt.number} runs without Slurm, and its rank 0 writes to the terminal where "
-            f"it was started{others}"
+            f"{run}: attempt {attempt.number} runs without Slurm, and its rank 0 prints to the "
+            f"terminal where it was started{others}"
         )
     if one_attempt:
         raise ConfigError(
-            f"--attempt: without Slurm a rank has one log of all attempts, {paths.rank_log(rank)}"
+            f"--attempt: without Slurm, all attempts share one log per rank, "
+            f"{paths.rank_log(rank)}. Remove --attempt"
         )
     return paths.rank_log(rank), None
 
 
-def _waiting(run: Path) -> str:
-    """What a run without a log is waiting for, and where else to look."""
-    [status], away = look([run])
-    words = [
-        f"It is {status.state}" + (f" ({status.reason or away})" if status.reason or away else "")
-    ]
+def _why_no_log(run: Path) -> str:
+    """Return what a run without a log is waiting for, and which other log may say more."""
+    [status], away = read_statuses([run])
+    reason = status.reason or away
+    words = [f"It is {status.state} ({reason})" if reason else f"It is {status.state}"]
     jobs = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
-    if jobs:
-        # The jobs of a sweep's array write into the folder above.
-        found = [RunPaths(folder).slurm_log(jobs[-1].job_id) for folder in (run, run.parent)]
-        words += [f"what its job said is in {path}" for path in found if path.exists()]
+    if jobs and (path := RunPaths(run).slurm_log(jobs[-1].job_id)).exists():
+        words.append(f"the output of its batch script is in {path}")
     return "; ".join(words)
 
 
 def _write(lines: list[bytes]) -> None:
+    """Write lines to stdout as they are: a log may hold bytes that are not UTF-8."""
     if lines:
         sys.stdout.buffer.writelines(lines)
         sys.stdout.buffer.flush()

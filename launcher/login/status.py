@@ -1,4 +1,8 @@
-"""What a run does now: from its directory, and from Slurm's queue where it has jobs there."""
+"""Find out how runs stand, from their directories and from Slurm's queue.
+
+The directory says what the attempts did, the queue what will happen next. Slurm forgets a job
+minutes after its end and is away at times, so each answer also has to work without it.
+"""
 
 from __future__ import annotations
 
@@ -22,51 +26,63 @@ from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
-RATE_STEPS = 50  # rates are means over so many latest steps
-TAIL_BYTES = (
-    256 * 1024
-)  # of metrics.jsonl, which may be huge; room for that many steps and some evaluations
-SEARCH_DEPTH = 4  # how far below runs/ a run may lie
+RATE_STEPS = 50
+"""Rates are means over this many of the latest steps."""
+TAIL_BYTES = 256 * 1024
+"""How much of the end of metrics.jsonl is read, which may be huge: `RATE_STEPS` steps of some 300
+bytes, and some evaluations between them."""
+SEARCH_DEPTH = 4
+"""How many levels below runs/ a run is looked for."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What Slurm says of the jobs asked for. `away`: why it does not answer; None when it did, or was not asked."""
+    """Slurm's answer about some jobs."""
 
     states: dict[str, JobState] = field(default_factory=dict)
+    """By job id. Jobs that Slurm has forgotten are missing."""
     away: str | None = None
+    """Why Slurm gave no answer; None if it did, or there was no job to ask about."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The end of metrics.jsonl: the last step's number and loss; means of the last `RATE_STEPS` steps."""
+    """The progress of training, from the end of metrics.jsonl."""
 
     step: int
+    """The last step."""
     loss_nats: float
-    """nan or infinite where the step's was."""
+    """The last step's loss, which may be nan or infinite."""
     tokens_per_second: float
+    """Mean over the last `RATE_STEPS` steps, weighted by their time."""
     step_seconds: float
+    """Mean over the last `RATE_STEPS` steps."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """All that `launcher status` shows of a run. None: not known (yet)."""
+    """All that `launcher status` shows about a run. None means not known, or not known yet."""
 
     run: Path
     state: str
-    """Slurm's while a training job is in the queue (PENDING, RUNNING, ...); else, in small letters, how it stands."""
+    """Slurm's state while a training job is in the queue (PENDING, RUNNING, ...). Otherwise one of
+    ours, in lower case: running, unknown, ended, died, not started, not recorded, or an outcome."""
     reason: str
+    """Slurm's reason for the state, or the reason for which the last attempt ended."""
     nodes: str
+    """Slurm's node list, or the host; empty if the run holds no nodes."""
     restarts: int
     num_steps: int | None
+    """train.num_steps."""
     rates: Rates | None
     ends_at: float | None
-    """Unix seconds: when the last step will be done at the present rate, evaluations and checkpoints included."""
+    """Unix seconds: when the last step will be done at the current rate, with evaluations and
+    checkpoints in between."""
     checkpoint: int | None
-    """The step of the newest complete one."""
+    """The step of the newest complete checkpoint."""
     attempts: list[AttemptRecord]
     splits: list[TimeSplit]
-    """One an attempt."""
+    """One per attempt."""
     job: JobState | None
     """The training job in the queue."""
     evaluations: list[JobState]
@@ -75,35 +91,46 @@ class RunStatus:
     @property
     def step(self) -> int | None:
         """Steps done."""
-        return (
-            self.rates.step if self.rates else (self.attempts[-1].step if self.attempts else None)
-        )
+        if self.rates:
+            return self.rates.step
+        return self.attempts[-1].step if self.attempts else None
 
     @property
     def is_over(self) -> bool:
-        """Nothing is under way, and nothing will be unless somebody starts it."""
+        """True if the run neither runs nor waits, and will not unless somebody starts it again."""
         return self.job is None and self.state not in ("running", "unknown")
 
 
-def look(runs: Sequence[Path], now: float | None = None) -> tuple[list[RunStatus], str | None]:
-    """The state of each run, with one question to Slurm for all; and why Slurm did not answer, if it did not."""
+def read_statuses(
+    runs: Sequence[Path], now: float | None = None
+) -> tuple[list[RunStatus], str | None]:
+    """Return the status of each run, and why Slurm did not answer (None if it did).
+
+    All runs share one call of squeue, because squeue(1) warns that many calls in a row slow down
+    slurmctld for everybody.
+    """
     now = time.time() if now is None else now
     jobs = {run: read_jobs(run) for run in runs}
-    queue = ask([record.job_id for records in jobs.values() for record in records])
+    queue = ask_slurm([record.job_id for records in jobs.values() for record in records])
     return [_status(run, jobs[run], queue, now) for run in runs], queue.away
 
 
-def ask(ids: Sequence[str]) -> Queue:
-    """What Slurm knows of these jobs."""
+def ask_slurm(ids: Sequence[str]) -> Queue:
+    """Return what Slurm knows about these jobs. Never raises: see `Queue.away`."""
     try:
         states = slurm.jobs(ids)
-    except (ConfigError, slurm.SlurmError) as error:  # no Slurm here; or it answered with an error
+    except (ConfigError, slurm.SlurmError) as error:
+        # ConfigError: this machine has no squeue. SlurmError: squeue failed with an error.
         return Queue(away=str(error))
     return Queue(away="slurmctld does not answer") if states is None else Queue(states)
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """The runs asked for; with none given, all below runs/ or else the current directory. Raises ConfigError."""
+    """Return the runs in `given`, or if it is empty all runs below runs/ or the current directory.
+
+    Raises:
+        ConfigError: One of `given` is not a run's directory, or no run was found.
+    """
     for run in given:
         check_run(run)
     if given:
@@ -112,85 +139,108 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     found = []
     for folder, folders, files in os.walk(root):
         path = Path(folder)
-        if "jobs.jsonl" in files or "attempts" in folders:
+        paths = RunPaths(path)
+        if paths.jobs.name in files or paths.attempts.name in folders:
             found.append(path)
+            # A run holds thousands of files, and no other run.
             folders.clear()
         elif len(path.relative_to(root).parts) >= SEARCH_DEPTH:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:
         raise ConfigError(
-            f"{root.resolve()}: no runs here. Name them, as in `launcher status runs/demo/alibi`, or start one "
-            "with `launcher submit` or `launcher local`"
+            f"{root.resolve()}: no runs here. Name a run, as in `launcher status "
+            "runs/demo/alibi`, or start one with `launcher submit` or `launcher local`"
         )
     return found
 
 
 def check_run(run: Path) -> None:
-    """Raises ConfigError for what is no run's directory."""
+    """Raise ConfigError unless `run` is a run's directory that this release can read."""
     if not run.exists():
-        raise ConfigError(f"{run}: no such run. `launcher status` lists those below runs/")
+        raise ConfigError(f"{run}: no such run. `launcher status` lists the runs below runs/")
     if not is_run(run):
         raise ConfigError(
-            f"{run}: not a run, it has none of {', '.join(RUN_MARKS)}. Give a run.directory"
+            f"{run}: not a run's directory, it contains none of {', '.join(RUN_MARKS)}. Give the "
+            "run.directory of a config"
         )
     check_version(run)
 
 
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
-    """Whether an attempt is under way, as far as its files tell: not ended, and a heartbeat within the lease."""
+    """Return True if an attempt has not ended and has sent a heartbeat within its lease."""
     return attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
 
 
 def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
+    """Return the status of one run.
+
+    Args:
+        run: The run's directory.
+        records: The jobs that were sent for it, oldest first.
+        queue: Slurm's answer about these jobs.
+        now: Unix seconds.
+    """
     attempts = read_attempts(run)
     alive = bool(attempts) and is_alive(attempts[-1], now)
     training = queued(records, queue, JobKind.TRAIN)
-    job = next(
-        (job for job in training if job.state == "RUNNING"), training[-1] if training else None
+    # Two can be in the queue when one was sent by hand. The running one is of interest.
+    newest = training[-1] if training else None
+    job = next((job for job in training if job.state == "RUNNING"), newest)
+    if job:
+        state, reason = job.state, job.reason
+    else:
+        state, reason = _state_without_a_job(run, records, attempts, alive, queue)
+    # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
+    # also counts.
+    is_made_by_job = bool(
+        job and attempts and attempts[-1].ended is None and _is_attempt_of(attempts[-1], job)
     )
-    state, reason = (
-        (job.state, job.reason)
-        if job
-        else _state_without_a_job(run, records, attempts, alive, queue)
-    )
-    # A job that runs while its attempt has no fresh heartbeat: the node's disk may be slow; Slurm knows better.
-    running = alive or bool(
-        job and attempts and attempts[-1].ended is None and _is_of(attempts[-1], job)
-    )
+    running = alive or is_made_by_job
     splits = time_splits(attempts, now if running else None)
     rates, num_steps = read_rates(RunPaths(run).metrics), read_num_steps(run)
-    nodes = job.nodes if job else attempts[-1].owner.nodes if alive else ""
     return RunStatus(
-        run,
-        state,
-        reason,
-        nodes,
-        max(len(attempts) - 1, job.restarts if job else 0),
-        num_steps,
-        rates,
-        _estimated_end(rates, num_steps, splits, now) if running else None,
-        newest_checkpoint_step(run),
-        attempts,
-        splits,
-        job,
-        queued(records, queue, JobKind.EVALUATE),
+        run=run,
+        state=state,
+        reason=reason,
+        nodes=job.nodes if job else attempts[-1].owner.nodes if alive else "",
+        # Slurm's count includes starts that ended before an attempt began.
+        restarts=max(len(attempts) - 1, job.restarts if job else 0),
+        num_steps=num_steps,
+        rates=rates,
+        ends_at=_estimated_end(rates, num_steps, splits, now) if running else None,
+        checkpoint=newest_checkpoint_step(run),
+        attempts=attempts,
+        splits=splits,
+        job=job,
+        evaluations=queued(records, queue, JobKind.EVALUATE),
     )
 
 
 def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobState]:
-    """The jobs of a kind that are in the queue, oldest first."""
+    """Return the jobs of a kind that are in the queue, oldest first.
+
+    Args:
+        records: The jobs that were sent for a run, oldest first.
+        queue: Slurm's answer about them.
+        kind: A `JobKind`.
+    """
     states = [
         queue.states[r.job_id] for r in records if r.kind == kind and r.job_id in queue.states
     ]
     return [state for state in states if not state.is_over]
 
 
-def _is_of(attempt: AttemptRecord, job: JobState) -> bool:
+def _is_attempt_of(attempt: AttemptRecord, job: JobState) -> bool:
+    """Return True if a running job makes this attempt.
+
+    A requeued job keeps its id, so the restart count has to agree as well. In an array,
+    SLURM_JOB_ID differs from the id that squeue shows ("123_0"), therefore `raw_id`.
+    """
     return (
         job.state == "RUNNING"
         and attempt.owner.slurm_job_id == job.raw_id
-        and ((attempt.owner.slurm_restart_count or 0) == job.restarts)
+        and (attempt.owner.slurm_restart_count or 0) == job.restarts
     )
 
 
@@ -201,52 +251,71 @@ def _state_without_a_job(
     alive: bool,
     queue: Queue,
 ) -> tuple[str, str]:
-    """(state, reason) of a run that has no training job in the queue, or of whose jobs Slurm does not tell."""
-    trained = [record for record in records if record.kind == JobKind.TRAIN]
+    """Return (state, reason) of a run with no training job in the queue, as far as is known.
+
+    Args:
+        run: The run's directory.
+        records: The jobs that were sent for it, oldest first.
+        attempts: Its attempts, oldest first.
+        alive: The newest attempt has a fresh heartbeat.
+        queue: Slurm's answer about the jobs, which may be none.
+    """
+    jobs = [record for record in records if record.kind == JobKind.TRAIN]
     newest = attempts[-1] if attempts else None
+    # `launcher local`, or a job while Slurm is away.
     if newest is not None and alive:
         return "running", ""
-    if newest is None and not trained:
+    if newest is None and not jobs:
+        # Metrics without an attempt: only a part of the run's directory was copied here.
         return "not recorded" if RunPaths(run).metrics.exists() else "not started", ""
-    last = queue.states.get(trained[-1].job_id) if trained else None
-    is_newer = bool(trained) and (
-        newest is None or trained[-1].submitted_at > newest.owner.began_at
-    )
-    if queue.away and trained and (is_newer or newest is None or not _is_final(newest)):
+    job_is_newer = bool(jobs) and (newest is None or jobs[-1].submitted_at > newest.owner.began_at)
+    # Only an attempt that ended for good, after the last submission, settles it without Slurm.
+    if queue.away and jobs and (job_is_newer or newest is None or not _is_final(newest)):
         return "unknown", queue.away
-    if newest is None or is_newer:
-        how = (
-            f"{last.state}{f' ({last.reason})' if last.reason else ''}"
-            if last
-            else "left the queue"
-        )
-        return "ended", f"job {trained[-1].job_id}: {how} before an attempt began"
+    last = queue.states.get(jobs[-1].job_id) if jobs else None
+    if newest is None or job_is_newer:
+        # Slurm still knows how the job ended only for some minutes (MinJobAge).
+        how = "left the queue"
+        if last:
+            how = f"{last.state} ({last.reason})" if last.reason else last.state
+        return "ended", f"job {jobs[-1].job_id}: {how} before an attempt began"
     if newest.ended is not None:
         return in_words(newest.ended.outcome), newest.ended.reason
     seen = time.strftime("%b %d %H:%M", time.localtime(newest.last_heartbeat))
-    return (
-        "died",
-        f"{f'job {last.job_id}: {last.state}, ' if last else ''}no sign of life since {seen}",
-    )
+    job = f"job {last.job_id}: {last.state}, " if last else ""
+    return "died", f"{job}no sign of life since {seen}"
 
 
 def _is_final(attempt: AttemptRecord) -> bool:
+    """Return True if an attempt ended in a way after which no other is made automatically."""
     return attempt.ended is not None and attempt.ended.outcome not in STARTED_AGAIN
 
 
 def _estimated_end(
     rates: Rates | None, num_steps: int | None, splits: Sequence[TimeSplit], now: float
 ) -> float | None:
+    """Return when the last step will be done, in unix seconds; None before the first step.
+
+    The remaining steps take `rates.step_seconds` each, and evaluations and checkpoints the same
+    share of the time as so far: (training + evaluating + saving) / training.
+
+    Args:
+        rates: The current progress.
+        num_steps: train.num_steps.
+        splits: One per attempt.
+        now: Unix seconds.
+    """
     if rates is None or num_steps is None:
         return None
-    spent = {part: sum(each.parts[part] for each in splits) for part in WORK}
-    besides = sum(spent.values()) / spent[Phase.TRAINING] if spent[Phase.TRAINING] else 1.0
-    return now + (num_steps - rates.step) * rates.step_seconds * besides
+    spent = {part: sum(split.parts[part] for split in splits) for part in WORK}
+    overhead = sum(spent.values()) / spent[Phase.TRAINING] if spent[Phase.TRAINING] else 1.0
+    return now + (num_steps - rates.step) * rates.step_seconds * overhead
 
 
-# ---- files of the run ----------------------------------------------------------------------------
+# ---- files of the run ----
 def read_num_steps(run: Path) -> int | None:
-    """train.num_steps of what was sent, else of what the run wrote."""
+    """Return train.num_steps as submitted, or else as started; None if neither can be read."""
+    # Not `load_config`: this has to work on the configs of other releases, too.
     paths = RunPaths(run)
     for path in (paths.launch_config, paths.config):
         try:
@@ -257,17 +326,21 @@ def read_num_steps(run: Path) -> int | None:
 
 
 def read_rates(path: Path) -> Rates | None:
-    """From the last `TAIL_BYTES` of metrics.jsonl; None when there is no step in it."""
+    """Return the rates at the end of a metrics.jsonl; None if there is no step in it."""
     records = read_metrics(path, TAIL_BYTES)
     steps = [r for r in records if not is_evaluation(r) and r.get("step_seconds")]
     if not steps:
         return None
     last, latest = steps[-1], steps[-RATE_STEPS:]
     seconds = sum(record["step_seconds"] for record in latest)
+    # Weighted by time: the tokens of all these steps over the seconds of all these steps.
     tokens = sum(
         record["step_seconds"] * (record.get("tokens_per_second") or 0.0) for record in latest
     )
     loss = last.get("loss_nats")
     return Rates(
-        last["step"], math.nan if loss is None else loss, tokens / seconds, seconds / len(latest)
+        step=last["step"],
+        loss_nats=math.nan if loss is None else loss,
+        tokens_per_second=tokens / seconds,
+        step_seconds=seconds / len(latest),
     )

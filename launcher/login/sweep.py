@@ -1,4 +1,4 @@
-"""A config with several values for some of its keys -> one run for each combination, as one job array."""
+"""Sweep over config keys: submit one run for each combination of values, as one job array."""
 
 from __future__ import annotations
 
@@ -15,33 +15,28 @@ from typing import Any
 
 import tomli_w
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import job_name
-from pretrain.launcher.login.submit import TrainingRun, check_runs, place, send, show, training_job
+from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
+from pretrain.launcher.login.submit import print_dry_run, send, training_job
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.files import read_json
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.paths import LAYOUT, RunPaths
 
 NAME_LENGTH = 80
-LOGS = ".logs"  # hidden, so that RUN/* are the runs
-# What a run keeps in its own directory is no name for a run below it.
-_TAKEN = {
-    "launch",
-    "logs",
-    "attempts",
-    "checkpoints",
-    "evaluations",
-    "wandb",
-    "tensorboard",
-    "data",
-}
+"""Longest name of a run's directory, before its hash."""
+LOGS = ".logs"
+"""Folder of the array's logs, beside the runs; hidden, so that a shell's `*` gives only runs."""
+_RESERVED_NAMES = {entry.path.split("/")[0] for entry in LAYOUT} | {"data"}
+"""Names that a run's own directory uses. The sweep's base directory may itself be a run, so no run
+of the sweep may have one of them."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and the values that it takes, each as `--set` reads it."""
+    """A config key and the values that it takes, each written as `--set` reads it."""
 
     key: str
     values: tuple[str, ...]
@@ -59,10 +54,25 @@ def sweep(
     concurrent: int | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Sends one run for each combination of the values of `axes` ("section.key=a,b"), in the config's run.directory.
+    """Submit one run for each combination of values, below the config's run.directory.
 
-    At most `concurrent` of them run at once. Those that are finished are left out; every other is checked before
-    anything is sent. Raises ConfigError, and SlurmError when Slurm refuses the array.
+    Finished runs are left out, so a sweep may be repeated with more values. All other runs are
+    checked before anything is sent.
+
+    Args:
+        path: The config that the runs have in common.
+        site: The cluster.
+        axes: The keys and their values, as "section.key=value,value".
+        overrides: Settings of all runs, as --set takes them.
+        nodes: Nodes per run; by default as many as parallel.world_size needs, else one.
+        time_limit: Time limit per run; by default the site's.
+        save_before: Seconds before the time limit at which to save.
+        concurrent: How many runs may train at the same time; by default all.
+        dry_run: Only print the array.
+
+    Raises:
+        ConfigError: The axes are malformed, or a run cannot work; nothing was sent.
+        SlurmError: Slurm refused the array; nothing is left of it on disk.
     """
     base = str(load_config(path, overrides).directory)
     runs = _runs(path, site, parse_axes(axes), overrides, base, nodes)
@@ -85,55 +95,78 @@ def sweep(
         folder / LOGS,
     )
     if dry_run:
-        show(runs, job)
+        print_dry_run(runs, job)
         return
     for job_id, run in zip(ids := send(runs, job), runs):
+        # sbatch gives all tasks of an array one name; squeue should show which run a task trains.
         try:
             slurm.rename(job_id, run.name)
         except slurm.SlurmError as error:
-            print(f"warning: job {job_id} keeps the name {job.name}: {error}")
+            print(
+                f"warning: job {job_id}: could not be renamed, its name stays {job.name}: {error}"
+            )
         print(f"job {job_id}: {run.config.run.directory}")
     print(
-        f"{len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at most {job.concurrent} at once"
+        f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "
+        f"most {job.concurrent} at the same time"
     )
     print(f"next: launcher status {shlex.quote(base)}/*")
 
 
 def parse_axes(axes: Sequence[str]) -> list[Axis]:
-    """--over's arguments. Raises ConfigError for what is no key with values, and for a key or a value given twice."""
+    """Parse the arguments of --over.
+
+    Raises:
+        ConfigError: An argument is not of the form section.key=value,value; a key or a value is
+            given twice; or the key is run.directory, which the sweep sets itself.
+    """
     parsed = []
     for text in axes:
         key, separator, values = text.partition("=")
         if not (separator and re.fullmatch(r"\w+\.\w+", key.strip(), re.ASCII)):
             raise ConfigError(
-                f"--over {text}: want section.key=value,value, as in --over position.method=alibi,rotary"
+                f"--over {text}: want section.key=value,value, for example "
+                "--over position.method=alibi,rotary"
             )
         parsed.append(Axis(key.strip(), tuple(split_values(values, text))))
     keys = [axis.key for axis in parsed]
     if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(
-            f"--over {min(twice)}: given twice. Name its values in one --over, between commas"
-        )
+        raise ConfigError(f"--over {min(twice)}: given twice. List all its values in one --over")
     if "run.directory" in keys:
         raise ConfigError(
-            "--over run.directory: each run gets a directory of its own. Leave it out"
+            "--over run.directory: each run gets a directory of its own below run.directory. "
+            "Remove this --over"
         )
     return parsed
 
 
 def split_values(text: str, argument: str) -> list[str]:
-    """'512,1024' -> ['512', '1024']; TOML's brackets and quotes hold together: '[1, 2],[3]' -> ['[1, 2]', '[3]']."""
+    """Split the values of an axis at the commas between them.
+
+    "512,1024" becomes ["512", "1024"]. Commas inside TOML's brackets and quotes do not separate:
+    "[1, 2],[3]" becomes ["[1, 2]", "[3]"].
+
+    Args:
+        text: The values, as the user typed them.
+        argument: The whole argument of --over, for error messages.
+
+    Returns:
+        The values, each as TOML writes it, or as it is when the text is not TOML.
+
+    Raises:
+        ConfigError: Brackets or quotes do not match, or a value is missing or given twice.
+    """
+    # The text is read as a TOML array, since TOML knows where a value ends.
     try:
         values = [_toml(value) for value in tomllib.loads(f"values = [{text}]")["values"]]
     except tomllib.TOMLDecodeError:
         if re.search(r"[\[\]{}\"']", text):
             raise ConfigError(
-                f'--over {argument}: not values between commas. Quote as TOML does: strings "a","b", '
-                "lists [1, 2],[3, 4]"
+                f"--over {argument}: not values separated by commas. Write them as TOML does: "
+                'strings "a","b", lists [1, 2],[3, 4]'
             ) from None
-        values = [
-            value.strip() for value in text.split(",")
-        ]  # unquoted strings, as a shell leaves them
+        # Plain words, as in alibi,rotary, are not TOML; nobody quotes each of them in a shell.
+        values = [value.strip() for value in text.split(",")]
     if not values or "" in values:
         raise ConfigError(f"--over {argument}: a value is missing")
     if len(set(values)) < len(values):
@@ -142,16 +175,21 @@ def split_values(text: str, argument: str) -> list[str]:
 
 
 def run_name(over: dict[str, Any]) -> str:
-    """'alibi-512': a directory's name for a combination of values.
+    """Return the name of the directory of a run, for example "alibi-512".
 
-    A mark of the keys and values is added where the values alone would not be exact, or would be a name in use.
+    A hash of the keys and values is appended when the values alone would be ambiguous, too long or
+    a reserved name. Different combinations therefore never share a directory.
+
+    Args:
+        over: The keys and values of the run.
     """
     name = "-".join(map(_word, over.values()))
     exact = all(value is not None and _word(value) == str(value) for value in over.values())
-    if exact and len(name) <= NAME_LENGTH and name not in _TAKEN:
+    if exact and len(name) <= NAME_LENGTH and name not in _RESERVED_NAMES:
         return name
-    mark = hashlib.sha256(json.dumps(over, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return f"{name[:NAME_LENGTH]}-{mark}"
+    # Sorted, so that the order of the --over arguments does not matter.
+    text = json.dumps(over, sort_keys=True, default=str)
+    return f"{name[:NAME_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _runs(
@@ -162,56 +200,71 @@ def _runs(
     base: str,
     nodes: int | None,
 ) -> list[TrainingRun]:
+    """Return one run for each combination of values. Raises ConfigError when two are the same."""
     runs: dict[str, TrainingRun] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
         settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
+        # Loaded twice: the run's directory is named by the values as the config resolves them.
         config = load_config(path, [*overrides, *settings])
         over = {axis.key: _value(config, axis.key) for axis in axes}
         directory = f"{base}/{run_name(over)}"
         if directory in runs:
             raise ConfigError(
-                f"--over {' '.join(settings)}: makes the same run as {dict(runs[directory].over)}"
+                f"--over {' '.join(settings)}: gives the same run as {dict(runs[directory].over)}"
             )
         config = load_config(path, [*overrides, *settings, "run.directory=" + _toml(directory)])
-        runs[directory] = place(config, site, nodes, over)
+        runs[directory] = allocate(config, site, nodes, over)
         _check_same_run(runs[directory])
     return list(runs.values())
 
 
 def _check_same_run(run: TrainingRun) -> None:
-    """The directory may be there from an earlier sweep, but only from one over the same keys and values."""
+    """Raise ConfigError when an earlier sweep over other keys or values used this directory.
+
+    Otherwise "alibi-64" of a sweep over the hidden size would resume "alibi-64" of a sweep over
+    the sequence length.
+    """
     before = read_json(RunPaths(run.directory).launch_record).get("over")
     if before is None:
         return
+    # Through JSON, as the record was: tuples become lists.
     if before != json.loads(json.dumps(run.over)):
         raise ConfigError(
-            f"{run.directory}: is the run of {before}, not of {dict(run.over)}. Sweep into another place "
-            "with --set run.directory=..."
+            f"{run.directory}: is the run of {before}, not of {dict(run.over)}. Choose another "
+            "directory for this sweep with --set run.directory=DIRECTORY"
         )
 
 
 def _check_same_size(runs: Sequence[TrainingRun]) -> None:
+    """Raise ConfigError unless all runs have the same allocation, as a job array requires."""
     sizes = {(run.nodes, run.tasks_per_node) for run in runs}
     if len(sizes) > 1:
         shown = " and ".join(f"{nodes} x {tasks}" for nodes, tasks in sorted(sizes))
         raise ConfigError(
-            f"--over: these runs need {shown} ranks, and the tasks of a job array are of one size. "
-            "Sweep each size by itself"
+            f"--over: these runs need {shown} ranks (nodes x ranks per node), but all tasks of a "
+            "job array have the same size. Sweep each size separately"
         )
 
 
-def _value(config: Any, key: str) -> Any:
+def _value(config: RunConfig, key: str) -> Any:
+    """Return the value of "section.key" in a config; lists as JSON has them, not tuples."""
     section, name = key.split(".")
     value = getattr(getattr(config, section), name)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _toml(value: Any) -> str:
+    """Return a value as TOML writes it."""
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
 def _word(value: Any) -> str:
-    """A value as part of a file's name; no text among them has the dash that stands between words."""
+    """Return a value as a part of a file name.
+
+    Text keeps no dash, because `run_name` joins the parts with dashes. The result is never empty,
+    "." or "..", and has no "/".
+    """
+    # Before the substitution below: 1e-05 keeps its dash.
     if isinstance(value, float):
         return str(value)
     text = "_".join(map(str, value)) if isinstance(value, list) else str(value)

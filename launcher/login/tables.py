@@ -1,4 +1,8 @@
-"""What `launcher status` prints: a table of runs that fits the terminal, or one run with its attempts."""
+"""Format what `launcher status` prints: a table of runs that fits the terminal, or one run.
+
+A terminal may be narrow and a table may have long paths and reasons, so columns are first shortened
+and then left out, the least important one first.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
-from pretrain.launcher.login.status import RunStatus, find_runs, look, read_num_steps
+from pretrain.launcher.login.status import RunStatus, find_runs, read_num_steps, read_statuses
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ENDED_WELL, in_words
 
 WATCH_SECONDS = 5.0
-WIDTH = 120  # where there is no terminal to ask
+"""Between two pages of --watch. Each page calls squeue once."""
+WIDTH = 120
+"""Columns of the output when it does not go to a terminal."""
 GAP = "  "
 COLUMNS = (
     "run",
@@ -33,28 +39,28 @@ COLUMNS = (
     "goodput",
 )
 RIGHT = {"restarts", "step", "tokens/s", "loss", "checkpoint", "goodput"}
-SHORTENED = {
-    "reason": 8,
-    "nodes": 8,
-    "run": 14,
-}  # the columns that give way, in turn, and what is left of them
-DROPPED = (
-    "nodes",
-    "reason",
-    "ends",
-    "checkpoint",
-    "restarts",
-    "tokens/s",
-)  # in turn, where that is not enough
+"""Columns that are aligned to the right."""
+SHORTENED = {"reason": 8, "nodes": 8, "run": 14}
+"""Columns that are shortened to fit the terminal, in this order, and the least width of each."""
+DROPPED = ("nodes", "reason", "ends", "checkpoint", "restarts", "tokens/s")
+"""Columns that are left out, in this order, when shortening was not enough."""
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or COLUMNS, or 120."""
+    """Return the width to print for: $COLUMNS, else the terminal's, else `WIDTH`."""
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
 def show(given: Sequence[Path], watch: bool) -> None:
-    """`launcher status`. With `watch` again and again, in place on a terminal, until Ctrl-C. Raises ConfigError."""
+    """Run `launcher status`, with `watch` again and again until Ctrl-C.
+
+    Args:
+        given: The runs; with none given, all below runs/. A single one is printed in detail.
+        watch: Print it every `WATCH_SECONDS`, on a terminal in place of the previous page.
+
+    Raises:
+        ConfigError: One of `given` is not a run's directory, or there are no runs.
+    """
     text = _page(given)
     if not watch:
         print(text)
@@ -63,7 +69,9 @@ def show(given: Sequence[Path], watch: bool) -> None:
     try:
         while True:
             text = f"{time.strftime('%H:%M:%S')}\n{text}"
-            if in_place:  # home, then line by line: clearing the whole screen first would flicker
+            if in_place:
+                # Cursor to the top left, then overwrite line by line, clearing the rest of each
+                # line and of the screen. Clearing the whole screen first would flicker.
                 text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
             print(text, end="" if in_place else "\n\n", flush=True)
             time.sleep(WATCH_SECONDS)
@@ -73,20 +81,29 @@ def show(given: Sequence[Path], watch: bool) -> None:
 
 
 def _page(given: Sequence[Path]) -> str:
+    """Return what `launcher status` prints once."""
     now = time.time()
-    statuses, away = look(find_runs(given), now)
+    statuses, away = read_statuses(find_runs(given), now)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
+    # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     if away is None or not any(status.state in ("running", "unknown") for status in statuses):
-        return text  # how a run ended, its own files tell
-    note = f"No word from Slurm ({away})"
+        return text
+    note = f"Slurm gave no answer, so job states are missing ({away})"
     return f"{note[: terminal_width()]}\n{text}"
 
 
 def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
-    """A line a run."""
+    """Return a table with one line per run.
+
+    Args:
+        statuses: The runs.
+        now: Unix seconds.
+        width: Columns to fit into. The columns that cannot be shortened or dropped may exceed it.
+    """
     rows = [dict(zip(COLUMNS, _row(status, now))) for status in statuses]
     columns = list(COLUMNS)
     widths = {c: max(len(c), *(len(row[c]) for row in rows)) for c in columns}
+    # Shorten: each column gives what is missing, or as much as its least width and its head allow.
     for column, least in SHORTENED.items():
         excess = sum(widths.values()) + len(GAP) * (len(columns) - 1) - width
         widths[column] -= max(0, min(excess, widths[column] - max(least, len(column))))
@@ -100,79 +117,62 @@ def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
 
 
 def detail(status: RunStatus, now: float) -> str:
-    """One run: how it stands, then its attempts and where the time went."""
+    """Return all about one run: its state, its progress, its attempts and where their time went."""
     lines = [str(status.run)]
-    job = status.job
-    where = [f"job {job.job_id}" if job else "", f"on {status.nodes}" if status.nodes else ""]
-    where += [
-        f"its time ends {moment(job.ends_at, now)}"
-        if job and job.state == "RUNNING" and job.ends_at
-        else ""
-    ]
-    where += [
-        f"starts {moment(job.started_at, now)}"
-        if job and job.state == "PENDING" and job.started_at
-        else ""
-    ]
-    lines += _field("state", ", ".join(filter(None, [status.state, *where])))
+    lines += _field("state", ", ".join([status.state, *_job_and_nodes(status, now)]))
     lines += _field("reason", status.reason)
     lines += _field("step", _progress(status, now))
     if status.checkpoint is not None:
-        lines += _field("checkpoint", f"{checkpoint_name(status.checkpoint)}")
+        lines += _field("checkpoint", checkpoint_name(status.checkpoint))
     lines += _field("evaluations", _evaluations(status))
     if status.splits:
-        lines += [
-            "",
-            *_attempts(status.attempts, status.splits, now),
-            "",
-            *_ends(status.attempts),
-        ]
+        attempts = _attempts(status.attempts, status.splits, now)
+        lines += ["", *attempts, "", *_failures(status.attempts)]
         lines += [goodput_line(total(status.splits))]
     return "\n".join(lines)
 
 
 def summary(run: Path) -> str:
-    """A run at its end, in a few lines: how far it came, in how many attempts, and where the time went."""
+    """Return three lines on a run that has ended: its progress, its time split and its goodput."""
     attempts = read_attempts(run)
     splits = time_splits(attempts)
     if not attempts:
         return f"{run}: no attempt yet"
     newest, num_steps, checkpoint = attempts[-1], read_num_steps(run), newest_checkpoint_step(run)
     outcome = in_words(newest.ended.outcome) if newest.ended else "not ended"
-    step = newest.ended.step if newest.ended else newest.step
+    step = str(newest.ended.step if newest.ended else newest.step)
+    if num_steps:
+        step += f" of {num_steps}"
+    plural = "" if len(attempts) == 1 else "s"
+    saved = "no checkpoint"
+    if checkpoint is not None:
+        saved = f"newest checkpoint {checkpoint_name(checkpoint)}"
     whole = total(splits)
     spent = ", ".join(
         f"{part} {duration(whole.parts[part])}" for part in PARTS if whole.parts[part]
     )
-    plural = "" if len(attempts) == 1 else "s"
     return "\n".join(
         [
-            f"{run}: {outcome} at step {step}{f' of {num_steps}' if num_steps else ''}, {len(attempts)} attempt{plural}, "
-            + (
-                f"newest checkpoint {checkpoint_name(checkpoint)}"
-                if checkpoint is not None
-                else "no checkpoint"
-            ),
-            f"time: {spent or '0s'}; {duration(whole.wall)} in all",
+            f"{run}: {outcome} at step {step}, {len(attempts)} attempt{plural}, {saved}",
+            f"time: {spent or '0s'}; {duration(whole.wall)} in total",
             goodput_line(whole),
         ]
     )
 
 
 def goodput_line(whole: TimeSplit) -> str:
-    """'goodput 91.2 % of the time it held its nodes, 60.3 % of the wall time'"""
+    """Return "goodput: 91.2 % of the time it held its nodes, 60.3 % of the wall time"."""
     held, wall = percent(whole.goodput, 1), percent(whole.goodput_of_wall, 1)
     return f"goodput: {held} of the time it held its nodes, {wall} of the wall time"
 
 
-# ---- cells ---------------------------------------------------------------------------------------
+# ---- the table's cells ----
 def _row(status: RunStatus, now: float) -> tuple[str, ...]:
+    """Return the cells of a run, in the order of `COLUMNS`."""
     rates = status.rates
-    step = (
-        ""
-        if status.step is None
-        else str(status.step) + (f"/{status.num_steps}" if status.num_steps else "")
-    )
+    step = "" if status.step is None else str(status.step)
+    if step and status.num_steps:
+        step += f"/{status.num_steps}"
     return (
         str(status.run),
         status.state,
@@ -189,97 +189,111 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
 
 
 def _cell(text: str, width: int, column: str) -> str:
-    if len(text) > width:  # of a path the end tells, of a sentence the beginning
+    """Return text shortened and padded to `width`."""
+    if len(text) > width:
+        # The end of a path distinguishes it from others, the beginning of a reason says the most.
         text = "…" + text[-width + 1 :] if column == "run" else text[: width - 1] + "…"
     return text.rjust(width) if column in RIGHT else text.ljust(width)
 
 
+# ---- the details of one run ----
 def _field(name: str, text: str) -> list[str]:
+    """Return a line with a name and its value; no line if there is no value."""
     return [f"  {name:<12}{text}"] if text else []
 
 
+def _job_and_nodes(status: RunStatus, now: float) -> list[str]:
+    """Return the job, its nodes, and when it will end or start, as far as they are known."""
+    job, words = status.job, []
+    if job:
+        words.append(f"job {job.job_id}")
+    if status.nodes:
+        words.append(f"on {status.nodes}")
+    if job and job.state == "RUNNING" and job.ends_at:
+        words.append(f"time limit at {moment(job.ends_at, now)}")
+    # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
+    if job and job.state == "PENDING" and job.started_at:
+        words.append(f"estimated start {moment(job.started_at, now)}")
+    return words
+
+
 def _progress(status: RunStatus, now: float) -> str:
+    """Return the steps done, the rates, and what the run does now."""
     if status.step is None:
         return f"none of {status.num_steps} yet" if status.num_steps else ""
     words = [str(status.step)]
     if status.num_steps:
-        words = [
-            f"{status.step} of {status.num_steps} ({status.step / status.num_steps:.1%})".replace(
-                "%", " %"
-            )
-        ]
+        percentage = f"{100 * status.step / status.num_steps:.1f} %"
+        words = [f"{status.step} of {status.num_steps} ({percentage})"]
     if status.rates:
-        words += [
-            f"{thousands(status.rates.tokens_per_second)} tokens/s",
-            f"loss {_loss(status.rates.loss_nats)}",
-        ]
+        words.append(f"{thousands(status.rates.tokens_per_second)} tokens/s")
+        words.append(f"loss {_loss(status.rates.loss_nats)}")
     if status.attempts and status.ends_at and status.attempts[-1].phases:
-        words += [
-            f"now {status.attempts[-1].phases[-1].phase}",
-            f"estimated end {moment(status.ends_at, now)}",
-        ]
+        words.append(f"now {status.attempts[-1].phases[-1].phase}")
+        words.append(f"estimated end {moment(status.ends_at, now)}")
     return ", ".join(words)
 
 
 def _evaluations(status: RunStatus) -> str:
-    """Of checkpoints, by jobs of their own (--evaluate-checkpoints)."""
+    """Return how many checkpoints --evaluate-checkpoints has evaluated, and the jobs for others."""
     paths = RunPaths(status.run)
     if not paths.evaluation_plan.exists():
         return ""
     results = named_by_step(paths.evaluations)
     done = sum((result / "curve.json").exists() for result in results)
-    queued = [f"job {job.job_id} {job.state}" for job in status.evaluations]
-    return ", ".join([f"{done} done", *queued])
+    jobs = [f"job {job.job_id} {job.state}" for job in status.evaluations]
+    return ", ".join([f"{done} done", *jobs])
 
 
 def _attempts(
     attempts: Sequence[AttemptRecord], splits: Sequence[TimeSplit], now: float
 ) -> list[str]:
-    """A line an attempt with its time split, and their sum."""
+    """Return a table of attempts with their time splits, and the sum if there are several."""
     heads = ["attempt", "began", "end", *PARTS, "sum"]
-    rows = [
-        [str(a.number), moment(a.owner.began_at, now), _end(a), *_split(each)]
-        for a, each in zip(attempts, splits)
-    ]
+    rows = []
+    for attempt, split in zip(attempts, splits):
+        outcome = in_words(attempt.ended.outcome) if attempt.ended else ""
+        began = moment(attempt.owner.began_at, now)
+        rows.append([str(attempt.number), began, outcome, *_split(split)])
     if len(rows) > 1:
         rows.append(["all", "", "", *_split(total(splits))])
-    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows)]
-    left = ("began", "end")
-    return [
-        "  "
-        + " ".join(
-            c.ljust(w) if head in left else c.rjust(w) for head, c, w in zip(heads, row, widths)
-        )
-        for row in ([head.upper() for head in heads], *rows)
-    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    lines = []
+    for row in ([head.upper() for head in heads], *rows):
+        cells = [
+            cell.ljust(width) if head in ("began", "end") else cell.rjust(width)
+            for head, cell, width in zip(heads, row, widths)
+        ]
+        lines.append("  " + " ".join(cells))
+    return lines
 
 
 def _split(split: TimeSplit) -> list[str]:
+    """Return the cells of a time split, in the order of `PARTS`, and their sum."""
     return [
         *(duration(split.parts[part]) if split.parts[part] else "-" for part in PARTS),
         duration(split.wall),
     ]
 
 
-def _end(attempt: AttemptRecord) -> str:
-    return in_words(attempt.ended.outcome) if attempt.ended else ""
-
-
-def _ends(attempts: Sequence[AttemptRecord]) -> list[str]:
-    """Why attempts ended that did not end well."""
+def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
+    """Return why attempts failed or were refused, one per line, and an empty line after them."""
     lines = [
-        f"  attempt {a.number}: {a.ended.reason}"
-        for a in attempts
-        if a.ended and a.ended.outcome not in ENDED_WELL
+        f"  attempt {attempt.number}: {attempt.ended.reason}"
+        for attempt in attempts
+        if attempt.ended and attempt.ended.outcome not in ENDED_WELL
     ]
     return [*lines, ""] if lines else []
 
 
+# ---- numbers and times ----
 def duration(milliseconds: int) -> str:
-    """'0.4s', '42s', '12m05s', '3h59m', '12d04h'."""
+    """Return a duration in its two largest units: 0.4s, 42s, 12m05s, 3h59m, 12d04h."""
+    # Up to 9.9s one digit is significant after the point; 9.95 would be rounded to 10.0.
     if milliseconds < 9_950:
         return f"{milliseconds / 1000:.1f}s"
     seconds = round(milliseconds / 1000)
+    # Limit of the form, seconds in its larger and its smaller unit, and their letters.
     for limit, big, small, letters in (
         (3600, 60, 1, "ms"),
         (86400, 3600, 60, "hm"),
@@ -293,7 +307,7 @@ def duration(milliseconds: int) -> str:
 
 
 def moment(at: float, now: float) -> str:
-    """'14:05:33' today, 'Nov 22 14:05' in the next and last months, then 'Nov 2027'; local time."""
+    """Return a local time: 14:05:33 today, Nov 22 14:05 within 300 days, Nov 2027 beyond."""
     then, today = time.localtime(at), time.localtime(now)
     if then[:3] == today[:3]:
         return time.strftime("%H:%M:%S", then)
@@ -301,12 +315,12 @@ def moment(at: float, now: float) -> str:
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """0.912 -> '91 %'; '-' when there is none."""
+    """Return a share as text: "91 %" for 0.912, "-" for None."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def thousands(value: float) -> str:
-    """21300 -> '21.3k', 1250000 -> '1.25M'."""
+    """Return a number with a unit: 21.3k for 21300, 1.25M for 1250000."""
     for size, unit, digits in ((1e6, "M", 2), (1e3, "k", 1)):
         if value >= size:
             return f"{value / size:.{digits}f}{unit}"
@@ -314,4 +328,5 @@ def thousands(value: float) -> str:
 
 
 def _loss(value: float) -> str:
+    """Return a loss with three digits, or "nan" or "inf"."""
     return f"{value:.3f}" if math.isfinite(value) else str(value)

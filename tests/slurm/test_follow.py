@@ -204,7 +204,7 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
             JobRecord(evaluation, "evaluate", "e", time.time(), "tests", 1, 1, run),
         )
         done = desk.launcher("cancel", run, "--save")
-        assert f"job {evaluation}: evaluates a checkpoint, left alone" in done.out
+        assert f"job {evaluation}: evaluates a checkpoint, not cancelled" in done.out
         step = max(int(path.name[5:]) for path in (desk.folder / run / "checkpoints").iterdir())
         assert (
             f"stopped after step {step}; newest checkpoint step-{step:08d}" in done.out
@@ -284,7 +284,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     )
     sent = desk.launcher("requeue", two).out
     again = read_jobs(desk.folder / two)[-1].job_id
-    assert f"sent again as job {again}" in sent and again != second and again.endswith("_1")
+    assert f"submitted again as job {again}" in sent and again != second and again.endswith("_1")
     desk.wait_for_step(two, 1)
     assert desk.cluster.job(again)["JobName"] == read_jobs(desk.folder / two)[0].name
     assert desk.job_states().keys() == {first, again}

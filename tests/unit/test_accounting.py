@@ -1,4 +1,4 @@
-"""Where a run's time went, against histories whose every moment is known because they were made up moment by moment."""
+"""Check the accounting of a run's time against made-up histories in which every moment is known."""
 
 import dataclasses
 import json
@@ -16,18 +16,19 @@ BEGAN = 1_700_000_000.0
 
 
 class History:
-    """Writes a run's attempts as the supervisor and rank 0 do, and keeps for itself what each moment was for."""
+    """Write a run's attempts as the supervisor and rank 0 do, and keep the true part of each moment."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.now, self.number = run, BEGAN, 0
         self.truth = dict.fromkeys(PARTS, 0)
-        self.unsaved: list[
-            tuple[int, str, int]
-        ] = []  # (number of the moment's checkpoint, part, ms) not yet decided
-        self.saves = [0]  # steps with a checkpoint; 0: from scratch
+        # Work that a later attempt may lose: (step that has to be saved to keep it, part, ms).
+        self.unsaved: list[tuple[int, str, int]] = []
+        # Steps with a checkpoint; 0 is a start from scratch.
+        self.saves = [0]
         self.submitted: float | None = None
 
     def begin(self, wait: int, submitted: bool = True) -> None:
+        """Begin the next attempt, after `wait` milliseconds in the queue."""
         self.submitted = self.now if submitted else None
         self._pass("waiting", wait if submitted or self.number else 0)
         self.number += 1
@@ -44,6 +45,7 @@ class History:
         self.step = 0
 
     def phase(self, name: str, milliseconds: int, saved: int | None = None) -> None:
+        """Spend some time in a phase; `saved` is the step of the checkpoint just completed."""
         line = {"at": self.now, "phase": name, "step": self.step} | (
             {} if saved is None else {"saved": saved}
         )
@@ -52,7 +54,7 @@ class History:
         self._pass(name, milliseconds)
 
     def end(self, outcome: str | None) -> None:
-        """None: it is cut off; its last sign of life is a heartbeat."""
+        """End the attempt. With None it is killed, and its last sign of life is a heartbeat."""
         (self.directory / "heartbeat").touch()
         os.utime(self.directory / "heartbeat", (self.now, self.now))
         if outcome:
@@ -60,7 +62,7 @@ class History:
             (self.directory / "ended.json").write_text(json.dumps(ended))
 
     def resume(self, step: int) -> None:
-        """What was done on the way beyond `step` will be done again."""
+        """Resume from `step`: the work beyond it was lost and will be done again."""
         for at, part, milliseconds in self.unsaved:
             if at > step:
                 self.truth[part] -= milliseconds
@@ -70,7 +72,7 @@ class History:
         self.step = step
 
     def work(self, dice: random.Random, step_limit: int) -> int | None:
-        """Steps, evaluations and checkpoints until some moment; returns the step just saved, if the last was a save."""
+        """Train, evaluate and save for a while; return the step just saved if a save came last."""
         saved = None
         for _ in range(dice.randrange(8)):
             self.phase("training", dice.randrange(50_000), saved)
@@ -86,12 +88,14 @@ class History:
     def _pass(self, part: str, milliseconds: int) -> None:
         self.truth[part] += milliseconds
         if part in ("training", "evaluating", "saving"):
-            # Steps are counted at a phase's beginning: training leads beyond its step, what follows stands at its own.
+            # A phase has the steps done at its beginning. Training is kept by a checkpoint of a
+            # later step only, the other phases by one of the same step.
             self.unsaved.append((self.step + (part == "training"), part, milliseconds))
         self.now = round(self.now + milliseconds / 1000, 3)
 
 
 def random_history(run: Path, dice: random.Random) -> History:
+    """Make up a run of one to six attempts, which end in every possible way."""
     history = History(run)
     for _ in range(dice.randrange(1, 7)):
         history.begin(dice.randrange(100_000), dice.random() < 0.8)
@@ -103,7 +107,7 @@ def random_history(run: Path, dice: random.Random) -> History:
         if dice.random() < 0.2:
             history.end(dice.choice(["failed", None]))
             continue
-        # Mostly the newest; sometimes an earlier one by hand.
+        # Mostly from the newest checkpoint, sometimes from an earlier one as a user may choose.
         history.resume(dice.choice(history.saves) if dice.random() < 0.2 else max(history.saves))
         history.phase("training", dice.randrange(1, 5_000))
         history.step += 1
@@ -114,11 +118,12 @@ def random_history(run: Path, dice: random.Random) -> History:
         else:
             if saved is not None:
                 history.phase("training", 0, saved)
-            if dice.random() < 0.4:  # in the midst of a save
+            # Killed during a save.
+            if dice.random() < 0.4:
                 history.step += 1
                 history.phase("saving", dice.randrange(9_000))
             history.end(None)
-    # The last has ended as well: it would go on from the newest checkpoint.
+    # The last attempt has ended as well; the next one would resume from the newest checkpoint.
     history.resume(max(history.saves))
     return history
 
@@ -147,7 +152,8 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
         history.phase(phase, seconds * 1000, saved)
     history.end(None)
     running = time_splits(read_attempts(tmp_path), now=history.now + 4)[0].parts
-    assert running["training"] == 21_000 and running["lost"] == 0  # nothing is lost while it lives
+    # Nothing is lost while the attempt runs.
+    assert running["training"] == 21_000 and running["lost"] == 0
     history.begin(6_000)
     history.phase("starting", 2_000)
     history.phase("loading", 1_000)
@@ -173,7 +179,8 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
     assert whole.goodput == 17 / 35 and whole.goodput_of_wall == 17 / 46
     text = summary(tmp_path)
     assert (
-        "finished at step 17, 2 attempts, no checkpoint" in text and "lost 7.0s; 46s in all" in text
+        "finished at step 17, 2 attempts, no checkpoint" in text
+        and "lost 7.0s; 46s in total" in text
     )
     assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
 
@@ -201,7 +208,8 @@ def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
     history.phase("starting", 1_000)
     history.phase("training", 10_000)
     history.end(None)
-    history.now -= 30  # the next host's clock is behind
+    # The next host's clock is behind.
+    history.now -= 30
     history.begin(0)
     history.phase("starting", 5_000)
     history.phase("training", 60_000)
@@ -211,9 +219,8 @@ def test_clocks_that_disagree_and_damaged_files_break_no_sum(tmp_path):
     history.end("stopped")
     splits = time_splits(read_attempts(tmp_path))
     assert all(milliseconds >= 0 for each in splits for milliseconds in each.parts.values())
-    assert total(splits).wall == round(
-        (history.now - (BEGAN + 1)) * 1000
-    )  # from the first sign of life that is left
+    # owner.json is damaged, so the time counts from the first sign of life that is left.
+    assert total(splits).wall == round((history.now - (BEGAN + 1)) * 1000)
 
 
 def test_a_run_without_attempts(tmp_path):

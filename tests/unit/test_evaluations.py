@@ -21,7 +21,7 @@ from pretrain.launcher.evaluations import (
     write_plan,
 )
 from pretrain.launcher.job import Job
-from pretrain.launcher.login.evaluations import Asked, make_plan
+from pretrain.launcher.login.evaluations import EvaluationOptions, make_plan
 from pretrain.launcher.node.evaluation import evaluate_once
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
@@ -77,7 +77,7 @@ def make_training(run, tasks_per_node=8):
 def planned(run, **changes):
     """A run with a plan."""
     request = EvaluationRequest((32, 64), ("nonoverlapping",), None, 1000)
-    plan = make_plan(tiny_config(**changes), run, make_training(run), Asked(request))
+    plan = make_plan(tiny_config(**changes), run, make_training(run), EvaluationOptions(request))
     write_plan(run, plan)
     return plan
 
@@ -129,7 +129,9 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
     config = tiny_config(
         parallel={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
     )
-    plan = make_plan(config, tmp_path, make_training(tmp_path), Asked(request, tasks, "30"))
+    plan = make_plan(
+        config, tmp_path, make_training(tmp_path), EvaluationOptions(request, tasks, "30")
+    )
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
     assert (plan.job.num_tasks, plan.job.time_limit) == (tasks, "30")
 
@@ -140,7 +142,7 @@ def test_more_than_a_node_has_is_refused(tmp_path):
             tiny_config(),
             tmp_path,
             make_training(tmp_path),
-            Asked(EvaluationRequest(None, (), None, None), 9),
+            EvaluationOptions(EvaluationRequest(None, (), None, None), 9),
         )
 
 

@@ -12,7 +12,8 @@ from pretrain.config import ConfigError, RunFailed, load_config
 from pretrain.launcher.cluster import OUR_OPTIONS, parse_site
 from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login import sweep
-from pretrain.launcher.login.submit import TrainingRun, check_runs, place, signal_seconds
+from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
+from pretrain.launcher.login.submit import signal_seconds
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from pretrain.rundir.lock import Attempt
 from tests.conftest import tiny_config
@@ -234,7 +235,7 @@ def test_a_file_is_no_run_directory(tmp_path):
         check_path("run.directory", tmp_path / "file")
 
 
-# ---- the place on the site -----------------------------------------------------------------------
+# ---- the allocation on the site ----
 def run_config(world_size=None, **sections):
     return tiny_config(
         parallel={"world_size": world_size} if world_size else {},
@@ -244,7 +245,7 @@ def run_config(world_size=None, **sections):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "nodes", "place_"),
+    ("world_size", "nodes", "allocation"),
     [
         (None, None, (1, 8)),
         (None, 4, (4, 8)),
@@ -254,16 +255,16 @@ def run_config(world_size=None, **sections):
         (32, 4, (4, 8)),
     ],
 )
-def test_nodes_follow_from_the_config_or_are_given(world_size, nodes, place_):
-    run = place(run_config(world_size), parse_site(GPU, "site"), nodes)
-    assert (run.nodes, run.tasks_per_node) == place_
+def test_nodes_follow_from_the_config_or_are_given(world_size, nodes, allocation):
+    run = allocate(run_config(world_size), parse_site(GPU, "site"), nodes)
+    assert (run.nodes, run.tasks_per_node) == allocation
 
 
 @pytest.mark.parametrize(
     ("world_size", "nodes", "sections", "says"),
     [
-        (None, 5, {}, ["nodes = 5", "has 4 of 8 GPUs"]),
-        (64, None, {}, ["nodes = 8", "has 4", "parallel.world_size=32"]),
+        (None, 5, {}, ["nodes = 5", "has 4 nodes with 8 GPUs"]),
+        (64, None, {}, ["nodes = 8", "has 4 nodes", "parallel.world_size=32"]),
         (
             13,
             None,
@@ -284,7 +285,7 @@ def test_nodes_follow_from_the_config_or_are_given(world_size, nodes, place_):
 )
 def test_what_the_site_has_not_is_refused(world_size, nodes, sections, says):
     with pytest.raises(ConfigError) as error:
-        place(run_config(world_size, **sections), parse_site(GPU, "site"), nodes)
+        allocate(run_config(world_size, **sections), parse_site(GPU, "site"), nodes)
     assert all(words in str(error.value) for words in says), str(error.value)
 
 
@@ -295,14 +296,16 @@ def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
     attempt = Attempt.begin(tmp_path / "run")
     attempt.end("finished", 0, "all steps done", 20)
     with pytest.raises(ConfigError, match="finished"):
-        check_runs([place(config, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
+        check_runs([allocate(config, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
     longer = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 30})})
-    check_runs([place(longer, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
+    check_runs([allocate(longer, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
 
 
 def test_missing_data_is_refused_but_only_told_in_a_dry_run(tmp_path, capsys):
     runs = [
-        place(run_config(data={"directory": str(tmp_path / "no")}), parse_site(CPU, "site"), None)
+        allocate(
+            run_config(data={"directory": str(tmp_path / "no")}), parse_site(CPU, "site"), None
+        )
     ]
     with pytest.raises(ConfigError, match="pretrain data build"):
         check_runs(runs, parse_site(CPU, "site"))
@@ -410,8 +413,8 @@ def test_values_are_split_as_toml_reads_them(text, values):
         ("data.x=", "a value is missing"),
         ("data.x=1,,2", "a value is missing"),
         ("data.x=a,a", "given twice"),
-        ("data.x=[1,2", "not values between commas"),
-        ('data.x="a,b', "not values between commas"),
+        ("data.x=[1,2", "not values separated by commas"),
+        ('data.x="a,b', "not values separated by commas"),
         ("run.directory=a,b", "a directory of its own"),
         ("a.b.c=1", "want section.key="),
     ],

@@ -1,4 +1,4 @@
-"""Site files: what a site may say, and what is refused with which words."""
+"""Check site files: what a site may contain, and which error message refuses what it may not."""
 
 from pathlib import Path
 
@@ -52,10 +52,8 @@ REFUSED = [
         GPU | {"sbatch_arguments": ["--partition=other"]},
         ["'--partition=other'", "sets this option itself"],
     ),
-    (
-        GPU | {"sbatch_arguments": ["--exp=NONE"]},
-        ["'--exp=NONE'", "sets this option itself"],
-    ),  # sbatch completes it
+    # sbatch takes any prefix of an option that is unique.
+    (GPU | {"sbatch_arguments": ["--exp=NONE"]}, ["'--exp=NONE'", "sets this option itself"]),
     (GPU | {"sbatch_arguments": ["evil.sh"]}, ["'evil.sh'", "not an option"]),
     (GPU | {"sbatch_arguments": ["-w", "n1"]}, ["'-w'", "not an option"]),
     (GPU | {"environment": {"A B": "1"}}, ["environment.A B", "not a variable's name"]),
@@ -108,7 +106,7 @@ def test_a_file_is_read_and_named_in_errors(tmp_path):
         assert str(wrong) in str(error.value)
 
 
-# Each line as in sbatch(1), --time; the seconds worked out by hand.
+# The formats that sbatch(1) lists for --time, and their seconds, worked out by hand.
 TIMES = {
     "90": 5400,
     "1:30": 90,

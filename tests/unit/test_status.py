@@ -1,4 +1,7 @@
-"""What `launcher status` and `launcher logs` make of a run's files, without Slurm; tests/slurm/test_follow.py is with it."""
+"""Check `launcher status`, `logs`, `cancel` and `requeue` on a run's files, without Slurm.
+
+tests/slurm/test_follow.py checks them on a real Slurm.
+"""
 
 import json
 import math
@@ -14,7 +17,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher.login import control, logs, tables
-from pretrain.launcher.login.status import TAIL_BYTES, find_runs, look, read_rates
+from pretrain.launcher.login.status import TAIL_BYTES, find_runs, read_rates, read_statuses
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
@@ -25,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch, tmp_path):
-    """As on a laptop: no squeue to be found. Paths are relative to an empty directory."""
+    """Hide Slurm, as on a laptop without squeue, and start in an empty directory."""
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.chdir(tmp_path)
@@ -34,7 +37,7 @@ def no_slurm(monkeypatch, tmp_path):
 def make_run(
     name: str, num_steps: int = 400, steps: int = 100, nproc: int = 2, job: str | None = None
 ) -> tuple[Path, Attempt]:
-    """A run that trains: its attempt, its config and its metrics."""
+    """Make a run that trains: its attempt, its config and its metrics."""
     run = Path("runs") / name
     attempt = Attempt.begin(run, Owner.here(num_processes=nproc, slurm_job_id=job))
     (run / "config.toml").write_text(f"[train]\nnum_steps = {num_steps}\n")
@@ -46,13 +49,14 @@ def make_run(
     )
     (run / f"checkpoints/step-{steps:08d}").mkdir(parents=True)
     (run / f"checkpoints/step-{steps:08d}/manifest.json").touch()
-    (run / f"checkpoints/step-{steps + 1:08d}").mkdir()  # not complete
+    # Not complete: it has no manifest.
+    (run / f"checkpoints/step-{steps + 1:08d}").mkdir()
     (run / "logs").mkdir()
     return run, attempt
 
 
 def status_of(run: Path, now: float | None = None):
-    return look([run], now)[0][0]
+    return read_statuses([run], now)[0][0]
 
 
 def test_rates_are_means_over_the_last_steps_of_a_long_file(tmp_path):
@@ -155,10 +159,10 @@ def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell():
     run = Path("runs/a")
     run.mkdir(parents=True)
     append_job(run, JobRecord("12", "train", "a", time.time(), "site", 2, 4, str(run)))
-    statuses, away = look([run])
+    statuses, away = read_statuses([run])
     assert statuses[0].state == "unknown" and not statuses[0].is_over and "no such command" in away
     assert "no such command" in tables._page([run]).splitlines()[0]
-    with pytest.raises(RunFailed, match=r"cannot be seen: squeue: no such command"):
+    with pytest.raises(RunFailed, match=r"are unknown: squeue: no such command"):
         control.cancel(run, save=True)
     attempt = Attempt.begin(run)
     assert status_of(run).state == "running"
@@ -177,7 +181,7 @@ def test_a_table_of_many_runs_fits_the_terminal():
                 "rank 3 on node-17 was ended (Out Of Memory); see its log for the rest of it",
                 99,
             )
-    statuses = look(find_runs([]))[0]
+    statuses = read_statuses(find_runs([]))[0]
     assert [str(status.run) for status in statuses] == sorted(f"runs/{name}" for name in names)
     for width in (300, 120, 100, 80):
         lines = tables.table(statuses, time.time(), width).splitlines()
@@ -216,7 +220,7 @@ def test_a_local_run_has_no_job_to_cancel_or_requeue():
         control.requeue(run)
 
 
-# ---- logs ----------------------------------------------------------------------------------------
+# ---- logs ----
 def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
     run, _ = make_run("a", nproc=12, job="7")
     lines = [
@@ -256,7 +260,7 @@ def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lin
         file.writelines(f"{n % 2}: line {n} {'x' * 100}\n" for n in range(20_000))
         file.write("1: cut")
         file.flush()
-        log = logs.Log(path, 1, 20)
+        log = logs.LogReader(path, 1, 20)
         assert [int(line.split()[1]) for line in log.read()] == list(
             range(19_961, 20_000, 2)
         ) and log.read() == []
@@ -279,7 +283,8 @@ def test_follow_goes_on_with_the_next_attempt_until_the_run_ends():
     (run / "logs/attempt-0002.log").write_text("0: again\n1: other\n")
     assert process.stdout.readline() == "again\n"
     with (run / "logs/attempt-0002.log").open("a") as file:
-        file.write("0: last\n" * 400_000)  # more than is read at once
+        # More than is read at a time.
+        file.write("0: last\n" * 400_000)
     second.end("finished", 0, "at step 400", 400)
     out, err = process.communicate(timeout=60)
     assert out == "last\n" * 400_000 and process.returncode == 0
@@ -302,7 +307,12 @@ def test_watch_shows_it_again_until_ctrl_c():
 
 
 def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pretrain.launcher.login import tables; {before}from pretrain.launcher.cli import main; main()"
+    """Start `launcher`, in a process of its own, after the statements `before`."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        f"from pretrain.launcher.login import tables; {before}"
+        "from pretrain.launcher.cli import main; main()"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code, *words],
         text=True,

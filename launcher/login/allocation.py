@@ -1,0 +1,167 @@
+"""Allocate runs on a site, and refuse those that cannot work there.
+
+Refusing happens on the login node and before anything is written or sent, because the alternative
+is an error after hours in the queue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import ConfigError, RunConfig
+from pretrain.launcher import slurm
+from pretrain.launcher.cluster import Site
+from pretrain.launcher.job import check_path, job_name
+from pretrain.rundir.attempts import is_finished
+from pretrain.rundir.jobs import read_jobs
+from pretrain.rundir.states import JobKind
+
+DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
+"""The files that `pretrain data build` writes last, so a data set that has them is complete."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run and its allocation on the site: `nodes` x `tasks_per_node` ranks."""
+
+    config: RunConfig
+    directory: Path
+    """The run's directory, absolute."""
+    nodes: int
+    tasks_per_node: int
+    over: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """In a sweep: the keys and values that distinguish this run from the others."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def name(self) -> str:
+        """Slurm's job name: "demo.alibi" for runs/demo/alibi."""
+        return job_name(".".join(self.directory.parts[-2:]))
+
+
+def allocate(
+    config: RunConfig, site: Site, nodes: int | None, over: Mapping[str, Any] | None = None
+) -> TrainingRun:
+    """Choose the nodes and the tasks per node of a run.
+
+    Args:
+        config: The run.
+        site: The cluster.
+        nodes: Nodes to request; by default as many as parallel.world_size needs, else one.
+        over: In a sweep, the keys and values that distinguish this run.
+
+    Returns:
+        The run with its allocation. Every node gets the same number of tasks.
+
+    Raises:
+        ConfigError: The site has too few nodes, the ranks cannot be divided evenly, the site's
+            processors do not support the run's precision, Slurm cannot use the run's directory, or
+            the parallel layout does not fit the number of ranks.
+    """
+    world_size, max_tasks = config.parallel.world_size, site.max_tasks_per_node
+    size = f"{max_tasks} GPUs" if site.gpus_per_node else f"room for {max_tasks} ranks"
+    num_nodes = nodes or math.ceil((world_size or max_tasks) / max_tasks)
+    if num_nodes > site.nodes:
+        largest = f" or --set parallel.world_size={site.nodes * max_tasks}" if world_size else ""
+        raise ConfigError(
+            f"nodes = {num_nodes}: site {site.name} has {site.nodes} nodes with {size} each. "
+            f"Request fewer with --nodes{largest}"
+        )
+    tasks = max_tasks if world_size is None else world_size // num_nodes
+    # sbatch and srun get --ntasks-per-node, one number for all nodes.
+    if world_size is not None and (world_size % num_nodes or not 0 < tasks <= max_tasks):
+        raise ConfigError(
+            f"parallel.world_size = {world_size}: not {num_nodes} times 1 to {max_tasks}. Every "
+            f"node takes the same number of ranks, and a node of site {site.name} has {size}. "
+            f"Choose --nodes, or --set parallel.world_size={num_nodes * max_tasks}"
+        )
+    if config.train.precision not in site.precisions:
+        processors = f"the {site.gpu} GPUs" if site.gpu else "the processors"
+        raise ConfigError(
+            f"train.precision = {config.train.precision}: not supported by {processors} of site "
+            f"{site.name}, which compute in {', '.join(site.precisions)}. "
+            f"Set train.precision={site.precisions[-1]}"
+        )
+    # Refuses ranks that tensor x pipeline parallelism or the batch sizes cannot be divided among.
+    config.layout(num_nodes * tasks)
+    # Absolute, because the job gets this path whatever directory it starts in.
+    directory = Path.cwd() / config.directory
+    check_path("run.directory", directory)
+    return TrainingRun(config, directory, num_nodes, tasks, over or {})
+
+
+def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -> None:
+    """Check that runs may be submitted: unfinished, in no other job, and with their data built.
+
+    Args:
+        runs: The runs.
+        site: The cluster.
+        dry_run: Print a warning instead of refusing when data is missing, because a dry run is
+            useful before the corpus has been downloaded.
+
+    Raises:
+        ConfigError: A run is finished or in a job already, or its data is not built.
+        SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
+    """
+    # It becomes the job's --chdir, since relative paths in the config begin there.
+    check_path("the directory you are in", Path.cwd())
+    for run in runs:
+        if is_finished(run.directory, run.config.train.num_steps):
+            raise ConfigError(
+                f"run.directory = {run.config.run.directory}: this run is finished. To train it "
+                "further, increase train.num_steps; for a new run, choose another directory"
+            )
+    _check_not_in_a_job(runs)
+    # Usually one data set, which all runs of a sweep share.
+    for data in dict.fromkeys(run.config.data_directory for run in runs):
+        missing = [data / name for name in DATA_MANIFESTS if not (data / name).is_file()]
+        if missing and not dry_run:
+            raise ConfigError(
+                f"data.directory = {data}: no built data set ({missing[0]} is missing). Build it "
+                "first with `pretrain data build CONFIG`"
+            )
+        if missing:
+            print(
+                f"warning: data.directory = {data}: not built yet; run `pretrain data build "
+                "CONFIG` before you submit",
+                file=sys.stderr,
+            )
+
+
+def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
+    """Raise ConfigError when a job of one of the runs is pending or running.
+
+    A second job would do no damage, since the lock in RUN/attempts admits one attempt at a time,
+    but it would hold its nodes only to fail.
+    """
+    sent = {
+        record.job_id: run
+        for run in runs
+        for record in read_jobs(run.directory)
+        if record.kind == JobKind.TRAIN
+    }
+    states = slurm.jobs(sent)
+    if states is None:
+        job_id, run = list(sent.items())[-1]
+        raise slurm.SlurmAway(
+            f"squeue: slurmctld does not answer, so it is unknown if job {job_id} still trains "
+            f"{run.directory}. Try again later"
+        )
+    for job_id, run in sent.items():
+        # squeue forgets a job minutes after its end (MinJobAge), so one without a state is over.
+        if job_id in states and not states[job_id].is_over:
+            raise ConfigError(
+                f"run.directory = {run.config.run.directory}: job {job_id} "
+                f"({states[job_id].state}) trains this run. Wait until it ends, or cancel it with "
+                f"`scancel {job_id}`"
+            )
