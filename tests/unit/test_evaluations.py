@@ -171,7 +171,7 @@ SUBMIT = [
         (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
-        (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: there are"),
+        (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
         (
             ["--evaluate-checkpoints", "--evaluation-tasks", "9"],
@@ -339,7 +339,7 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
             time.sleep(0.02)
         # Beside it nobody begins, and nobody waits for it.
         assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
-        assert f"{STEP}: left to another" in capfd.readouterr().err
+        assert f"{STEP}: another job is evaluating it" in capfd.readouterr().err
         assert not (tmp_path / "evaluations" / STEP).exists()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
