@@ -167,8 +167,8 @@ SUBMIT = [
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--lengths", "128"], "want --evaluate-checkpoints too"),
-        (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
+        (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
+        (["--evaluation-time", "30"], "--evaluation-time 30: has no effect without --evaluate-"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
