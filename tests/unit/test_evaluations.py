@@ -169,8 +169,8 @@ SUBMIT = [
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--lengths", "128"], "want --evaluate-checkpoints too"),
-        (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
+        (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
+        (["--evaluation-time", "30"], "--evaluation-time 30: has no effect without --evaluate-"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
@@ -341,7 +341,7 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
             time.sleep(0.02)
         # Beside it nobody begins, and nobody waits for it.
         assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
-        assert f"{STEP}: left to another" in capfd.readouterr().err
+        assert f"{STEP}: another job is evaluating it" in capfd.readouterr().err
         assert not (tmp_path / "evaluations" / STEP).exists()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)

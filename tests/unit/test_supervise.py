@@ -17,8 +17,10 @@ import pytest
 from pretrain.config import load_config
 from pretrain.launcher.node import supervise
 from pretrain.launcher.node.local import run_locally
-from pretrain.launcher.node.srun import _failure
-from pretrain.launcher.node.supervise import Signals, Supervisor, Watchdog, without_progress
+from pretrain.launcher.node.signals import Signals
+from pretrain.launcher.node.srun import _first_failure
+from pretrain.launcher.node.supervise import Supervisor, without_progress
+from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
@@ -195,7 +197,7 @@ def test_a_paused_rank_is_found_and_every_rank_says_where_it_was(tmp_path, capfd
     )
     said = capfd.readouterr().err
     assert (
-        "; every rank writes its stacks into its log, then is ended" in said
+        "; every rank writes its stacks to its log and is then killed" in said
         and "starting again from scratch" in said
     )
     for text in (said, (tmp_path / "logs/rank-1.log").read_text()):
@@ -503,7 +505,7 @@ def test_the_first_to_fail_is_read_from_what_srun_wrote(tmp_path, said, code, ex
     """Lines as Slurm 22.05 wrote them."""
     log = tmp_path / "attempt-0001.log"
     log.write_text("\n".join(["0: training", *said]) + "\n")
-    reason, first = _failure(log, code)
+    reason, first = _first_failure(log, code)
     assert (reason.replace(str(log), "LOG"), first) == expected
 
 
