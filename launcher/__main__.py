@@ -4,7 +4,7 @@ Batch scripts start it this way, because they know the path of the Python interp
 of the installed command.
 """
 
-from pretrain.launcher.cli import main
+from pretrain.launcher.main import main
 
 if __name__ == "__main__":
     main()

@@ -7,27 +7,25 @@ its function, to keep the others quick.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config
+from pretrain.config import ConfigError, EvaluationRequest, load_config
+from pretrain.config.arguments import Config, Overrides
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
-    Config,
     DryRun,
     EvaluationTasks,
     EvaluationTime,
     Lengths,
     MaxTokens,
     Nodes,
-    Overrides,
     Protocols,
     Resume,
     Run,
@@ -43,6 +41,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    # The subcommands inherit this from the app.
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -250,8 +250,9 @@ def evaluate_checkpoints(
     """Evaluate the checkpoints of a run.
 
     Submits a Slurm job for each. This does afterwards what `launcher submit
-    --evaluate-checkpoints` does from the start. The run may be finished or still train: checkpoints that it saves later are evaluated too, until `launcher
-    cancel`. Checkpoints with a result are left out, and those that were given up are tried again.
+    --evaluate-checkpoints` does from the start. The run may be finished or still train:
+    checkpoints that it saves later are evaluated too, until `launcher cancel`. Checkpoints with a
+    result are left out, and those that were given up are tried again.
 
     Run this in the directory in which you started training: the config's relative paths start
     there.
@@ -438,30 +439,3 @@ def _print_summary(run: Path, code: int) -> None:
 
     if code in (ExitCode.FINISHED, ExitCode.STOPPED):
         print(summary(run), file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    """Run the command line.
-
-    Exit codes: 2 for wrong input and 1 for a failed run or a file system that refuses, each with
-    `error: ...` lines on stderr and without a traceback. `local` exits with the code of the ranks.
-    Any other exception is a bug and keeps its traceback.
-    """
-    # Files that the launcher and its jobs write are readable by their owner and group only.
-    os.umask(0o027)
-    try:
-        app()
-    except ConfigError as error:
-        _exit_with_error(str(error), ExitCode.BAD_INPUT)
-    except RunFailed as error:
-        _exit_with_error(str(error), ExitCode.FAILED)
-    except OSError as error:
-        # Without a filename the message has all that is known, as for a broken pipe.
-        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        _exit_with_error(named, ExitCode.FAILED)
-
-
-def _exit_with_error(message: str, code: ExitCode) -> None:
-    """Print each line of an error to stderr, and exit."""
-    print("\n".join(f"error: {line}" for line in message.splitlines()), file=sys.stderr)
-    sys.exit(code)

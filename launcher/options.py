@@ -7,20 +7,6 @@ from typing import Annotated
 
 import typer
 
-Config = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
-    ),
-]
-Overrides = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
-    ),
-]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
 SiteFile = Annotated[
     Path,

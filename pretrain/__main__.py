@@ -1,6 +1,6 @@
 """Run the `pretrain` command as `python -m pretrain`."""
 
-from pretrain.cli import main
+from pretrain.main import main
 
 if __name__ == "__main__":
     main()

@@ -8,16 +8,9 @@ refused at once.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import os
-import re
-import signal
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -25,12 +18,13 @@ import typer
 from pretrain.config import (
     ConfigError,
     EvaluationRequest,
-    RunFailed,
     dump_config,
     load_config,
     writing,
 )
+from pretrain.config.arguments import Config, Overrides
 from pretrain.config.shipped import list_shipped
+from pretrain.exits import leave
 from pretrain.rundir.states import ExitCode
 from pretrain.train.stopping import Requests
 
@@ -47,20 +41,6 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 
-Config = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
-    ),
-]
-Overrides = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
-    ),
-]
 Source = Annotated[
     Path,
     typer.Argument(
@@ -224,7 +204,7 @@ def train(
     if not code:
         topology.finish()
     # All files are closed. An ordinary exit would take seconds to unload the imported libraries.
-    _leave(code)
+    leave(code)
 
 
 @app.command()
@@ -389,98 +369,3 @@ def bench_attention(
     if write is not None:
         with writing(write):
             write.write_text(text)
-
-
-def main() -> None:
-    """Run the command and end the process with its exit code.
-
-    Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
-    130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
-    own.
-    """
-    # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
-    warnings.simplefilter("ignore")
-    interrupts = _record_interrupts()
-    try:
-        app()
-    except SystemExit as end:
-        # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
-        if not (end.code and interrupts):
-            raise
-        _leave(ExitCode.INTERRUPTED, "interrupted")
-    except BaseException as error:
-        # Libraries turn a KeyboardInterrupt into errors of their own: the record decides, not the
-        # type.
-        if interrupts:
-            _leave(ExitCode.INTERRUPTED, "interrupted")
-        if isinstance(error, ConfigError | RunFailed):
-            bad_input = isinstance(error, ConfigError)
-            code = ExitCode.BAD_INPUT if bad_input else ExitCode.FAILED
-            _leave(code, *(f"error: {line}" for line in str(error).splitlines()))
-        if isinstance(error, OSError):
-            named = error.filename and error.strerror
-            what = f"{error.filename}: {error.strerror}" if named else str(error)
-            _leave(ExitCode.FAILED, f"error: {what}")
-        if lost := _lost_connection(error):
-            _leave(
-                ExitCode.FAILED,
-                f"error: lost the connection to another rank ({lost}). "
-                "The output of that rank says why it ended",
-            )
-        raise
-
-
-def _lost_connection(error: BaseException) -> str | None:
-    """Return what gloo or NCCL says about a peer that ended; None for any other error.
-
-    A traceback of every surviving rank would hide the message of the one rank that failed.
-    """
-    said = re.search(
-        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)"
-        r"|remote process exited[^.]*",
-        str(error),
-    )
-    return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None
-
-
-def _record_interrupts() -> list[int]:
-    """Return a list that grows with every Ctrl-C from now on; each still raises KeyboardInterrupt.
-
-    Where Ctrl-C is ignored, as in a shell's background job, it stays ignored.
-    """
-    recorded: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        recorded.append(number)
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, record)
-    return recorded
-
-
-def _leave(code: int, *lines: str) -> None:
-    """Print `lines` to stderr and end the process at once with `code`.
-
-    os._exit instead of sys.exit: an orderly exit destroys the process group, which waits for ranks
-    that have not failed.
-    """
-    prefix = _rank_prefix()
-    sys.stdout.flush()
-    text = "".join(f"{prefix}{line}\n" for line in lines)
-    # One write, so that the lines of ranks that share a terminal do not mix.
-    print(text, end="", file=sys.stderr, flush=True)
-    os._exit(code)
-
-
-def _rank_prefix() -> str:
-    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a single process."""
-    # Without pretrain.topology, or in the middle of its import, no rank has been assigned yet.
-    process = getattr(sys.modules.get("pretrain.topology"), "Process", None)
-    if process is None:
-        return ""
-    # An incomplete environment may be the very error that is being reported.
-    with contextlib.suppress(ConfigError):
-        if rank := process.from_environment().rank:
-            return f"rank {rank}: "
-    return ""

@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 300
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of every command: two ranks need no second GPU, and numbers repeat bit for bit."""
 PRETRAIN = (sys.executable, "-m", "pretrain")
-LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.cli import main; main()")
+LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.main import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -194,7 +194,7 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
-    from pretrain.cli import main
+    from pretrain.main import main
 
     sys.argv = ["pretrain", *arguments]
     main()

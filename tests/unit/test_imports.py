@@ -20,7 +20,9 @@ FLOORS = [
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
+    {"pretrain.exits"},
     {"pretrain.cli"},
+    {"pretrain.main"},
     {"pretrain.__main__"},
 ]
 BESIDE = {
@@ -32,9 +34,13 @@ BESIDE = {
 LAUNCHER = "pretrain.launcher"
 LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
 LAUNCHER_FLOORS = [
-    {f"{LAUNCHER}.{name}" for name in ("terminal", "slurm", "cluster", "job", "evaluations")},
+    {
+        f"{LAUNCHER}.{name}"
+        for name in ("terminal", "slurm", "cluster", "job", "evaluations", "options")
+    },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.cli"},
+    {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},
 ]
 LINKED = ("kernels", "launcher")  # folders at the top level, which pretrain/ links to

@@ -246,7 +246,7 @@ def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
 
 # ---- the command line ----------------------------------------------------------------------------
 def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from pretrain.launcher.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from pretrain.launcher.main import main; main()", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -307,10 +307,10 @@ def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypa
     (tmp_path / "pretrain").mkdir()
     (tmp_path / "pretrain/__main__.py").write_text("import sys; print(sys.argv[1:])")
     code = f"""
-import os, pretrain.launcher.cli as cli
+import os, pretrain.launcher.cli as cli, pretrain.launcher.main as main
 os.environ['PYTHONPATH'] = {str(tmp_path)!r}
 os.chdir({str(tmp_path)!r})
-cli.main()
+main.main()
 """
     config = str(ROOT / "configs/demo.toml")
     arguments = ["--set", f"run.directory={tmp_path}/run", "--set", "train.num_steps=70"]

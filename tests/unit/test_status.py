@@ -311,7 +311,7 @@ def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
         f"from pretrain.launcher.login import tables; {before}"
-        "from pretrain.launcher.cli import main; main()"
+        "from pretrain.launcher.main import main; main()"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, *words],

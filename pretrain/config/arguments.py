@@ -1,0 +1,23 @@
+"""Arguments that several commands of `pretrain` and `launcher` share, with their --help texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
+    ),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
+    ),
+]

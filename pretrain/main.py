@@ -1,0 +1,81 @@
+"""Run the `pretrain` command, and turn every way in which it can end into an exit code."""
+
+from __future__ import annotations
+
+import re
+import signal
+import warnings
+from types import FrameType
+
+from pretrain.cli import app
+from pretrain.config import ConfigError, RunFailed
+from pretrain.exits import leave
+from pretrain.rundir.states import ExitCode
+
+
+def main() -> None:
+    """Run the command and end the process with its exit code.
+
+    Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
+    130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
+    own.
+    """
+    # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
+    warnings.simplefilter("ignore")
+    interrupts = _record_interrupts()
+    try:
+        app()
+    except SystemExit as end:
+        # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
+        if not (end.code and interrupts):
+            raise
+        leave(ExitCode.INTERRUPTED, "interrupted")
+    except BaseException as error:
+        # Libraries turn a KeyboardInterrupt into errors of their own: the record decides, not the
+        # type.
+        if interrupts:
+            leave(ExitCode.INTERRUPTED, "interrupted")
+        if isinstance(error, ConfigError | RunFailed):
+            bad_input = isinstance(error, ConfigError)
+            code = ExitCode.BAD_INPUT if bad_input else ExitCode.FAILED
+            leave(code, *(f"error: {line}" for line in str(error).splitlines()))
+        if isinstance(error, OSError):
+            named = error.filename and error.strerror
+            what = f"{error.filename}: {error.strerror}" if named else str(error)
+            leave(ExitCode.FAILED, f"error: {what}")
+        if lost := _lost_connection(error):
+            leave(
+                ExitCode.FAILED,
+                f"error: lost the connection to another rank ({lost}). "
+                "The output of that rank says why it ended",
+            )
+        raise
+
+
+def _lost_connection(error: BaseException) -> str | None:
+    """Return what gloo or NCCL says about a peer that ended; None for any other error.
+
+    A traceback of every surviving rank would hide the message of the one rank that failed.
+    """
+    said = re.search(
+        r"gloo/transport/\S+ ((?:Connection|Read error|Write error).*?)(?:\. |$)"
+        r"|remote process exited[^.]*",
+        str(error),
+    )
+    return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None
+
+
+def _record_interrupts() -> list[int]:
+    """Return a list that grows with every Ctrl-C from now on; each still raises KeyboardInterrupt.
+
+    Where Ctrl-C is ignored, as in a shell's background job, it stays ignored.
+    """
+    recorded: list[int] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        recorded.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, record)
+    return recorded
