@@ -204,9 +204,9 @@ def sweep(
 ) -> None:
     """Train one run for each combination of values.
 
-    Submits one job array to a Slurm cluster. Each run has a directory below the config's run.directory, named after
-    its values, such as RUN/alibi-512. Runs that are finished are left out, so the same command
-    submits what is missing.
+    Submits one job array to a Slurm cluster. Each run has a directory below the config's
+    run.directory, named after its values, such as RUN/alibi-512. Runs that are finished are left
+    out, so the same command submits what is missing.
 
     \b
     Example:
@@ -246,9 +246,10 @@ def evaluate_checkpoints(
 ) -> None:
     """Evaluate the checkpoints of a run.
 
-    Submits a Slurm job for each. This does afterwards what `launcher submit --evaluate-checkpoints` does from the start. The run may
-    be finished or still train: checkpoints that it saves later are evaluated too, until `launcher
-    cancel`. Checkpoints with a result are left out, and those that were given up are tried again.
+    Submits a Slurm job for each. This does afterwards what `launcher submit
+    --evaluate-checkpoints` does from the start. The run may be finished or still train: checkpoints
+    that it saves later are evaluated too, until `launcher cancel`. Checkpoints with a result are
+    left out, and those that were given up are tried again.
 
     Run this in the directory in which you started training: the config's relative paths start
     there.
@@ -344,7 +345,8 @@ def cancel(
 ) -> None:
     """End the Slurm jobs of a run.
 
-    These are its training and the evaluations of its checkpoints. `launcher requeue` starts the run again from its newest checkpoint.
+    These are its training and the evaluations of its checkpoints. `launcher requeue` starts the run
+    again from its newest checkpoint.
 
     \b
     Example:

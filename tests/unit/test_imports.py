@@ -32,7 +32,10 @@ BESIDE = {
 LAUNCHER = "pretrain.launcher"
 LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
 LAUNCHER_FLOORS = [
-    {f"{LAUNCHER}.{name}" for name in ("terminal", "slurm", "cluster", "job", "evaluations")},
+    {
+        f"{LAUNCHER}.{name}"
+        for name in ("terminal", "options", "slurm", "cluster", "job", "evaluations")
+    },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.__main__"},
