@@ -128,9 +128,9 @@ class Job:
 
         That is srun with one task per GPU, then the site's container.
         """
-        # A job step does not inherit these options from the job in every version of Slurm:
-        # srun --cpus-per-task, for one, has to be given since 22.05. A step
-        # without --mem may use all of the job's memory.
+        # A job step does not inherit these options from the job in every version of Slurm: srun
+        # --cpus-per-task, for one, has to be given since 22.05. A step without --mem may use all
+        # of the job's memory.
         share = [
             f"--{name}={value}"
             for name, value in self._share().items()
@@ -140,8 +140,12 @@ class Job:
             "srun",
             *share,
             f"--ntasks={self.num_tasks}",
+            # Ranks that wait for a failed one in a collective operation would never end.
             "--kill-on-bad-exit=1",
+            # The same for a rank that ended with 0 too early.
             f"--wait={WAIT_SECONDS}",
+            # Each line of output begins with its rank, by which `launcher logs` and SrunRanks
+            # tell the ranks apart.
             "--label",
             *self.site.container,
         ]

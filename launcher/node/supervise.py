@@ -164,7 +164,7 @@ class Supervisor:
             self._record(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, reason))
             raise
         finally:
-            # The heartbeat is stopped last: the run must stay ours while an evaluation is sent.
+            # In reverse, so that the heartbeat goes on while a call to `evaluate` ends.
             for thread in reversed(threads):
                 thread.stop()
         end = self._conclude(attempt, verdict)
@@ -255,11 +255,13 @@ class Supervisor:
             return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
         if code == ExitCode.STOPPED:
             return Verdict(Outcome.STOPPED, code, f"saved at {at}")
+        if code == ExitCode.RESTART:
+            # A signal to stop may have come while the ranks saved for a restart.
+            outcome = Outcome.STOPPED if self.signals.stops else Outcome.RESTART
+            return Verdict(outcome, code, f"saved at {at}")
         if self.signals.stops:
             reason = f"asked to stop at {at}, but no checkpoint was saved: {ranks.failure}"
             return Verdict(Outcome.STOPPED, code, reason)
-        if code == ExitCode.RESTART:
-            return Verdict(Outcome.RESTART, code, f"saved at {at}")
         return Verdict(Outcome.FAILED, code, f"{ranks.failure}, at {at}")
 
     def _conclude(self, attempt: Attempt, verdict: Verdict) -> End:
@@ -327,8 +329,8 @@ class Supervisor:
         try:
             attempt.end(verdict.outcome, verdict.code, verdict.reason, steps)
         except OSError as error:
-            # As on a full disk. Nothing else is lost: the next attempt sees that this process is
-            # gone.
+            # As on a full disk. The run is not blocked by that: the next attempt finds that this
+            # process has ended.
             say(
                 f"{attempt.directory}: cannot record how the attempt ended ({error.strerror}). "
                 "Free disk space; the run can be started again"

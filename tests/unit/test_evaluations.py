@@ -1,4 +1,8 @@
-"""Evaluation jobs without Slurm: what waits for one, who gets a checkpoint, what a kill leaves. Real processes throughout."""
+"""Test evaluation jobs without Slurm, with real processes.
+
+Tested are which checkpoints wait for an evaluation, that one of several jobs gets a checkpoint, and
+what a job leaves when it is killed.
+"""
 
 import json
 import multiprocessing
@@ -39,7 +43,7 @@ def waiting(run: Path) -> list[str]:
 
 
 class Shell:
-    """Ranks that are a shell's command: a real process, without what importing torch costs."""
+    """Ranks that run a shell command, a real process that starts quickly."""
 
     failure = ""
 
@@ -55,8 +59,12 @@ class Shell:
 
 
 def evaluating(run, seconds=0.0):
-    """`start` of evaluate_once: notes the begin, takes its time, and leaves a curve.json."""
-    script = 'echo begun >> "$2"; mkdir -p "$(dirname "$1")" && echo half > "$1" && sleep "$3" && echo "{}" > "$1"'
+    """Return a `start` for evaluate_once, whose ranks write run/begun, then a curve.json.
+
+    Half of the curve is written `seconds` before the rest.
+    """
+    script = 'echo begun >> "$2"; mkdir -p "$(dirname "$1")" && echo half > "$1" '
+    script += '&& sleep "$3" && echo "{}" > "$1"'
     return lambda out: Shell(script, out, run / "begun", seconds)
 
 
@@ -75,7 +83,7 @@ def make_training(run, tasks_per_node=8):
 
 
 def planned(run, **changes):
-    """A run with a plan."""
+    """Write a plan for evaluations into a run's directory, and return it."""
     request = EvaluationRequest((32, 64), ("nonoverlapping",), None, 1000)
     plan = make_plan(tiny_config(**changes), run, make_training(run), EvaluationOptions(request))
     write_plan(run, plan)
@@ -83,7 +91,7 @@ def planned(run, **changes):
 
 
 def save(run, step):
-    """A complete checkpoint, as far as the launcher looks at one."""
+    """Make a checkpoint that the launcher takes for complete, and return its name."""
     checkpoint = run / f"checkpoints/step-{step:08d}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
@@ -104,9 +112,8 @@ def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     arguments = plan.job.arguments()
     assert {"--nodes=1", "--ntasks-per-node=8", "--requeue", "--time=12:00:00"} <= set(arguments)
     assert not any(argument.startswith("--signal") for argument in arguments)
-    values = json.loads(
-        RunPaths(tmp_path).evaluation_plan.read_text()
-    )  # what else reads it relies on these
+    # Other readers of the file rely on these keys.
+    values = json.loads(RunPaths(tmp_path).evaluation_plan.read_text())
     asked = {
         "lengths": [32, 64],
         "protocols": ["nonoverlapping"],
@@ -191,7 +198,8 @@ def test_what_cannot_be_asked_for_is_refused_at_submission(tmp_path, monkeypatch
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
+    # No sbatch is found.
+    monkeypatch.setenv("PATH", str(tmp_path))
     options = [
         "--set",
         f"run.directory={tmp_path}/run",
@@ -214,19 +222,23 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, caps
 def test_what_waits_for_an_evaluation(tmp_path):
     assert waiting(tmp_path) == []
     two, one = save(tmp_path, 20), save(tmp_path, 10)
-    assert waiting(tmp_path) == []  # nobody asked for evaluations
+    # Without a plan nothing is evaluated.
+    assert waiting(tmp_path) == []
     planned(tmp_path)
     assert waiting(tmp_path) == [one, two]
     (tmp_path / "checkpoints/.step-00000030.partial").mkdir()
-    (tmp_path / "checkpoints/step-00000030").mkdir()  # no manifest: not complete
-    (tmp_path / "evaluations/claims" / two).mkdir(parents=True)  # begun, not finished
+    # A checkpoint without a manifest is not complete.
+    (tmp_path / "checkpoints/step-00000030").mkdir()
+    # An evaluation that was claimed has no result yet.
+    (tmp_path / "evaluations/claims" / two).mkdir(parents=True)
     (tmp_path / "evaluations" / one).mkdir()
     assert waiting(tmp_path) == [two]
 
 
 def test_a_paused_run_sends_nothing_until_it_goes_on(tmp_path):
-    for nothing in (evaluations.pause, evaluations.resume):
-        nothing(tmp_path)  # a run without a plan
+    # On a run without a plan both do nothing.
+    for change in (evaluations.pause, evaluations.resume):
+        change(tmp_path)
     plan, name = planned(tmp_path), save(tmp_path, 10)
     evaluations.pause(tmp_path)
     assert waiting(tmp_path) == []
@@ -259,11 +271,15 @@ def test_giving_up_does_not_hide_a_result(tmp_path):
 
 
 def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
-    """Without Slurm's commands, or with a damaged plan: said, once a minute or when there is a new checkpoint."""
+    """Without Slurm's commands or with a damaged plan there is a message, and no exception.
+
+    It is printed once a minute, or when there is a new checkpoint.
+    """
     monkeypatch.setenv("PATH", str(tmp_path))
     planned(tmp_path)
     submit_pending(tmp_path)
-    assert capsys.readouterr().err == ""  # nothing waits: nobody is asked
+    # No checkpoint waits, so Slurm is not asked.
+    assert capsys.readouterr().err == ""
     save(tmp_path, 10)
     submit_pending(tmp_path)
     assert "sbatch: no such command here" in capsys.readouterr().err
@@ -339,7 +355,7 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
         while not list(tmp_path.glob(f"evaluations/claims/{STEP}/attempts/0001/result/curve.json")):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        # Beside it nobody begins, and nobody waits for it.
+        # A second evaluation of the checkpoint neither begins nor waits.
         assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
         assert f"{STEP}: another job is evaluating it" in capfd.readouterr().err
         assert not (tmp_path / "evaluations" / STEP).exists()
@@ -363,7 +379,7 @@ def test_a_failure_leaves_no_result_and_can_be_tried_again(tmp_path, capsys):
 
 
 def test_who_lost_its_claim_publishes_nothing(tmp_path):
-    """Taken for dead (a frozen host), while another evaluates: the other's result is the one."""
+    """A job that was taken for dead, as on a suspended host, leaves the result to the other job."""
     claims = tmp_path / "evaluations/claims" / STEP / "attempts"
 
     def start(out):
@@ -376,7 +392,7 @@ def test_who_lost_its_claim_publishes_nothing(tmp_path):
 
 
 def test_what_was_finished_while_we_asked_is_not_made_again(tmp_path):
-    """Its owner, another job on another host, publishes and ends between our first look and our claim."""
+    """Another job publishes its result and ends between the first look and the claim."""
     held = Attempt.begin(
         tmp_path / "evaluations/claims" / STEP, Owner(nonce="other", host="n7", slurm_job_id="7")
     )

@@ -1,4 +1,7 @@
-"""Jobs: sbatch's arguments, the script as bash reads it, what is refused before anything is sent, and what is recorded."""
+"""Test jobs before they are submitted.
+
+Tested are sbatch's arguments, the script as bash runs it, what is refused, and jobs.jsonl.
+"""
 
 import json
 import os
@@ -141,11 +144,13 @@ def test_names_in_the_logs_path_are_not_slurms_patterns():
 
 
 def test_the_script_passes_every_value_exactly(tmp_path):
-    """Bash runs the script: directory, environment and command arrive as they were, and nothing else happens."""
+    """bash runs the script: directory, environment and command arrive unchanged; no more is run."""
     (work := tmp_path / "work").mkdir()
     for number, text in enumerate(HOSTILE):
         (directory := work / f"{number}{text}").mkdir()
-        code = "import json, os, sys; print(json.dumps([os.getcwd(), os.environ['VALUE'], os.umask(0), *sys.argv[1:]]))"
+        code = "import json, os, sys\n"
+        code += "seen = [os.getcwd(), os.environ['VALUE'], os.umask(0), *sys.argv[1:]]\n"
+        code += "print(json.dumps(seen))"
         made = job(
             CPU | {"environment": {"VALUE": text}},
             directory=directory,
@@ -323,7 +328,8 @@ def built_data(tmp_path):
 # ---- the signal before the limit -----------------------------------------------------------------
 def test_the_signal_is_estimated_from_the_size_of_the_model(tmp_path):
     config = load_config("configs/cc100_roberta/alibi_1024.toml")
-    # 1.36 billion parameters of 12 bytes at 200 MB/s are 81.6 s, twice; a minute a step and Slurm's own minute.
+    # 1.36 billion parameters of 12 bytes at 200 MB/s take 81.6 s, twice. A step takes a minute, and
+    # Slurm may send the signal a minute early.
     assert signal_seconds(TrainingRun(config, tmp_path / "none", 16, 8)) == pytest.approx(
         2 * 81.6 + 60 + 60, abs=2
     )

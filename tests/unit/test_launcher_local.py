@@ -1,4 +1,7 @@
-"""Starting and ending processes, with real ones: exit codes, places, logs, signals, and that none is left behind."""
+"""Test `launcher local` with real processes.
+
+Tested are exit codes, the ranks' environment, logs and signals, and that no process is left behind.
+"""
 
 import os
 import re
@@ -14,7 +17,7 @@ from pretrain.config import ConfigError, load_config
 from pretrain.launcher.node.local import run_locally
 
 ROOT = Path(__file__).parents[2]
-PLACES = (
+RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -23,7 +26,8 @@ PLACES = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
 )
-PATIENCE_SECONDS = 20.0  # for things that take milliseconds on an idle machine
+PATIENCE_SECONDS = 20.0
+"""The longest wait for what takes milliseconds on an idle machine."""
 
 
 def python(code: str) -> list[str]:
@@ -35,7 +39,7 @@ def python(code: str) -> list[str]:
 
 
 def run_processes(command: list[str], nproc: int, run: Path) -> int:
-    """The processes of one attempt at a run in `run`."""
+    """Run a command as the ranks of a single attempt, in the run's directory `run`."""
     settings = [f"run.directory={run}", "recovery.max_restarts=0"]
     return run_locally(load_config(ROOT / "configs/demo.toml", settings), nproc, command, [])
 
@@ -48,7 +52,7 @@ def wait_until(condition) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` runs: not gone, and not a zombie that waits for a parent to take note."""
+    """Return True if a process runs. A zombie has ended, and waits for its parent to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
@@ -56,11 +60,11 @@ def alive(pid: int) -> bool:
 
 
 class Launched:
-    """`run_processes` in a Python process of its own, so that it can be signalled; ranks leave their ids in files."""
+    """`run_processes` in a process of its own, for signals. The ranks leave their ids in files."""
 
     def __init__(self, folder: Path, code: str, nproc: int = 2) -> None:
         self.folder, self.nproc = folder, nproc
-        # Written aside and renamed: a file that is there is whole.
+        # Written under another name and renamed, so that a file that exists is complete.
         note = f"open({str(folder)!r} + f'/new-{{rank}}', 'w').write(str(os.getpid()))\n"
         note += (
             f"os.rename({str(folder)!r} + f'/new-{{rank}}', {str(folder)!r} + f'/pid-{{rank}}')\n"
@@ -68,7 +72,8 @@ class Launched:
         setup, _, work = code.partition("---\n")
         command = python(setup + note + work)
         run = (
-            f"from pathlib import Path; from tests.unit.test_launcher_local import run_processes; import sys\n"
+            "import sys; from pathlib import Path\n"
+            "from tests.unit.test_launcher_local import run_processes\n"
             f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r})))"
         )
         self.process = subprocess.Popen(
@@ -78,20 +83,21 @@ class Launched:
         self.ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(nproc)]
 
     def end(self) -> tuple[int, str]:
-        """Waits for the launcher; its exit code and what it wrote on stderr."""
+        """Wait for the launcher; return its exit code and what it wrote to stderr."""
         _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode, errors
 
 
-def test_every_rank_is_told_its_place(tmp_path, monkeypatch):
+def test_every_rank_gets_the_variables_of_torch_distributed(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     folder = str(tmp_path)
-    code = f"open({folder!r} + f'/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {PLACES!r}))"
+    code = f"values = [os.environ[name] for name in {RANK_VARIABLES!r}]\n"
+    code += f"open({folder!r} + f'/{{rank}}', 'w').write(' '.join(values))"
     assert run_processes(python(code), 3, tmp_path) == 0
-    places = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    values = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
-    port = places[0][5]
-    assert places == [[str(r), str(r), "3", "3", "127.0.0.1", port, threads] for r in range(3)]
+    port = values[0][5]
+    assert values == [[str(r), str(r), "3", "3", "127.0.0.1", port, threads] for r in range(3)]
     assert 1024 <= int(port) < 65536
 
 
@@ -114,7 +120,8 @@ def test_the_exit_code_is_that_of_the_first_failure(tmp_path, code):
     failing = f"time.sleep(0.2 * rank) if rank < 2 else sys.exit({code})\ntime.sleep(60)"
     started = time.monotonic()
     assert run_processes(python(failing), 3, tmp_path) == code
-    assert time.monotonic() - started < PATIENCE_SECONDS  # the others slept on, and were ended
+    # The other ranks would sleep for longer than this: they were ended.
+    assert time.monotonic() - started < PATIENCE_SECONDS
 
 
 def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
@@ -126,10 +133,11 @@ def test_the_end_of_the_failed_ranks_log_is_shown(tmp_path, capfd):
 
 
 def test_what_rank_0_said_is_not_repeated(tmp_path, capfd):
-    alone = "if rank == 0:\n    print('error: bad input', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(60)"
+    alone = "if rank == 0:\n    print('error: bad input', file=sys.stderr)\n    sys.exit(2)\n"
+    alone += "time.sleep(60)"
     assert run_processes(python(alone), 2, tmp_path) == 2
     assert capfd.readouterr().err == "error: bad input\n"
-    # Rank 1 first, and rank 0 the same while it is being asked to stop.
+    # Rank 1 fails first, and rank 0 exits with the same code when it is asked to stop.
     after = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))\n"
     after += f"ready = {str(tmp_path / 'ready')!r}\n"
     after += "if rank == 0:\n    open(ready, 'w').close()\n    time.sleep(60)\n"
@@ -197,7 +205,8 @@ def test_a_signal_is_passed_on_and_the_run_may_finish_what_it_does(tmp_path, num
     launched = Launched(tmp_path, STOPS_IN_ITS_OWN_TIME)
     launched.process.send_signal(number)
     assert launched.end()[0] == 0
-    assert (tmp_path / "logs/rank-1.log").read_text() == f"asked by {number.name}\n"  # once
+    # The rank got the signal exactly once.
+    assert (tmp_path / "logs/rank-1.log").read_text() == f"asked by {number.name}\n"
     assert not any(alive(pid) for pid in launched.ranks)
 
 
@@ -239,7 +248,7 @@ def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"run.directory: cannot create .*file/logs \(Not a directory\). Choose another directory",
+        match=r"run.directory: cannot create .*file/logs \(Not a directory\). Choose another dir",
     ):
         run_processes(python(""), 1, tmp_path / "file")
 
@@ -274,7 +283,8 @@ def test_bad_input_is_one_plain_line_and_exit_code_2(tmp_path, arguments, expect
         and expected in done.stderr
         and len(done.stderr.splitlines()) == 1
     )
-    assert not (tmp_path / "run").exists()  # nothing was started
+    # Nothing was started.
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_option_is_exit_code_2():
@@ -303,7 +313,7 @@ def test_help_teaches_with_an_example(command):
 
 
 def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypatch):
-    # A package named pretrain that stands before ours on the ranks' path says what it was called with.
+    # Another package named pretrain, first on the ranks' path, prints its arguments.
     (tmp_path / "pretrain").mkdir()
     (tmp_path / "pretrain/__main__.py").write_text("import sys; print(sys.argv[1:])")
     code = f"""

@@ -1,7 +1,8 @@
-"""A run that is started again: real ranks that are killed, paused, asked to save, or fail, under `launcher local`'s supervisor.
+"""Test restarts: ranks that are killed, suspended, asked to save, or fail, under `launcher local`.
 
-The ranks are small programs that keep the same account and the same signals as `pretrain train`, in milliseconds a step.
-tests/slurm has the same in Slurm jobs, with the real training.
+The ranks are real processes. Each runs a small program that writes the same files and handles the
+same signals as `pretrain train`, with steps of milliseconds. tests/slurm tests the same in Slurm
+jobs, with real training.
 """
 
 import os
@@ -29,6 +30,7 @@ from tests.unit.test_launcher_local import alive, wait_until
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60
 LAST = 12
+"""Steps of a run."""
 
 TRAINING = """
 import faulthandler, glob, json, os, signal, sys, time
@@ -49,7 +51,8 @@ def progress(phase):
     count += 1
     write(attempt + '/progress', json.dumps({'count': count, 'step': step, 'phase': phase}))
 def phase(phase):
-    open(attempt + '/phases.jsonl', 'a').write(json.dumps({'at': time.time(), 'phase': phase, 'step': step}) + chr(10))
+    line = {'at': time.time(), 'phase': phase, 'step': step}
+    open(attempt + '/phases.jsonl', 'a').write(json.dumps(line) + chr(10))
     progress(phase)
 def save():
     folder = run + f'/checkpoints/step-{step:08d}'
@@ -57,13 +60,15 @@ def save():
     write(folder + '/manifest.json', '{}')
 def die(number):
     os.kill(os.getpid(), number)
-def together():  # waits for the other rank, and agrees with it on what was asked of either
+def together():
+    # Wait for the other rank, and return the same signal on both if either received one.
     mine, other = (run + f'/{number}-{step}-{r}' for r in (rank, 1 - rank))
     write(mine, str(max(asked, default=0)))
     while not os.path.exists(other):
         time.sleep(0.005)
     return max(int(open(path).read()) for path in (mine, other))
-step = max([int(path[-22:-14]) for path in glob.glob(run + '/checkpoints/step-*/manifest.json')], default=0)
+saved = glob.glob(run + '/checkpoints/step-*/manifest.json')
+step = max([int(path[-22:-14]) for path in saved], default=0)
 BEGIN
 if rank == 0:
     phase('training')
@@ -89,7 +94,13 @@ def quick(monkeypatch):
 
 
 def training(step: str = "", begin: str = "") -> list[str]:
-    """A rank's command; `begin` runs before its first step, `step` after each (step, number, rank, save, die are there)."""
+    """Return the command of a rank.
+
+    Args:
+        step: Python code to run after each step. It may use step, rank, number (of the attempt),
+            save() and die(signal).
+        begin: Python code to run before the first step.
+    """
     code = TRAINING.replace("LAST", str(LAST)).replace("BEGIN", begin)
     return [
         sys.executable,
@@ -149,7 +160,8 @@ def test_restarts_without_progress_are_limited(tmp_path, capfd):
 
 
 def test_restarts_with_progress_are_not(tmp_path):
-    step = "if rank == 0 and step == 2 * number: save()\nif rank == 0 and step == 2 * number + 1: die(9)"
+    step = "if rank == 0 and step == 2 * number: save()\n"
+    step += "if rank == 0 and step == 2 * number + 1: die(9)"
     assert train(tmp_path, training(step), "recovery.max_restarts=1") == 0
     assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed"] * 5 + ["finished"]
 
@@ -216,7 +228,8 @@ def test_the_watchdog_does_not_count_the_time_in_which_nobody_looked(tmp_path, m
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, 10.0, 100.0)
     (tmp_path / "progress").write_text('{"count": 1, "step": 7, "phase": "training"}')
-    for now[0] in (1.0, 2.0, 4000.0, 4001.0, 4007.0):  # paused between the second and the third
+    # This process is suspended between the second look and the third.
+    for now[0] in (1.0, 2.0, 4000.0, 4001.0, 4007.0):
         assert watchdog.stuck() is None
     for now[0] in (4008.0, 4009.0, 4010.0, 4011.0, 4012.0):
         found = watchdog.stuck()
@@ -228,7 +241,7 @@ def test_the_watchdog_does_not_count_the_time_in_which_nobody_looked(tmp_path, m
 
 # ---- signals -------------------------------------------------------------------------------------
 class Launched:
-    """The launcher in a process of its own, to be signalled, with ranks that never end by themselves."""
+    """The launcher in a process of its own, for signals, with ranks that wait for one."""
 
     def __init__(
         self,
@@ -267,7 +280,7 @@ def test_sigusr1_saves_and_starts_again(tmp_path):
 
 
 def test_a_signal_that_comes_before_the_ranks_can_take_it_is_not_lost(tmp_path):
-    """SIGUSR1 would end a Python that has not installed its handler yet."""
+    """SIGUSR1 would end a Python process that has not installed its handler yet."""
     launched = Launched(tmp_path)
     wait_until(lambda: read_attempts(tmp_path))
     launched.process.send_signal(signal.SIGUSR1)
@@ -313,7 +326,7 @@ def test_a_second_launcher_is_told_who_trains(tmp_path):
 
 
 def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capfd):
-    """As after a pause of its host: another attempt exists, so the ranks end at once, without saving."""
+    """As after a suspension of its host: the ranks are killed at once, without saving."""
     monkeypatch.setattr(supervise, "HEARTBEAT_SECONDS", 0.1)
 
     def take_over():
@@ -368,7 +381,7 @@ def test_what_a_restart_goes_on_from(tmp_path, resume, saves, then):
 
 
 def test_an_older_branch_of_a_run_is_gone_on_from(tmp_path):
-    """--resume step 2 of a run that has step 9: the restart takes what was saved since, not the newest by name."""
+    """With --resume step 2 of a run that has step 9, a restart takes what was saved since then."""
     for name in ("step-00000002", "step-00000009"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -397,15 +410,13 @@ def record(
         ([], None, 0),
         ([(None, "failed")], None, 1),
         ([(None, "failed")], 5, 0),
-        (
-            [(None, "failed"), (None, None), (None, "restart")],
-            None,
-            3,
-        ),  # the second died with its node
+        # The second attempt died with its node.
+        ([(None, "failed"), (None, None), (None, "restart")], None, 3),
         ([(None, "failed"), (5, "hung"), (5, "failed")], 5, 2),
         ([(None, "failed"), (5, "hung"), (5, "failed")], 6, 0),
         ([(5, "failed"), (5, "gave_up"), (5, "failed")], 5, 1),
-        ([(5, "failed", "4"), (5, "failed")], 5, 1),  # another job
+        # The first attempt was made by another job.
+        ([(5, "failed", "4"), (5, "failed")], 5, 1),
     ],
 )
 def test_attempts_without_progress(tmp_path, records, newest, count):
@@ -424,9 +435,9 @@ def test_attempts_that_take_their_supervisor_with_them_are_counted_too(tmp_path,
         for number in (1, 2):
             Attempt.begin(tmp_path)
             owner = tmp_path / f"attempts/{number:04d}/owner.json"
-            owner.write_text(
-                owner.read_text().replace('"pid_start": ', '"pid_start": 1')
-            )  # its process is gone
+            # Another start time makes this process another one: that of the attempt has died.
+            text = owner.read_text().replace('"pid_start": ', '"pid_start": 1')
+            owner.write_text(text)
         end = supervisor.make_attempt(
             Attempt.begin(tmp_path), lambda attempt: pytest.fail("started")
         )
@@ -489,12 +500,13 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
         ),
         (
             [
-                "srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"
+                "srun: error: Unable to create step for job 7: Invalid generic resource (gres) "
+                "specification"
             ],
             1,
             (
-                "srun ended with exit code 1 (Unable to create step for job 7: Invalid generic resource (gres) specification); "
-                "see LOG",
+                "srun ended with exit code 1 (Unable to create step for job 7: Invalid generic "
+                "resource (gres) specification); see LOG",
                 1,
             ),
         ),
