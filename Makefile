@@ -1,4 +1,4 @@
-# Everything runs in .venv, which `setup` makes once, and again only when a pinned dependency changes.
+# All targets run in .venv. `setup` makes it, and again only when a pinned dependency changes.
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
@@ -9,34 +9,38 @@ DEMO := runs/demo
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(SETUP)  ## make .venv and install the pinned dependencies (nothing to do the second time)
+setup: $(SETUP)  ## make .venv and install the pinned dependencies; does nothing the second time
 
-demo: $(SETUP)  ## train short, test long on Shakespeare: build data, train two models, export, compare (6 minutes, 2 cores)
+demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 	$(BIN)/pretrain data build configs/demo.toml
 	$(BIN)/launcher local configs/demo.toml --nproc 2
-	$(BIN)/launcher local configs/demo.toml --nproc 2 --set position.method=sinusoidal --set run.directory=$(DEMO)/sinusoidal
+	$(BIN)/launcher local configs/demo.toml --nproc 2 \
+	    --set position.method=sinusoidal --set run.directory=$(DEMO)/sinusoidal
 	$(BIN)/pretrain export $(DEMO)/alibi $(DEMO)/hf
 	$(BIN)/pretrain evaluate $(DEMO)/alibi $(DEMO)/sinusoidal --out $(DEMO)/report/curve.json
 
-test: $(SETUP)  ## run every test; those on a real Slurm where it is installed or can be, as root on Debian
+test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
 	$(BIN)/python -m pytest
 
-lint: $(SETUP)  ## check style, format and types
+lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-clean:  ## remove .venv, caches and the demo's files; other runs stay
+clean:  ## remove .venv, caches and the demo's files; keeps other runs
 	rm -rf .venv $(DEMO) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo 'error: $(PYTHON) is missing or older than 3.11; name another: make setup PYTHON=python3.12' >&2; exit 1; }
+	    echo 'error: $(PYTHON) is missing or older than 3.11.' \
+	        'Name another, as in: make setup PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
-	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -q -y python3-venv; } || { \
-	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; exit 1; }
+	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	        apt-get update -q && apt-get install -q -y python3-venv; } || { \
+	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
+	    exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt

@@ -14,8 +14,10 @@ arithmetic is in `pretrain.kernels.flash.tile_skipping`, on the device; the test
 Take a tile of queries and a tile of keys. Let |q| and |k| be the largest 2-norms in the tiles, and
 d the smallest distance between them.
 
-1. No score is above `most`. By Cauchy-Schwarz, s_ij <= most = log2(e) * (|scale| |q| |k| - slope
-d).
+1. No score is above `most`. By Cauchy-Schwarz,
+
+       s_ij <= most = log2(e) * (|scale| |q| |k| - slope * d).
+
 2. No logsumexp is below `floor`. A sum only grows with more terms, so L_i is at least the logsumexp
    over the query's *own* tiles, those that hold the keys at the positions of the tile's queries.
    `floor` is the lowest of these over the queries of the tile. The kernel attends to the own tiles
@@ -27,8 +29,8 @@ d).
    Then each of its weights is below 2^-need / N, and since a row has at most N keys, all weights
    that a row loses sum to less than 2^-need.
 
--|q| |k| of the own tile would be a simpler lower bound than `floor`, but a much weaker one: for
-Gaussian inputs the largest product of norms is several times the scores that occur.
+A simpler `floor` would be the lowest score that norms permit, -|scale| |q| |k_own|. It is much
+weaker: for Gaussian inputs the products of norms are several times as large as the scores.
 
 **What `need` must cover.** It is NEEDED_BITS = 24, plus:
 

@@ -1,4 +1,8 @@
-"""`python -m launcher` is `launcher`, for where only the path of the Python is known."""
+"""Run the `launcher` command as `python -m pretrain.launcher`.
+
+Batch scripts start it this way, because they know the path of the Python interpreter and not that
+of the installed command.
+"""
 
 from pretrain.launcher.cli import main
 

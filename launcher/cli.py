@@ -1,4 +1,9 @@
-"""The `launcher` command line: read the config, check it, hand over."""
+"""Define the `launcher` command: one short function per subcommand, which parses and calls.
+
+The docstring of such a function is the text of its --help, so it speaks to the user of the command
+and its options document themselves. What a subcommand needs beyond the config is imported inside
+its function, to keep the others quick.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,24 @@ from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_conf
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
+from pretrain.launcher.options import (
+    BOTH_PROTOCOLS,
+    Config,
+    DryRun,
+    EvaluationTasks,
+    EvaluationTime,
+    Lengths,
+    MaxTokens,
+    Nodes,
+    Overrides,
+    Protocols,
+    Resume,
+    Run,
+    SaveBefore,
+    SiteFile,
+    Stride,
+    TimeLimit,
+)
 from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
@@ -23,139 +46,109 @@ app = typer.Typer(
 )
 
 
-Lengths = Annotated[
-    str | None, typer.Option(help="Of evaluations: tokens, comma-separated; default: the config's.")
-]
-Protocols = Annotated[str, typer.Option(help="Of evaluations: nonoverlapping, sliding, or both.")]
-Stride = Annotated[
-    int | None, typer.Option(help="Of sliding evaluations: predictions of each window that count.")
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Of evaluations: score at most so many; default: the config's.")
-]
-BOTH = "nonoverlapping,sliding"
-
-
 @app.callback()
 def launcher() -> None:
-    """Starts a run's processes, after checking that they can work together.
+    """Start runs of `pretrain train` on this machine or on a Slurm cluster, and look after them.
 
-    Example: launcher local configs/demo.toml --nproc 2
+    Each command first checks that the processes can work together, and starts or submits nothing if
+    they cannot.
+
+    \b
+    Example, on a machine without a GPU:
+      launcher local configs/demo.toml --nproc 2
+
+    \b
+    Example, on the login node of a cluster:
+      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2
+      launcher status runs/demo/alibi --watch
     """
 
 
+# ---- training ------------------------------------------------------------------------------------
 @app.command()
 def local(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file.")],
+    config: Config,
     nproc: Annotated[
-        int, typer.Option(min=1, help="Processes to start: one a GPU, or a few on CPU cores.")
-    ],
-    overrides: Annotated[
-        list[str],
+        int,
         typer.Option(
-            "--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."
+            min=1,
+            metavar="N",
+            help="Number of processes: one per GPU, or a few that share the CPU's cores.",
         ),
-    ] = [],  # noqa: B006  typer copies it
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="auto|none|PATH", help="Where to go on from, as in `pretrain train`."),
-    ] = None,
+    ],
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    resume: Resume = None,
 ) -> None:
     """Train on this machine.
 
-    Rank 0 writes to this terminal, rank r to RUN/logs/rank-r.log. Ctrl-C stops the run at once, `kill` (SIGTERM) once it
-    has saved; a second one ends it. A rank that fails or hangs is started again, with the others, from the newest
-    checkpoint; see [recovery] in the config.
+    Rank 0 writes to this terminal, the other ranks to RUN/logs/rank-<rank>.log.
 
-    Example: launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 --set run.directory=runs/try
+    When a rank fails or hangs, all ranks are ended and started again from the newest checkpoint.
+    [recovery] in the config sets how often, and after what time without progress.
+
+    \b
+    Signals, to this command:
+      SIGINT    (Ctrl-C) end the run at once, without saving; exit with code 130
+      SIGTERM   (kill PID) save a checkpoint, then exit with code 80
+      SIGHUP    the same, when the terminal is closed
+      SIGUSR1   save a checkpoint and start the ranks again
+    A second SIGINT, SIGTERM or SIGHUP ends ranks that do not stop.
+
+    \b
+    Examples:
+      launcher local configs/demo.toml --nproc 2
+      launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
+          --set run.directory=runs/try
     """
     run = load_config(config, overrides)
-    run.layout(
-        nproc
-    )  # refuses here, before any process starts, what those processes could not share
-    arguments = [
-        str(config),
-        *(argument for override in overrides for argument in ("--set", override)),
-    ]
-    code = run_locally(run, nproc, [sys.executable, "-m", "pretrain", "train"], arguments, resume)
-    _sum_up(run.directory, code)
-    raise typer.Exit(code)
-
-
-@app.command(hidden=True)
-def attempt(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that was submitted.")],
-) -> None:
-    """Make one attempt at a run, inside its Slurm job: what the batch script of `launcher submit` calls."""
-    from pretrain.launcher.node import srun
-
-    code = srun.attempt(run)
-    _sum_up(run, code)
+    # Refuse a layout that does not fit `nproc` here, once, before every process does.
+    run.layout(nproc)
+    settings = [word for override in overrides for word in ("--set", override)]
+    train = [sys.executable, "-m", "pretrain", "train"]
+    code = run_locally(run, nproc, train, [str(config), *settings], resume)
+    _print_summary(run.directory, code)
     raise typer.Exit(code)
 
 
 @app.command()
 def submit(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run, a TOML file.")],
-    site: Annotated[
-        Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")
-    ],
-    overrides: Annotated[
-        list[str],
-        typer.Option(
-            "--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."
-        ),
-    ] = [],  # noqa: B006
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Default: what parallel.world_size needs, else one.")
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIMIT", help="As 1-00:00:00, 12:00:00 or 90 (minutes); default: the site's."
-        ),
-    ] = None,
-    save_before: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="Save so long before the limit; default: two checkpoint times and more.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the job and when it could start; send nothing.")
-    ] = False,
+    config: Config,
+    site: SiteFile,
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    nodes: Nodes = None,
+    time: TimeLimit = None,
+    save_before: SaveBefore = None,
+    dry_run: DryRun = False,
     evaluate_checkpoints: Annotated[
         bool,
         typer.Option(
             "--evaluate-checkpoints",
-            help="Evaluate each checkpoint as it lands, in a job of its own.",
+            help="Evaluate each checkpoint when it is complete, in a job of its own.",
         ),
     ] = False,
     lengths: Lengths = None,
-    protocols: Protocols = BOTH,
+    protocols: Protocols = BOTH_PROTOCOLS,
     stride: Stride = None,
     max_tokens: MaxTokens = None,
-    evaluation_tasks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="GPUs of an evaluation, on one node; default: as training has on each."
-        ),
-    ] = None,
-    evaluation_time: Annotated[
-        str | None,
-        typer.Option(metavar="LIMIT", help="Time limit of an evaluation; default: training's."),
-    ] = None,
+    evaluation_tasks: EvaluationTasks = None,
+    evaluation_time: EvaluationTime = None,
 ) -> None:
-    """Train on a Slurm cluster: one job, which saves before its time limit and goes on in its next turn.
+    """Train on a Slurm cluster.
 
-    What cannot work is refused here. The resolved config is kept in RUN/launch: edits while the job waits change nothing.
+    Submits one job. Before its time limit the job saves a checkpoint, goes back to the queue and
+    continues from there when Slurm starts it again, until all steps are done.
 
-    With --evaluate-checkpoints, perplexity at each length over training steps grows in RUN/evaluations/: curve.json, a CSV,
-    plots and report.md. Training never waits for it; checkpoint.keep spares what has not been evaluated yet.
+    What cannot work is refused here, before the job waits in the queue. The resolved config is kept
+    in RUN/launch, so edits of the config file do not change a job that waits.
 
-    Example: launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00 --dry-run
+    With --evaluate-checkpoints, RUN/evaluations/ collects the perplexity at each length over the
+    training steps: curve.json, a CSV, plots and report.md. Training never waits for evaluations.
+    checkpoint.keep spares checkpoints that have not been evaluated yet.
+
+    \b
+    Examples:
+      launcher submit configs/demo.toml --site slurm/site.toml --dry-run
+      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00
     """
     from pretrain.launcher.login import evaluations
     from pretrain.launcher.login import submit as jobs
@@ -163,16 +156,20 @@ def submit(
     run, plan = load_config(config, overrides), None
     if evaluate_checkpoints:
         request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-        plan = evaluations.check_options(
+        options = evaluations.check_options(
             config, overrides, request, evaluation_tasks, evaluation_time
-        ).plan
-    elif (lengths, protocols, stride, max_tokens, evaluation_tasks, evaluation_time) != (
-        None,
-        BOTH,
-        *4 * [None],
-    ):
-        raise ConfigError(
-            "--lengths and the other options of evaluations: want --evaluate-checkpoints too"
+        )
+        plan = options.plan
+    else:
+        _refuse_evaluation_options(
+            {
+                "--lengths": lengths,
+                "--protocols": None if protocols == BOTH_PROTOCOLS else protocols,
+                "--stride": stride,
+                "--max-tokens": max_tokens,
+                "--evaluation-tasks": evaluation_tasks,
+                "--evaluation-time": evaluation_time,
+            }
         )
     jobs.submit(
         run,
@@ -186,93 +183,38 @@ def submit(
 
 
 @app.command()
-def evaluate_checkpoints(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run, in training or finished.")],
-    site: Annotated[
-        Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")
-    ],
-    lengths: Lengths = None,
-    protocols: Protocols = BOTH,
-    stride: Stride = None,
-    max_tokens: MaxTokens = None,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of an evaluation, on one node; default: all.")
-    ] = None,
-    time: Annotated[
-        str | None, typer.Option(metavar="LIMIT", help="Time limit; default: the site's.")
-    ] = None,
-) -> None:
-    """Evaluate a run's checkpoints on a Slurm cluster, as `submit --evaluate-checkpoints` would have done.
-
-    Those that have a result are left out, those that were given up get a new chance. What training still saves is evaluated
-    too, until `launcher cancel`. Start it where you started training.
-
-    Example: launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
-    """
-    from pretrain.launcher.login import evaluations
-
-    directory = Path.cwd() / run
-    request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-    options = evaluations.check_options(evaluations.run_config(directory), [], request, tasks, time)
-    evaluations.evaluate_run(directory, load_site(site), options)
-
-
-@app.command(hidden=True)
-def evaluation(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run whose checkpoints are evaluated.")
-    ],
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="One of its checkpoints, step-########.")
-    ],
-) -> None:
-    """Evaluate one checkpoint, inside its Slurm job: what the batch script of an evaluation calls."""
-    from pretrain.launcher.node.evaluation import run_job
-
-    raise typer.Exit(run_job(run, checkpoint))
-
-
-@app.command()
 def sweep(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="What the runs have in common, a TOML file.")
-    ],
-    site: Annotated[
-        Path, typer.Option(metavar="SITE", help="Your cluster; examples: slurm/site.*.toml.")
-    ],
+    config: Config,
+    site: SiteFile,
     over: Annotated[
         list[str],
-        typer.Option(metavar="KEY.PATH=VALUE,VALUE", help="A key and its values; repeatable."),
-    ],
-    overrides: Annotated[
-        list[str],
         typer.Option(
-            "--set", metavar="KEY.PATH=VALUE", help="Override a config value; repeatable."
+            metavar="SECTION.KEY=VALUE,VALUE",
+            help="A key of the config and the values to try. Can be repeated.",
         ),
-    ] = [],  # noqa: B006
+    ],
+    overrides: Overrides = [],  # noqa: B006  typer copies it
     concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Most runs at once; default: all.")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Of each run, as in `launcher submit`.")
-    ] = None,
-    time: Annotated[
-        str | None, typer.Option(metavar="LIMIT", help="Of each run, as in `launcher submit`.")
-    ] = None,
-    save_before: Annotated[
         int | None,
-        typer.Option(min=1, metavar="SECONDS", help="Of each run, as in `launcher submit`."),
+        typer.Option(
+            min=1, metavar="N", help="The most runs that train at the same time. Default: all."
+        ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the jobs; send nothing.")
-    ] = False,
+    nodes: Nodes = None,
+    time: TimeLimit = None,
+    save_before: SaveBefore = None,
+    dry_run: DryRun = False,
 ) -> None:
-    """Train one run for each combination of values, as a job array. Runs that are finished are left out.
+    """Train one run for each combination of values.
 
-    Each lives in a directory below the config's run.directory that is named by its values, as RUN/alibi-512.
+    Submits one job array to a Slurm cluster. Each run has a directory below the config's
+    run.directory, named after its values, such as RUN/alibi-512. Runs that are finished are left
+    out, so the same command submits what is missing.
 
-    Example: launcher sweep configs/demo.toml --site slurm/site.toml --over position.method=alibi,sinusoidal
-    --over data.sequence_length=128,256 --concurrent 2
+    \b
+    Example:
+      launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
+          --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
     """
     from pretrain.launcher.login import sweep as sweeps
 
@@ -289,19 +231,66 @@ def sweep(
     )
 
 
+@app.command()
+def evaluate_checkpoints(
+    run: Run,
+    site: SiteFile,
+    lengths: Lengths = None,
+    protocols: Protocols = BOTH_PROTOCOLS,
+    stride: Stride = None,
+    max_tokens: MaxTokens = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="GPUs of an evaluation, on one node. Default: all of the node."
+        ),
+    ] = None,
+    time: TimeLimit = None,
+) -> None:
+    """Evaluate the checkpoints of a run.
+
+    Submits a Slurm job for each. This does afterwards what `launcher submit
+    --evaluate-checkpoints` does from the start. The run may be finished or still train: checkpoints that it saves later are evaluated too, until `launcher
+    cancel`. Checkpoints with a result are left out, and those that were given up are tried again.
+
+    Run this in the directory in which you started training: the config's relative paths start
+    there.
+
+    \b
+    Example:
+      launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
+    """
+    from pretrain.launcher.login import evaluations
+
+    directory = Path.cwd() / run
+    request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
+    run_config = evaluations.run_config(directory)
+    options = evaluations.check_options(run_config, [], request, tasks, time)
+    evaluations.evaluate_run(directory, load_site(site), options)
+
+
+# ---- looking after runs --------------------------------------------------------------------------
 @app.command(epilog=GOODPUT)
 def status(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN ...]", help="Default: all runs below runs/."),
+        typer.Argument(
+            metavar="[RUN ...]", help="Directories of runs. Default: all runs below runs/."
+        ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again every few seconds, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Print it again every few seconds, until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Show how runs stand: a table, or for one RUN also its attempts and where their time went.
+    """Show the state of runs.
 
-    Example: launcher status runs/demo/alibi --watch
+    Prints a table of all runs. For a single RUN also prints its attempts, and what their time was
+    spent on.
+
+    \b
+    Examples:
+      launcher status
+      launcher status runs/demo/alibi --watch
     """
     from pretrain.launcher.login import tables
 
@@ -310,42 +299,61 @@ def status(
 
 @app.command()
 def logs(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run: Run,
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", help="Go on with what comes, across restarts, until the run ends."
+            "--follow",
+            help="Go on printing new lines, across restarts, until the run ends. Ctrl-C ends only "
+            "the printing.",
         ),
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Only what this rank printed; default: all.")
+        int | None, typer.Option(min=0, metavar="N", help="Print this rank only. Default: all.")
     ] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Default: the newest.")] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of the attempt. Default: the newest."),
+    ] = None,
 ) -> None:
-    """Show what a run's ranks print. Without Slurm rank 0 prints to its terminal, and the others have logs.
+    """Print what the ranks of a run have printed.
 
-    Example: launcher logs runs/demo/alibi --follow --rank 0
+    Under `launcher local` rank 0 prints to its terminal and has no log; the other ranks have.
+
+    \b
+    Example:
+      launcher logs runs/demo/alibi --follow --rank 0
     """
     from pretrain.launcher.login import logs as texts
 
     if follow and attempt is not None:
-        raise ConfigError("--attempt: --follow goes on with the newest. Leave one of them out")
+        raise ConfigError(
+            f"--attempt {attempt}: --follow always shows the newest attempt. Leave one of the two "
+            "options out"
+        )
     texts.print_log(run, rank, attempt, follow)
 
 
 @app.command()
 def cancel(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run: Run,
     save: Annotated[
         bool,
         typer.Option(
-            "--save", help="Let it write a checkpoint first, and wait for that; evaluations go on."
+            "--save",
+            help="Save a checkpoint first, and wait until training has ended. Evaluations go on. "
+            "Ctrl-C ends only the waiting.",
         ),
     ] = False,
 ) -> None:
-    """End a run's jobs on Slurm: its training and the evaluation of its checkpoints.
+    """End the Slurm jobs of a run.
 
-    Example: launcher cancel runs/demo/alibi --save
+    These are its training and the evaluations of its checkpoints. `launcher requeue` starts the
+    run again from its newest checkpoint.
+
+    \b
+    Example:
+      launcher cancel runs/demo/alibi --save
     """
     from pretrain.launcher.login import control
 
@@ -353,38 +361,107 @@ def cancel(
 
 
 @app.command()
-def requeue(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
-    """Start a run again on Slurm: its job saves and goes back to the queue; when it has none any more, another is sent.
+def requeue(run: Run) -> None:
+    """Start a run again on Slurm.
 
-    Example: launcher requeue runs/demo/alibi
+    A job that runs saves a checkpoint, goes back to the queue and continues from there. If the run
+    has no job any more, a new one is submitted with the options of the last.
+
+    \b
+    Example:
+      launcher requeue runs/demo/alibi
     """
     from pretrain.launcher.login import control
 
     control.requeue(run)
 
 
-def _sum_up(run: Path, code: int) -> None:
-    """Where a run's time went, at its end; not of one that failed, whose last line is the error."""
+# ---- what batch scripts run ----------------------------------------------------------------------
+@app.command(hidden=True)
+def attempt(run: Run) -> None:
+    """Make one attempt at a run, inside its Slurm job.
+
+    The batch script of `launcher submit` runs this command.
+    """
+    from pretrain.launcher.node import srun
+
+    code = srun.attempt(run)
+    _print_summary(run, code)
+    raise typer.Exit(code)
+
+
+@app.command(hidden=True)
+def evaluation(
+    run: Run,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="Name of one of its checkpoints, step-########."),
+    ],
+) -> None:
+    """Evaluate one checkpoint, inside its Slurm job.
+
+    The batch script of an evaluation runs this command.
+    """
+    from pretrain.launcher.node.evaluation import run_job
+
+    raise typer.Exit(run_job(run, checkpoint))
+
+
+# ---- helpers -------------------------------------------------------------------------------------
+def _refuse_evaluation_options(options: dict[str, object]) -> None:
+    """Refuse options of evaluations when there will be none; the user has forgotten a flag.
+
+    Args:
+        options: Names and values of the options; None for one that is not given.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value}: has no effect without --evaluate-checkpoints. Add that option, "
+                f"or leave {option} out"
+            )
+
+
+def _print_summary(run: Path, code: int) -> None:
+    """Print what the time of a run was spent on.
+
+    Nothing is printed for a run that failed: the error should be the last thing on the terminal.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+    """
     from pretrain.launcher.login.tables import summary
 
-    if code in (0, ExitCode.STOPPED):
+    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
         print(summary(run), file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """The entry point: bad input is one `error: ...` line on stderr and exit code 2, without a traceback."""
-    os.umask(0o027)  # what it writes, and its jobs write, is for its owner and group alone
+    """Run the command line.
+
+    Exit codes: 2 for wrong input and 1 for a failed run or a file system that refuses, each with
+    `error: ...` lines on stderr and without a traceback. `local` exits with the code of the ranks.
+    Any other exception is a bug and keeps its traceback.
+    """
+    # Files that the launcher and its jobs write are readable by their owner and group only.
+    os.umask(0o027)
     try:
         app()
     except ConfigError as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        sys.exit(2)
+        _exit_with_error(str(error), ExitCode.BAD_INPUT)
     except RunFailed as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        sys.exit(1)
+        _exit_with_error(str(error), ExitCode.FAILED)
     except OSError as error:
-        print(
-            f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        # Without a filename the message has all that is known, as for a broken pipe.
+        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        _exit_with_error(named, ExitCode.FAILED)
+
+
+def _exit_with_error(message: str, code: ExitCode) -> None:
+    """Print each line of an error to stderr, and exit."""
+    print("\n".join(f"error: {line}" for line in message.splitlines()), file=sys.stderr)
+    sys.exit(code)

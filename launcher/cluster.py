@@ -1,4 +1,9 @@
-"""What a site is: the part of a cluster that our jobs may have, read from a TOML file. See slurm/site.*.toml."""
+"""Read a site file: what a Slurm cluster has, and what of it the jobs may use.
+
+A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. What
+it says is checked here in full, because sbatch would accept much of it and the job would fail hours
+later, when it starts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from pydantic import Field, ValidationError
 from pretrain.config import ConfigError
 from pretrain.config.schema import Section
 
-# What a job's options are made of elsewhere; sbatch takes shortened names as well.
 OUR_OPTIONS = (
     "account",
     "array",
@@ -47,7 +51,10 @@ OUR_OPTIONS = (
     "wait",
     "wrap",
 )
-_SECRETS = {
+"""Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
+would change what the launcher relies on. sbatch also accepts any unambiguous beginning of an
+option's name."""
+_SECRET_WORDS = {
     "KEY",
     "APIKEY",
     "TOKEN",
@@ -59,72 +66,90 @@ _SECRETS = {
     "CREDENTIAL",
     "CREDENTIALS",
 }
-# What says to a process who it is: Slurm's and the launcher's to set.
-_PLACES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PRETRAIN_ATTEMPT"}
+"""A variable that has one of these words in its name is taken for a secret."""
+_RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PRETRAIN_ATTEMPT"}
+"""Variables that tell a process which rank it is; Slurm and the launcher set them for each rank."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<clock>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
 _MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 
 
 class Site(Section):
-    """A site file. One rank runs on one GPU; on a site without GPUs, `tasks_per_node` says how many a node takes."""
+    """The content of a site file.
+
+    One rank runs on each GPU. On a site without GPUs, `tasks_per_node` says how many ranks run on a
+    node.
+    """
 
     name: str
-    """For people, and in jobs.jsonl."""
+    """A name for messages, also recorded in jobs.jsonl."""
     nodes: int = Field(gt=0)
-    """Most nodes that one job may have."""
+    """The most nodes that one job may have."""
     gpus_per_node: int = Field(default=0, ge=0)
+    """0 on a site without GPUs."""
     tasks_per_node: int | None = Field(default=None, gt=0)
-    """Without GPUs: ranks a node."""
+    """Ranks per node on a site without GPUs."""
     cpus_per_node: int = Field(gt=0)
-    """Cores of a node that a job on the whole node takes; its ranks share them evenly."""
+    """Cores of a node that its ranks share evenly."""
     gpu: str | None = None
-    """The GPU's model, for people."""
+    """The GPU's model, for messages."""
     gpu_type: str | None = None
-    """Its type in Slurm, where a partition has several: `scontrol show node` says Gres=gpu:v100:8."""
+    """The GPU's type in Slurm, for a partition that mixes several: v100 if `scontrol show node`
+    prints Gres=gpu:v100:8."""
     precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = Field(
         default=("fp32",), min_length=1, strict=False
     )
-    """Values of train.precision that the processors compute in: a V100 has no bf16."""
+    """Values of train.precision that the hardware supports: a V100 has no bf16."""
     memory_per_node: str | None = None
-    """As "480G", for a job on the whole node; "0" is all of it. Left out, the partition's default."""
+    """Memory for a job on a whole node, such as "480G"; "0" is all of it. The default is the
+    partition's."""
     time_limit: str | None = None
-    """As in sbatch: "1-00:00:00", "12:00:00", "90" (minutes). Left out, the partition's default."""
+    """As in sbatch: "1-00:00:00", "12:00:00", "90" (minutes). The default is the partition's."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     modules: tuple[str, ...] = Field(default=(), strict=False)
-    """Loaded in the job before anything else."""
+    """Environment modules that the job loads before anything else."""
     container: tuple[str, ...] = Field(default=(), strict=False)
-    """What stands before the ranks' Python, an argument each: ["apptainer", "exec", "--nv", "image.sif"]."""
+    """A command that starts each rank's Python in a container, one string per argument:
+    ["apptainer", "exec", "--nv", "image.sif"]."""
     python: str | None = None
-    """The ranks' Python; left out, the one that runs `launcher`, or in a container `python3`."""
+    """The Python of the ranks. The default is the one that runs `launcher`, or `python3` in a
+    container."""
     environment: dict[str, str] = Field(default={})
-    """Variables of the job, as they stand: nothing in them is expanded. No secrets: export those in your shell."""
+    """Environment variables of the job. Values are used literally; nothing in them is expanded.
+    Secrets are refused, because this is written into the run's directory: export them in your
+    shell before you submit."""
     scratch: str | None = None
-    """A directory for temporary files and compiled kernels that exists on every node."""
+    """A directory that exists on every node, for temporary files and compiled kernels."""
     sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
-    """What else sbatch needs here, as "--reservation=night"."""
+    """Further options of sbatch, one string each: "--reservation=night"."""
 
     @property
     def max_tasks_per_node(self) -> int:
-        """Ranks on a whole node: one a GPU."""
+        """Return the number of ranks on a whole node."""
         return self.gpus_per_node or self.tasks_per_node or 1
 
     @property
     def ranks_python(self) -> str | None:
+        """Return the Python of the ranks, or None for the one that runs `launcher`."""
         return self.python or ("python3" if self.container else None)
 
 
 def load_site(path: str | Path) -> Site:
-    """Reads a site file. Raises ConfigError, naming file, key, value and remedy."""
+    """Read and check a site file.
+
+    Raises:
+        ConfigError: The file is missing or wrong. Every line of the message names the file, a key,
+            its value and what to do.
+    """
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such site file. `pretrain config --list` shows the example sites; copy one "
-            "and set your cluster's values"
+            f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
+            "one and set your cluster's values"
         ) from None
     except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable site file ({error})") from None
@@ -134,41 +159,68 @@ def load_site(path: str | Path) -> Site:
 
 
 def parse_site(values: dict[str, Any], origin: str) -> Site:
-    """The same from a dictionary; `origin` stands in the messages."""
+    """Check the content of a site file.
+
+    Args:
+        values: The content.
+        origin: Where it comes from, for messages.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
     try:
         site = Site.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
-    if refusals := [*_text(site), *_environment(site), *_sizes(site), *_arguments(site)]:
+    if refusals := _refusals(site):
         raise ConfigError("\n".join(f"{origin}: {refusal}" for refusal in refusals))
     return site
 
 
 def seconds_of(time_limit: str) -> int | None:
-    """Slurm's "MM", "MM:SS", "HH:MM:SS", "D-HH", "D-HH:MM", "D-HH:MM:SS" in seconds; None for "UNLIMITED".
+    """Convert a time limit of Slurm to seconds.
 
-    Raises ConfigError for anything else, and for no time at all.
+    Slurm takes "MM", "MM:SS", "HH:MM:SS", "D-HH", "D-HH:MM" and "D-HH:MM:SS" (sbatch(1), --time).
+
+    Returns:
+        Seconds, or None for "UNLIMITED".
+
+    Raises:
+        ConfigError: The text is none of these, or it is no time at all, such as "0:00".
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return None
+    # isascii: \d also matches digits of other scripts, which sbatch does not take.
     match = _TIME.fullmatch(time_limit) if time_limit.isascii() else None
     if match and match["days"]:
+        # After the days come hours, which may be followed by minutes and seconds.
         hours, minutes, seconds = ([int(part) for part in match["clock"].split(":")] + [0, 0])[:3]
         total = ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
     elif match:
         parts = [int(part) for part in match["plain"].split(":")]
+        # Without days one or two numbers are minutes and seconds, three begin with hours.
         hours, minutes, seconds = parts if len(parts) == 3 else (0, *[*parts, 0][:2])
         total = (hours * 60 + minutes) * 60 + seconds
     if not match or not total:
         raise ConfigError(
-            f'time limit {time_limit!r}: not a time. Write "1-00:00:00" (days-hours:minutes:seconds), '
-            '"12:00:00", or "90" for minutes'
+            f"time limit {time_limit!r}: not a time. Write "
+            '"1-00:00:00" (days-hours:minutes:seconds), "12:00:00", or "90" for minutes'
         )
     return total
 
 
 def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
-    """sbatch's --mem for `tasks` of a node's `of_tasks` ranks: ("480G", 1, 8) -> "61440M"; all ("0") stays all."""
+    """Return sbatch's --mem for a job that uses part of a node: ("480G", 1, 8) -> "61440M".
+
+    Args:
+        memory_per_node: The memory of a whole node, such as "480G". "0", which is all memory, is
+            not divided.
+        tasks: Ranks of the job on each node.
+        of_tasks: Ranks on a whole node.
+
+    Raises:
+        ConfigError: The memory is not an amount.
+    """
     match = _MEMORY.fullmatch(memory_per_node)
     if not match:
         raise ConfigError(
@@ -177,16 +229,29 @@ def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
     amount, unit = int(match[1]), (match[2] or "M").upper()
     if tasks == of_tasks or not amount:
         return f"{amount}{unit}" if amount else "0"
+    # Slurm's units: K, M, G and T are powers of 1024, and a number alone is in M.
     kibibytes = amount * 1024 ** "KMGT".index(unit) * tasks // of_tasks
     return f"{max(1, kibibytes // 1024)}M"
 
 
 def is_plain(text: str) -> bool:
-    """Whether `text` is printable UTF-8: no control characters, no NUL, nothing that a file cannot hold."""
+    """Return True for text without control characters that can be written as UTF-8."""
     return text.isprintable()
 
 
-def _text(site: Site) -> Iterator[str]:
+def _refusals(site: Site) -> list[str]:
+    """Return what is wrong with a site beyond the types of its values, a line each."""
+    return [
+        *_refused_text(site),
+        *_refused_variables(site),
+        *_secrets_in_arguments(site),
+        *_refused_sizes(site),
+        *_refused_arguments(site),
+    ]
+
+
+def _refused_text(site: Site) -> Iterator[str]:
+    """Refuse empty and unprintable text, which could not be passed to Slurm as it is."""
     values = {
         key: value
         for key, value in site.model_dump().items()
@@ -194,62 +259,76 @@ def _text(site: Site) -> Iterator[str]:
     }
     for key, value in values.items():
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not (text and is_plain(text)):
-                yield f"{key} = {text!r}: {'has control characters' if text else 'is empty'}. " + (
-                    "Write it in plain text" if text else "Leave it out"
-                )
+            if isinstance(text, str) and not text:
+                yield f"{key} = {text!r}: is empty. Leave it out"
+            elif isinstance(text, str) and not is_plain(text):
+                yield f"{key} = {text!r}: has control characters. Use printable text"
 
 
-def _environment(site: Site) -> Iterator[str]:
+def _refused_variables(site: Site) -> Iterator[str]:
+    """Refuse environment variables that bash or the ranks would not get as they are written."""
     for name, value in site.environment.items():
         key = f"environment.{name}" if is_plain(name) else f"environment.{name!r}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             yield f"{key}: not a variable's name. Use letters, digits and underscores"
+        # The message must not repeat a secret's value.
         elif _is_secret(name):
             yield (
-                f"{key}: looks like a secret, which would be written into the job's script and the run directory. "
-                f"Leave it out and `export {name}=...` in your shell: the job inherits it"
+                f"{key}: looks like a secret, and would be written into the job's script and the "
+                f"run's directory. Leave it out and `export {name}=...` in your shell: the job "
+                "inherits it"
             )
         elif (
-            name in _PLACES
+            name in _RANK_VARIABLES
             or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
             or name in ("BASH_ENV", "IFS")
         ):
             yield f"{key}: Slurm and the launcher set this themselves. Leave it out"
         elif "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
-            yield f"{key} = {value!r}: no variable can hold this. Write it in plain text"
+            yield f"{key} = {value!r}: no variable can hold this. Use printable text"
 
+
+def _secrets_in_arguments(site: Site) -> Iterator[str]:
+    """Refuse secrets in arguments, such as --env WANDB_API_KEY=... of a container."""
     for key, words in (("container", site.container), ("sbatch_arguments", site.sbatch_arguments)):
-        for name in [
-            name for word in words for name in re.findall(r"(\w+)=", word) if _is_secret(name)
-        ]:
+        assigned = [name for word in words for name in re.findall(r"(\w+)=", word)]
+        for name in filter(_is_secret, assigned):
             yield (
-                f"{key}: {name} looks like a secret, which would be written into the run directory. Leave it out and "
-                f"`export {name}=...` in your shell: the job inherits it"
+                f"{key}: {name} looks like a secret, and would be written into the run's "
+                f"directory. Leave it out and `export {name}=...` in your shell: the job inherits "
+                "it"
             )
 
 
 def _is_secret(name: str) -> bool:
-    return bool(_SECRETS & set(name.upper().split("_")))
+    """Return True if a variable's name says that it holds a secret, as WANDB_API_KEY does."""
+    return bool(_SECRET_WORDS & set(name.upper().split("_")))
 
 
-def _sizes(site: Site) -> Iterator[str]:
+def _refused_sizes(site: Site) -> Iterator[str]:
+    """Refuse numbers that contradict each other, and amounts and times that Slurm does not take."""
     if site.gpus_per_node and site.tasks_per_node not in (None, site.gpus_per_node):
         yield (
-            f"tasks_per_node = {site.tasks_per_node}: one rank runs on each of gpus_per_node = {site.gpus_per_node}. "
-            "Leave it out"
+            f"tasks_per_node = {site.tasks_per_node}: one rank runs on each GPU, and "
+            f"gpus_per_node = {site.gpus_per_node}. Leave it out"
         )
     if not site.gpus_per_node and site.tasks_per_node is None:
-        yield "gpus_per_node: missing. Set the GPUs a node has, or for a site without any tasks_per_node"
+        yield (
+            "gpus_per_node: missing. Set it to the number of GPUs of a node, or on a site without "
+            "GPUs set tasks_per_node to the number of ranks"
+        )
     if not site.gpus_per_node and site.gpu_type:
         yield f"gpu_type = {site.gpu_type}: gpus_per_node is 0. Leave it out, or set gpus_per_node"
     if site.cpus_per_node < site.max_tasks_per_node:
         yield (
-            f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks of a node. "
-            "Give each rank a core at least"
+            f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks "
+            "of a node. Set at least one core per rank"
         )
     if site.gpu_type and not re.fullmatch(r"[\w.+-]+", site.gpu_type):
-        yield f"gpu_type = {site.gpu_type!r}: not a type's name. `scontrol show node` has it in Gres=gpu:TYPE:8"
+        yield (
+            f"gpu_type = {site.gpu_type!r}: not the name of a type. `scontrol show node` prints it "
+            "as Gres=gpu:TYPE:8"
+        )
     try:
         share_of_memory(site.memory_per_node or "0", 1, 1)
         seconds_of(site.time_limit or "UNLIMITED")
@@ -257,17 +336,24 @@ def _sizes(site: Site) -> Iterator[str]:
         yield str(error)
 
 
-def _arguments(site: Site) -> Iterator[str]:
+def _refused_arguments(site: Site) -> Iterator[str]:
+    """Refuse what is no long option of sbatch, and options that the launcher sets itself."""
     for argument in site.sbatch_arguments:
         name = argument.removeprefix("--").split("=")[0]
         if not re.fullmatch(r"--[a-z][a-z-]+(=.*)?", argument):
-            yield f'sbatch_arguments: {argument!r}: not an option. Write one a string, as "--reservation=night"'
+            yield (
+                f"sbatch_arguments: {argument!r}: not an option. Write each option as one string, "
+                'such as "--reservation=night"'
+            )
         elif any(ours.startswith(name) for ours in OUR_OPTIONS):
-            yield f"sbatch_arguments: {argument!r}: the launcher sets this option itself. Leave it out"
+            yield (
+                f"sbatch_arguments: {argument!r}: the launcher sets this option itself. Leave it "
+                "out"
+            )
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error in a line a person can act on."""
+    """Turn one error of pydantic into a line that says what to change."""
     key, keys = ".".join(str(part) for part in error["loc"]), list(Site.model_fields)
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, keys, 1, cutoff=0.5)

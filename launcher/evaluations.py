@@ -1,9 +1,13 @@
-"""Train short, evaluate long: one evaluation job for each checkpoint of a run, beside training and never in its way.
+"""Submit one evaluation job for each checkpoint of a run, beside training and never in its way.
 
-RUN/evaluations/plan.json says how checkpoints are to be evaluated. Whoever looks (the supervisor of training, an
-evaluation job at its end, a person) sends a job for each complete checkpoint without a result or a live job, so what fell
-behind is caught up with. Sending one twice does no harm: a job takes its checkpoint as a run is taken
-(pretrain.rundir.lock), one gets it, and the result appears whole, as RUN/evaluations/step-########, exactly once.
+RUN/evaluations/plan.json says how checkpoints are evaluated. Three processes look for checkpoints
+that are complete and have neither a result nor a job, and submit a job for each: the supervisor of
+training, an evaluation job at its end, and `launcher evaluate-checkpoints`. So a checkpoint that
+one of them missed is found by the next.
+
+Two jobs for one checkpoint do no harm. A job claims its checkpoint as an attempt claims a run
+(pretrain.rundir.lock), only one succeeds, and its result appears whole in one move as
+RUN/evaluations/step-########.
 """
 
 from __future__ import annotations
@@ -22,10 +26,7 @@ from pathlib import Path
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import parse_site
-from pretrain.launcher.job import (
-    Job,
-    launcher_command,
-)
+from pretrain.launcher.job import Job, launcher_command
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.files import publish_directory, read_json, replace_file, replace_json
@@ -34,26 +35,27 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import JobKind
 
 TRIES = 3
-"""Jobs that may end without a result before a checkpoint is given up."""
+"""A checkpoint is given up after this many jobs without a result."""
 ASK_SECONDS = 60.0
-"""Between two questions to Slurm about the same checkpoints."""
-POLL_SECONDS = 0.1
+"""Time between two queries to Slurm about the same checkpoints. The supervisor looks every few
+seconds, and slurmctld serves the whole cluster."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run's checkpoints are evaluated (plan.json): what is measured, and by what kind of job."""
+    """How a run's checkpoints are evaluated (plan.json)."""
 
     request: EvaluationRequest
+    """What is measured."""
     job: Job
-    """As each of them is sent, but for its command."""
+    """The job of each evaluation, without its command."""
     overrides: tuple[str, ...] = ()
-    """--set of `pretrain evaluate`."""
+    """Values of --set for `pretrain evaluate`."""
     made_at: float = dataclasses.field(default_factory=time.time)
-    """Unix seconds. Tries from before do not count: a new plan is a new chance."""
+    """Unix seconds. Jobs from before do not count towards TRIES: a new plan is a new chance."""
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the plan as JSON."""
         job = {
             "name": self.job.name,
             "site": self.job.site.model_dump(mode="json"),
@@ -66,7 +68,7 @@ class Plan:
 
 
 def write_plan(run: Path, plan: Plan) -> None:
-    """In one move, for whoever reads it meanwhile."""
+    """Write RUN/evaluations/plan.json in one move. Raises RunFailed when the disk refuses."""
     path = RunPaths(run).evaluation_plan
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,11 @@ def write_plan(run: Path, plan: Plan) -> None:
 
 
 def read_plan(run: Path) -> Plan:
-    """Raises ConfigError when there is none, or it is damaged."""
+    """Read RUN/evaluations/plan.json.
+
+    Raises:
+        ConfigError: There is no plan, or it is damaged.
+    """
     path = RunPaths(run).evaluation_plan
     try:
         values = json.loads(path.read_text())
@@ -100,30 +106,37 @@ def read_plan(run: Path) -> Plan:
             values["made_at"],
         )
     except FileNotFoundError:
-        raise ConfigError(f"{path}: missing. Plan with `launcher evaluate-checkpoints`") from None
+        raise ConfigError(
+            f"{path}: missing. Make a plan with `launcher evaluate-checkpoints`"
+        ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path}: not a plan ({error}). Plan anew with `launcher evaluate-checkpoints`"
+            f"{path}: not a plan ({error}). Make a new one with `launcher evaluate-checkpoints`"
         ) from None
 
 
-# ---- sending jobs ----------------------------------------------------------------------------------------------------
+# ---- submitting jobs -----------------------------------------------------------------------------
 def submit_pending(run: Path, at_once: bool = False) -> None:
-    """Sends an evaluation job for each complete checkpoint that has none. Never raises: what fails is tried again.
+    """Submit an evaluation job for each complete checkpoint that has none.
 
-    Cheap when nothing is new, two directory listings, so call it as often as you like. Slurm is asked when a checkpoint
-    is new and otherwise once a minute, or with `at_once` in any case.
+    This does not raise: errors are printed, and the next call tries again. It is cheap when nothing
+    is new, two directory listings, so it may be called often.
+
+    Args:
+        run: The run's directory.
+        at_once: Ask Slurm in any case. By default it is asked when a checkpoint is new, and
+            otherwise once a minute.
     """
     try:
         waiting = [path.name for path in checkpoints_awaiting_evaluation(run)]
         if waiting and (at_once or _is_time(run, waiting)):
             submit_waiting(run, read_plan(run), waiting)
     except (ConfigError, RunFailed, OSError) as error:
-        say(f"evaluation jobs of {run}: {error}. Tried again later")
+        say(f"{run}: evaluation jobs cannot be submitted yet and will be tried again: {error}")
 
 
 def _is_time(run: Path, waiting: list[str]) -> bool:
-    """Whether to ask Slurm about them now, which is then noted."""
+    """Return True if it is time to ask Slurm about these checkpoints, and record the time."""
     asked = RunPaths(run).evaluation_asked
     before, now = read_json(asked), time.time()
     if before.get("waiting") == waiting and 0 <= now - before.get("at", 0) < ASK_SECONDS:
@@ -133,6 +146,17 @@ def _is_time(run: Path, waiting: list[str]) -> bool:
 
 
 def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
+    """Submit a job for each checkpoint that has none, or give up those that failed too often.
+
+    Args:
+        run: The run's directory.
+        plan: How its checkpoints are evaluated.
+        waiting: Names of complete checkpoints without a result.
+
+    Raises:
+        SlurmError: Slurm refused a job, or does not answer.
+        RunFailed: The disk refused.
+    """
     sent = [
         record
         for record in read_jobs(run)
@@ -141,7 +165,8 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
     states = slurm.jobs(record.job_id for record in sent)
     if states is None:
         raise slurm.SlurmAway("squeue: slurmctld does not answer")
-    # A job that is here to say that it failed is as good as over.
+    # An evaluation job calls this at its end. If its own checkpoint still waits, it has failed, and
+    # counts as over although Slurm says that it runs.
     over = {
         None,
         os.environ.get("SLURM_JOB_ID"),
@@ -155,14 +180,17 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
         if len(tries) >= TRIES:
             _give_up(run, name, tries)
         else:
-            _send(run, plan, name)
+            _submit(run, plan, name)
 
 
-def _send(run: Path, plan: Plan, name: str) -> None:
+def _submit(run: Path, plan: Plan, name: str) -> None:
+    """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
     with writing(plan.job.logs):
         plan.job.logs.mkdir(parents=True, exist_ok=True)
     job = dataclasses.replace(plan.job, commands=(launcher_command("evaluation", str(run), name),))
-    job_id = slurm.submit(sending(job)[1:], job.script())
+    # Slurm runs jobs of one name and user one after the other. The name is this run's own, so its
+    # evaluations take at most one node from training, and runs do not wait for each other.
+    job_id = slurm.submit(["--dependency=singleton", *job.arguments()], job.script())
     say(f"evaluation job {job_id}: {name}")
     append_job(
         run,
@@ -180,13 +208,17 @@ def _send(run: Path, plan: Plan, name: str) -> None:
     )
 
 
-def sending(job: Job) -> list[str]:
-    """The sbatch of an evaluation. Jobs of one name, a run's, go one after the other."""
-    return ["sbatch", "--dependency=singleton", *job.arguments()]
-
-
 def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
-    """Leaves failed.json in place of a result, so that neither jobs nor checkpoints pile up."""
+    """Publish failed.json in place of a result.
+
+    Without it, jobs would be submitted forever, and checkpoint.keep would spare the checkpoint
+    forever because it awaits its evaluation.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name.
+        tries: Ids of the jobs that ended without a result.
+    """
     paths = RunPaths(run)
     reason = (
         f"jobs {', '.join(tries)} ended without a result; see {paths.evaluation_log(name)}. "
@@ -201,19 +233,20 @@ def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
     try:
         publish_directory(folder, paths.evaluations / name)
         say(f"{name}: {reason}")
-    except OSError:  # there is a result after all
+    except OSError:
+        # There is a result after all, and it must stay.
         shutil.rmtree(folder)
 
 
 def pause(run: Path) -> None:
-    """No more jobs are sent for the run's checkpoints, until it goes on (`resume`) or there is another plan."""
+    """Submit no more evaluation jobs for a run, until `resume` or another plan."""
     paths = RunPaths(run)
     with contextlib.suppress(FileNotFoundError):
         paths.evaluation_plan.replace(paths.paused_evaluation_plan)
 
 
 def resume(run: Path) -> None:
-    """After `pause`. Where there was none, nothing is done."""
+    """Undo `pause`; do nothing when the run is not paused."""
     paths = RunPaths(run)
     if not paths.evaluation_plan.exists() and paths.paused_evaluation_plan.exists():
         paths.paused_evaluation_plan.replace(paths.evaluation_plan)

@@ -1,6 +1,7 @@
-"""What a job is: a site and what shall run there -> sbatch's argument list, its script, and the srun that starts ranks.
+"""Describe a Slurm job: sbatch's arguments, the batch script, and the srun that starts the ranks.
 
-Values go into arguments as they are, into the script only quoted, and into jobs.jsonl as JSON.
+Values that a user chose go into argument lists as they are, without a shell, and into the script
+only quoted. So a directory named "$(rm -r x)" is a directory with an odd name and nothing else.
 """
 
 from __future__ import annotations
@@ -16,43 +17,61 @@ from pretrain.config import ConfigError, RunFailed, writing
 from pretrain.launcher.cluster import Site, is_plain, seconds_of, share_of_memory
 
 TEMPLATE = Path(__file__).parents[1] / "slurm" / "job.sbatch"
-WAIT_SECONDS = 60  # between a rank's end and the end of those that it leaves waiting
-MOST_SIGNAL_SECONDS = 65_535  # sbatch(1), --signal
+"""The template of the batch script."""
+WAIT_SECONDS = 60
+"""srun --wait: the time between the end of the first rank and the end of ranks that still run."""
+MOST_SIGNAL_SECONDS = 65_535
+"""The longest time before the limit at which sbatch --signal can send a signal; see sbatch(1)."""
 NAME_LENGTH = 64
-PATH_LENGTH = 3_500  # of the 4,095 bytes that Linux takes: the rest is for the files below
+"""The longest job name, in characters."""
+PATH_LENGTH = 3_500
+"""The longest path of a run's directory, in bytes. Linux takes 4,095; the rest is for the files
+below it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One sbatch. `commands` run on the first of its nodes: one, or for an array one a task."""
+    """A job as one sbatch command submits it."""
 
     name: str
     site: Site
     directory: Path
-    """Where it runs: relative paths in the run's config start there."""
+    """The working directory, from which relative paths in the run's config start."""
     logs: Path
-    """An existing folder for slurm-JOB.log: what the script and slurmd say."""
+    """An existing folder for slurm-<job>.log, to which the batch script and slurmd write."""
     commands: tuple[tuple[str, ...], ...]
+    """What the batch script runs on the first node of the job. More than one command makes a job
+    array with a task for each."""
     nodes: int = 1
     tasks_per_node: int = 1
-    """Ranks a node, one a GPU."""
+    """Ranks per node, one on each GPU."""
     time_limit: str | None = None
+    """As in sbatch --time; None takes the partition's default."""
     signal_seconds: int | None = None
-    """SIGUSR1 to every rank so long before the time limit."""
+    """Slurm sends SIGUSR1 to every rank this long before the time limit."""
     concurrent: int | None = None
-    """An array: most of its tasks that run at once."""
+    """Makes a job array, of which at most this many tasks run at once."""
 
     @property
     def num_tasks(self) -> int:
+        """Return the number of ranks on all nodes."""
         return self.nodes * self.tasks_per_node
 
     @property
     def cpus_per_task(self) -> int:
+        """Return the number of cores of each rank."""
         return max(1, self.site.cpus_per_node // self.site.max_tasks_per_node)
 
     def arguments(self) -> list[str]:
-        """sbatch's options. Every value is part of one argument and starts none."""
+        """Return the options of sbatch.
+
+        Each is one --name=value, so no value can be taken for another option.
+        """
         site = self.site
+        log_name = "%A_%a" if self.is_array else "%j"
+        # In a file name Slurm replaces %j and the like, and %% by a plain %.
+        output = f"{str(self.logs).replace('%', '%%')}/slurm-{log_name}.log"
+        array = f"0-{len(self.commands) - 1}%{self.concurrent or len(self.commands)}"
         options: dict[str, object] = {
             "job-name": self.name,
             "partition": site.partition,
@@ -61,22 +80,27 @@ class Job:
             "constraint": site.constraint,
             **self._share(),
             "time": self.time_limit,
+            # Without "B:" before it, the signal goes to the job steps, which are the ranks.
             "signal": f"USR1@{self.signal_seconds}" if self.signal_seconds else None,
+            # A job that was requeued must not overwrite the log of its attempt before.
             "open-mode": "append",
             "chdir": self.directory,
-            # In file names Slurm replaces %j and the like; %% is a plain %.
-            "output": str(self.logs).replace("%", "%%")
-            + f"/slurm-{'%A_%a' if self.is_array else '%j'}.log",
+            "output": output,
+            # The ranks need the user's environment: PATH, and secrets such as WANDB_API_KEY.
             "export": "ALL",
-            "array": f"0-{len(self.commands) - 1}%{self.concurrent or len(self.commands)}"
-            if self.is_array
-            else None,
+            "array": array if self.is_array else None,
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        # --requeue: Slurm starts the job again when one of its nodes dies, whatever the cluster's
+        # default is.
         return ["--requeue", *given, *site.sbatch_arguments]
 
     def script(self) -> str:
-        """The batch script. Raises RunFailed when the template is not where the project has it."""
+        """Return the batch script.
+
+        Raises:
+            RunFailed: The template is not installed.
+        """
         setup = [shlex.join(["module", "load", name]) for name in self.site.modules]
         setup += [
             f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()
@@ -93,14 +117,20 @@ class Job:
             template = TEMPLATE.read_text()
         except OSError as error:
             raise RunFailed(
-                f"{TEMPLATE}: not readable ({error.strerror}). Install the project from its clone, "
+                f"{TEMPLATE}: not readable ({error.strerror}). Install the project from its clone "
                 "with `pip install -e .`"
             ) from None
-        # One pass: what a value holds is never taken for a place.
+        # All fields in one pass, so that a value that contains "@COMMAND@" stays as it is.
         return re.sub("@([A-Z]+)@", lambda match: values[match[1]], template)
 
     def step(self) -> list[str]:
-        """What stands before the ranks' `python -m ...`: srun with one task a GPU, then the site's container."""
+        """Return the command that starts the ranks, up to their `python -m ...`.
+
+        That is srun with one task per GPU, then the site's container.
+        """
+        # A job step does not inherit these options from the job in every version of Slurm:
+        # srun --cpus-per-task, for one, has to be given since 22.05. A step
+        # without --mem may use all of the job's memory.
         share = [
             f"--{name}={value}"
             for name, value in self._share().items()
@@ -118,10 +148,11 @@ class Job:
 
     @property
     def is_array(self) -> bool:
+        """Return True if this is a job array."""
         return self.concurrent is not None or len(self.commands) > 1
 
     def _share(self) -> dict[str, object]:
-        """The part of the cluster that it takes."""
+        """Return the options that say which part of the cluster the job takes."""
         site = self.site
         gpus = f"{site.gpu_type}:{self.tasks_per_node}" if site.gpu_type else self.tasks_per_node
         memory = site.memory_per_node
@@ -134,6 +165,7 @@ class Job:
         }
 
     def _environment(self) -> dict[str, str]:
+        """Return the variables that the batch script exports; the site's come last and win."""
         given = {"OMP_NUM_THREADS": str(self.cpus_per_task)}
         if scratch := self.site.scratch:
             given |= {
@@ -144,6 +176,10 @@ class Job:
         return given | self.site.environment
 
     def _command(self) -> str:
+        """Return the last lines of the batch script, which start the command.
+
+        exec replaces the shell, so that signals to the batch script reach the launcher.
+        """
         if not self.is_array:
             return f"exec {shlex.join(self.commands[0])}"
         cases = [
@@ -153,25 +189,41 @@ class Job:
 
 
 def launcher_command(*arguments: str) -> tuple[str, ...]:
-    """`launcher ARGUMENTS` by the Python that runs now, which compute nodes find where the login node does."""
+    """Return a command line that runs `launcher` with these arguments.
+
+    It uses the Python that runs now, which compute nodes find at the same path.
+    """
     return (sys.executable, "-m", "pretrain.launcher", *arguments)
 
 
 def job_name(text: str) -> str:
-    """A name that every Slurm tool shows as it is: words of letters, digits and ._+=- ("a b$(c)" -> "a_b_c")."""
+    """Turn any text into a job name that every Slurm tool prints as it is: "a b$(c)" -> "a_b_c".
+
+    Letters, digits and the characters . _ + = - are kept.
+    """
     return re.sub(r"[^\w.+=-]+", "_", text).strip("_-")[:NAME_LENGTH] or "run"
 
 
 def check_path(key: str, path: Path) -> None:
-    """Raises ConfigError for a directory that a job could not use exactly as it is named."""
+    """Check that a job can use a directory exactly as it is named.
+
+    Args:
+        key: What the directory is, for the message: run.directory.
+        path: The directory.
+
+    Raises:
+        ConfigError: Slurm or the file system could not take the name, or it is a file.
+    """
     text = str(path)
     if not is_plain(text):
         raise ConfigError(
-            f"{key} = {text[:PATH_LENGTH]!r}: has control characters, or is not UTF-8. Choose another name"
+            f"{key} = {text[:PATH_LENGTH]!r}: has control characters, or is not UTF-8. "
+            "Choose another name"
         )
     if "\\" in text:
         raise ConfigError(
-            f"{key} = {text}: Slurm drops the backslashes of a log file's path. Choose another name"
+            f"{key} = {text}: Slurm drops backslashes from the path of a log file. "
+            "Choose another name"
         )
     longest = max(len(part.encode()) for part in path.parts)
     if longest > os.pathconf("/", "PC_NAME_MAX") or len(text.encode()) > PATH_LENGTH:
@@ -182,15 +234,26 @@ def check_path(key: str, path: Path) -> None:
 
 
 def check_time(time_limit: str | None, signal_seconds: int) -> None:
-    """Raises ConfigError for a limit that leaves no time before the signal, and for a signal that Slurm cannot send."""
+    """Check that a run has time to train before it has to save.
+
+    Args:
+        time_limit: As in sbatch --time; None for the partition's default.
+        signal_seconds: The time between the signal to save and the limit.
+
+    Raises:
+        ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal so
+            early.
+    """
     if signal_seconds > MOST_SIGNAL_SECONDS:
         raise ConfigError(
-            f"two checkpoints may take {signal_seconds} s, and Slurm signals at most {MOST_SIGNAL_SECONDS} s "
-            f"before the time limit. Choose --save-before {MOST_SIGNAL_SECONDS}, or a faster file system"
+            f"two checkpoints may take {signal_seconds} s, but Slurm sends its signal at most "
+            f"{MOST_SIGNAL_SECONDS} s before the time limit. Use --save-before "
+            f"{MOST_SIGNAL_SECONDS}, or a faster file system"
         )
     limit = seconds_of(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds:
         raise ConfigError(
-            f"time limit {time_limit}: leaves nothing before the {signal_seconds} s that saving may take. "
-            f"Ask for more than {signal_seconds // 60 + 1} minutes with --time, or for less with --save-before"
+            f"time limit {time_limit}: leaves no time before the {signal_seconds} s that saving "
+            f"may take. Ask for more than {signal_seconds // 60 + 1} minutes with --time, or set a "
+            "shorter time to save with --save-before"
         )

@@ -1,4 +1,8 @@
-"""Slurm's commands as functions: sbatch, squeue, scontrol, scancel. Argument lists without a shell; clear errors."""
+"""Run Slurm's commands: sbatch, squeue, scontrol and scancel.
+
+Each is a function that builds an argument list, without a shell, and raises an error with the words
+of the command.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from dataclasses import dataclass
 
 from pretrain.config import ConfigError, RunFailed
 
-COMMAND_SECONDS = 120.0  # longer than Slurm's own timeouts
+COMMAND_SECONDS = 120.0
+"""The longest time for one command; longer than Slurm's own timeouts."""
 OVER = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -23,6 +28,7 @@ OVER = {
     "REVOKED",
     "TIMEOUT",
 }
+"""States of a job that has ended."""
 _FIELDS = (
     "JobArrayID",
     "JobID",
@@ -37,14 +43,17 @@ _FIELDS = (
     "RestartCnt",
     "Name",
 )
-# The last is what scontrol makes of no answer at all.
+"""What squeue is asked for, in the order in which `_parse` takes it apart. The name is last because
+it may contain the separator."""
 _AWAY = re.compile(
-    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted|connection refused"
-    r"|communication connection failure|transport endpoint|in standby mode|unexpected message received",
+    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted"
+    r"|connection refused|communication connection failure|transport endpoint|in standby mode"
+    # What scontrol makes of no answer at all.
+    r"|unexpected message received",
     re.IGNORECASE,
 )
-# The place of whoever submits must not become the place of the job's processes.
-_PLACES = (
+"""What Slurm's commands print when slurmctld does not answer. They have no exit code for it."""
+_RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -53,91 +62,125 @@ _PLACES = (
     "MASTER_PORT",
     "PRETRAIN_ATTEMPT",
 )
+"""Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
+the rank of a process that submits must not become the rank of the job's processes."""
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables of Slurm that say how to reach the cluster."""
 
 
 class SlurmError(RunFailed):
-    """A Slurm command failed; the message has the command's own words."""
+    """A Slurm command failed. The message has the words of the command."""
 
 
 class SlurmAway(SlurmError):
-    """slurmctld does not answer: a later try may succeed."""
+    """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job, or an array's task, as squeue knows it. Times are unix seconds, None while Slurm has none."""
+    """A job, or a task of a job array, as squeue reports it.
+
+    Times are unix seconds, or None while Slurm has none.
+    """
 
     job_id: str
-    """What commands take: "123", or an array's task "123_0"."""
+    """The id that Slurm's commands take: "123", or for a task of an array "123_0"."""
     raw_id: str
-    """SLURM_JOB_ID inside the job; another number than job_id's for an array's task."""
+    """SLURM_JOB_ID inside the job. A task of an array has a number of its own here."""
     state: str
     """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, ..."""
     reason: str
     nodes: str
-    """The node list, "n[1-4]"; empty while it waits."""
+    """The node list, "n[1-4]"; empty while the job waits."""
     num_nodes: int
     submitted_at: float | None
     eligible_at: float | None
+    """When the job may start at the earliest, as after a requeue."""
     started_at: float | None
-    """While it waits: when Slurm expects to start it, if it says."""
+    """While the job waits, the time at which Slurm expects to start it, if it says so."""
     ends_at: float | None
+    """The time limit, or when the job ended."""
     restarts: int
+    """How often the job was requeued."""
     name: str
 
     @property
     def is_over(self) -> bool:
+        """Return True if the job has ended."""
         return self.state in OVER
 
 
 def submit(arguments: Sequence[str], script: str) -> str:
-    """Sends `script` with sbatch's `arguments` and returns the job's id. Raises SlurmError with what sbatch says."""
+    """Submit a batch script.
+
+    Args:
+        arguments: The options of sbatch.
+        script: The text of the script.
+
+    Returns:
+        The id of the job.
+
+    Raises:
+        SlurmError: sbatch refused the job.
+        SlurmAway: slurmctld does not answer. It may have taken the job all the same.
+    """
     try:
         answer = _run("sbatch", ["--parsable", *arguments], script)
     except SlurmAway as error:
         raise SlurmAway(
-            f"{error}. Should it have arrived all the same, `squeue --me` shows the job: cancel it before you "
-            "submit again"
+            f"{error}. The job may have been submitted all the same: if `squeue --me` shows it, "
+            "cancel it before you submit again"
         ) from None
-    job_id = answer.stdout.strip().split(";")[0]  # "id;cluster" on federated sites
+    # Federated clusters answer "id;cluster".
+    job_id = answer.stdout.strip().split(";")[0]
     if not job_id.isdigit():
         raise SlurmError(f"sbatch: answered {answer.stdout.strip()!r} instead of a job id")
     return job_id
 
 
 def test(arguments: Sequence[str], script: str) -> str:
-    """What `sbatch --test-only` says of the job's start, sending nothing. Raises SlurmError when Slurm would refuse it."""
+    """Ask Slurm when a job could start, without submitting it.
+
+    Args:
+        arguments: The options of sbatch.
+        script: The text of the script.
+
+    Returns:
+        What `sbatch --test-only` prints.
+
+    Raises:
+        SlurmError: Slurm would refuse the job.
+    """
     answer = _run("sbatch", ["--test-only", *arguments], script)
     return _words(answer.stderr or answer.stdout)
 
 
 def jobs(ids: Iterable[str]) -> dict[str, JobState] | None:
-    """The states of `ids` ("123", "123_0", or the raw id of an array's task), by the id asked for.
+    """Ask Slurm for the states of jobs.
 
-    Ids that Slurm has forgotten (it does, minutes after a job's end) are left out. None: slurmctld does not answer.
+    Args:
+        ids: "123", for a task of an array "123_0" or its raw id.
+
+    Returns:
+        The states by the ids that were asked for, or None when slurmctld does not answer. Slurm
+        forgets a job minutes after its end; such ids are left out.
+
+    Raises:
+        SlurmError: squeue failed for another reason.
     """
     asked = set(ids)
     if not asked:
         return {}
-    shape = ",".join(f"{field}:|" for field in _FIELDS)
+    # "Field:|" prints a field without padding, followed by a bar.
+    columns = ",".join(f"{field}:|" for field in _FIELDS)
+    query = ["--array", "--states=all", f"--jobs={','.join(sorted(asked))}"]
     try:
-        answer = _run(
-            "squeue",
-            [
-                "--noheader",
-                "--array",
-                "--states=all",
-                f"--jobs={','.join(sorted(asked))}",
-                f"--Format={shape}",
-            ],
-        )
+        answer = _run("squeue", ["--noheader", *query, f"--Format={columns}"])
     except SlurmAway:
         return None
     except SlurmError as error:
-        if "Invalid job id" in str(
-            error
-        ):  # what squeue says of one forgotten id; among several it is silent
+        # squeue fails like this for a single forgotten id; among several it leaves one out.
+        if "Invalid job id" in str(error):
             return {}
         raise
     states = [
@@ -147,44 +190,71 @@ def jobs(ids: Iterable[str]) -> dict[str, JobState] | None:
 
 
 def is_over(job_id: str) -> bool | None:
-    """Whether a job has ended or is forgotten; None: slurmctld does not answer."""
+    """Return True if a job has ended or is forgotten, None if slurmctld does not answer."""
     states = jobs([job_id])
     return None if states is None else job_id not in states or states[job_id].is_over
 
 
 def requeue(job_id: str) -> None:
-    """Sends a running job back to the queue; Slurm ends it first."""
+    """Put a running job back into the queue. Slurm ends its processes first."""
     _run("scontrol", ["requeue", job_id])
 
 
 def rename(job_id: str, name: str) -> None:
-    """Gives a job, or one task of an array, another name in squeue."""
+    """Give a job, or one task of an array, another name in squeue."""
     _run("scontrol", ["update", f"JobId={job_id}", f"JobName={name}"])
 
 
 def cancel(job_id: str) -> None:
-    """Ends a job: SIGTERM to its processes and, after the site's KillWait, SIGKILL."""
+    """End a job: Slurm sends SIGTERM to its processes and, after KillWait seconds, SIGKILL."""
     _run("scancel", [job_id])
 
 
 def steps(job_id: str, name: str) -> list[str]:
-    """The job's running steps of that name, as "123.0", which `signal` takes like a job's id."""
-    shape = ["--noheader", f"--jobs={job_id}", "--format=%i|%j"]
-    lines = _run("squeue", ["--steps", *shape]).stdout.splitlines()
-    return [step for step, _, of in (line.strip().partition("|") for line in lines) if of == name]
+    """Return a job's running steps of a name, as "123.0", which `signal` takes like a job's id.
+
+    Args:
+        job_id: The job.
+        name: The step's name, from srun --job-name.
+    """
+    query = ["--noheader", f"--jobs={job_id}", "--format=%i|%j"]
+    lines = _run("squeue", ["--steps", *query]).stdout.splitlines()
+    parts = [line.strip().partition("|") for line in lines]
+    return [step for step, _, step_name in parts if step_name == name]
 
 
 def signal(job_id: str, name: str, batch: bool = False) -> None:
-    """Sends a signal ("USR1") to every process of the job's steps, or with `batch` to its script alone."""
+    """Send a signal to the processes of a job.
+
+    Args:
+        job_id: The job, or one step as `steps` returns it.
+        name: The signal, as in "USR1".
+        batch: Send it to the batch script instead of the job steps. For a training job that is the
+            launcher, which must know that it was asked to stop, or it would start the ranks again.
+            It passes the signal on to the ranks.
+    """
     _run("scancel", [f"--signal={name}", *(["--batch"] if batch else []), job_id])
 
 
 def _run(
     program: str, arguments: Sequence[str], script: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    environment = _environment() | (
-        {"SLURM_TIME_FORMAT": "%s"} if program == "squeue" else {}
-    )  # unix seconds
+    """Run one of Slurm's commands and return its output.
+
+    Args:
+        program: The command.
+        arguments: Its arguments.
+        script: What it reads from stdin.
+
+    Raises:
+        ConfigError: There is no such command here.
+        SlurmAway: slurmctld does not answer.
+        SlurmError: The command failed otherwise.
+    """
+    environment = _environment()
+    if program == "squeue":
+        # Times in unix seconds instead of a format without a time zone.
+        environment["SLURM_TIME_FORMAT"] = "%s"
     try:
         answer = subprocess.run(
             [program, *arguments],
@@ -199,8 +269,8 @@ def _run(
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"{program}: no such command here. Slurm's commands are on a cluster's login nodes; "
-            "`launcher local` trains on this machine"
+            f"{program}: no such command here. Slurm's commands are on the login nodes of a "
+            "cluster; `launcher local` trains on this machine"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
@@ -211,15 +281,25 @@ def _run(
 
 
 def _environment() -> dict[str, str]:
-    """Ours, which sbatch hands on to the job, without what an outer job or a user's squeue settings would change."""
+    """Return this process's environment without what would change Slurm's commands or the job.
+
+    The SLURM_... variables of a job that this process runs in would be handed on to the new job,
+    where srun takes some of them for options. A user's SQUEUE_... variables would change the output
+    that is parsed here.
+    """
     dropped = re.compile(r"(SLURM|SQUEUE|SRUN|SCANCEL)_")
     return {
-        k: v for k, v in os.environ.items() if k in _KEPT or not (k in _PLACES or dropped.match(k))
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not (name in _RANK_VARIABLES or dropped.match(name))
     }
 
 
 def _words(text: str) -> str:
-    """'sbatch: error: Invalid account' -> 'Invalid account'; several lines in one."""
+    """Join the lines of an error, without what comes before the words.
+
+    "sbatch: error: Invalid account" becomes "Invalid account".
+    """
     lines = [
         re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line).strip() for line in text.splitlines()
     ]
@@ -227,6 +307,7 @@ def _words(text: str) -> str:
 
 
 def _parse(line: str) -> JobState:
+    """Read a line that squeue printed for `_FIELDS`."""
     job_id, raw, state, reason, nodes, num_nodes, *times, restarts, name = line.split(
         "|", len(_FIELDS) - 1
     )

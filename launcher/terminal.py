@@ -1,4 +1,4 @@
-"""Messages to the person at the terminal."""
+"""Print messages of the launcher for the user."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import sys
 
 
 def say(text: str) -> None:
-    """A message to the person; a terminal that is gone does not end the run."""
+    """Print a message to stderr.
+
+    A terminal that was closed, or a full disk under a log, must not end the run, so the message is
+    lost then.
+    """
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

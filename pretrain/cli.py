@@ -31,7 +31,8 @@ from pretrain.config import (
     writing,
 )
 from pretrain.config.shipped import list_shipped
-from pretrain.train.stopping import INTERRUPTED, Requests
+from pretrain.rundir.states import ExitCode
+from pretrain.train.stopping import Requests
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -337,7 +338,7 @@ def export(
     from pretrain.export.command import export_source
 
     if not export_source(source, out, curve):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @bench.command("train")
@@ -406,21 +407,23 @@ def main() -> None:
         # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
         if not (end.code and interrupts):
             raise
-        _leave(INTERRUPTED, "interrupted")
+        _leave(ExitCode.INTERRUPTED, "interrupted")
     except BaseException as error:
         # Libraries turn a KeyboardInterrupt into errors of their own: the record decides, not the
         # type.
         if interrupts:
-            _leave(INTERRUPTED, "interrupted")
+            _leave(ExitCode.INTERRUPTED, "interrupted")
         if isinstance(error, ConfigError | RunFailed):
-            code = 2 if isinstance(error, ConfigError) else 1
+            bad_input = isinstance(error, ConfigError)
+            code = ExitCode.BAD_INPUT if bad_input else ExitCode.FAILED
             _leave(code, *(f"error: {line}" for line in str(error).splitlines()))
         if isinstance(error, OSError):
             named = error.filename and error.strerror
-            _leave(1, f"error: {error.filename}: {error.strerror}" if named else f"error: {error}")
+            what = f"{error.filename}: {error.strerror}" if named else str(error)
+            _leave(ExitCode.FAILED, f"error: {what}")
         if lost := _lost_connection(error):
             _leave(
-                1,
+                ExitCode.FAILED,
                 f"error: lost the connection to another rank ({lost}). "
                 "The output of that rank says why it ended",
             )
@@ -428,8 +431,7 @@ def main() -> None:
 
 
 def _lost_connection(error: BaseException) -> str | None:
-    """Return what gloo or NCCL says about a peer that ended, or None when `error` is about
-    something else.
+    """Return what gloo or NCCL says about a peer that ended; None for any other error.
 
     A traceback of every surviving rank would hide the message of the one rank that failed.
     """
@@ -472,8 +474,7 @@ def _leave(code: int, *lines: str) -> None:
 
 
 def _rank_prefix() -> str:
-    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a command of one
-    process."""
+    """Return "rank N: " on ranks other than 0, and nothing on rank 0 or in a single process."""
     # Without pretrain.topology, or in the middle of its import, no rank has been assigned yet.
     process = getattr(sys.modules.get("pretrain.topology"), "Process", None)
     if process is None:

@@ -205,7 +205,7 @@ def accumulate_over_queries(
     the keys as rows and need no transposition of their own.
     """
     key = key_start + tl.arange(0, BLOCK_N)
-    row = tl.cast(batch_head, tl.int64) * num_queries
+    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
     query_tiles = tl.cdiv(num_queries, QUERY_TILE)
     for start in range(begin, stop, BLOCK_M):
         query = start + tl.arange(0, BLOCK_M)
@@ -213,7 +213,7 @@ def accumulate_over_queries(
         q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
         # An infinite logsumexp makes every weight of a query zero. That is the mask for queries
         # past the last one, and for queries whose forward pass skipped these keys.
-        lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
+        lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
         if SKIP:
             runs = batch_head * query_tiles + query // QUERY_TILE
             first = tl.load(FirstTile + runs, mask=query < num_queries, other=0)
@@ -238,7 +238,7 @@ def accumulate_over_queries(
             d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
         dv += dot(kept.to(d_out.dtype), d_out, UPCAST)
         # The gradient of the softmax. Delta is the sum over keys of weights * d_weights.
-        delta = tl.load(Delta + row + query, mask=query < num_queries, other=0.0)
+        delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
         d_scores = weights * (d_weights - delta[None, :])
         dk += dot(d_scores.to(q.dtype), q, UPCAST)
     return dk, dv

@@ -112,7 +112,7 @@ def dq_kernel(
     if SKIP:
         head = tl.load(HeadOrder + head)
     batch_head = batch * heads + head
-    row = tl.cast(batch_head, tl.int64) * num_queries
+    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
     query = start + tl.arange(0, BLOCK_M)
     group = head // HEADS_PER_GROUP
     Q += tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
@@ -124,8 +124,8 @@ def dq_kernel(
         batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
     )  # fmt: skip
     # An infinite logsumexp makes every weight of a query past the last one zero.
-    lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
-    delta = tl.load(Delta + row + query, mask=query < num_queries, other=0.0)
+    lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
+    delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
     slope = 0.0
     if BIAS == SLOPES:
         slope = tl.load(Slopes + head) * LOG2E
@@ -177,9 +177,9 @@ def dq_kernel(
     stride = batches * heads * D
     store_tile(DQ + offset, dq * scale, start, stride, num_queries, BLOCK_M, D, BLOCK_D)
     if BIAS_GRAD:
-        tl.store(BiasSums + row + query, sums, mask=query < num_queries)
+        tl.store(BiasSums + lse_offset + query, sums, mask=query < num_queries)
         second = tl.cast(batches * heads, tl.int64) * num_queries
-        tl.store(BiasSums + second + row + query, sums_after, mask=query < num_queries)
+        tl.store(BiasSums + second + lse_offset + query, sums_after, mask=query < num_queries)
 
 
 @triton.jit
@@ -219,10 +219,10 @@ def accumulate_over_keys(
 ):
     """Add the contributions of keys begin .. stop and return (dq, sums, sums_after).
 
-    The sums are each query's share of the gradient of the bias. For slopes, `sums` adds up d_score
-    * |distance| (the host negates it). For bias rows, `sums` is the gradient of the entry at
-    distances >= row_reach and `sums_after` of the one at distances <= -row_reach: too many keys
-    share those two to be handled by `backward_row.py`, which covers the distances between.
+    The sums are each query's share of the gradient of the bias. For slopes, `sums` is the sum of
+    d_score * |distance|, which the host negates. For bias rows, `sums` is the gradient of the last
+    entry, for distances of row_reach and more, and `sums_after` that of the first entry, for
+    distances of -row_reach and less. `backward_row.py` covers the entries between.
     """
     position = (query + num_keys - num_queries)[:, None]
     for key_start in range(begin, stop, BLOCK_N):

@@ -85,7 +85,7 @@ def row_gradient_kernel(
         # This may begin before the first key or end after the last: load_tile and MASKED check.
         key_start = start + num_keys - num_queries - diagonal * BLOCK_N
         key = key_start + columns
-        row = tl.cast(batch_head, tl.int64) * num_queries
+        lse_offset = tl.cast(batch_head, tl.int64) * num_queries
         q = load_tile(
             Q + batch * q_stride_b + head * q_stride_h, start,
             q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True,
@@ -102,8 +102,8 @@ def row_gradient_kernel(
             DOut + tl.cast(batch_head, tl.int64) * D, start,
             batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
         )  # fmt: skip
-        lse = tl.load(Lse + row + query, mask=query < num_queries, other=float("inf"))
-        delta = tl.load(Delta + row + query, mask=query < num_queries, other=0.0)
+        lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
+        delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
         acc += score_gradients(
             q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None], batch_head,
             0.0, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_keys,

@@ -178,8 +178,8 @@ def forward_kernel(
         batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D,
     )  # fmt: skip
     lse = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
-    row = tl.cast(batch_head, tl.int64) * num_queries
-    tl.store(Lse + row + queries, lse, mask=queries < num_queries)
+    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
+    tl.store(Lse + lse_offset + queries, lse, mask=queries < num_queries)
 
 
 @triton.jit

@@ -44,10 +44,8 @@ class Schedule(NamedTuple):
 # 99 KiB (compute capability 8.6, 8.9 and 12.0).
 #
 # The sizes were chosen from what ptxas reports, before any was timed on a GPU: the largest blocks
-# whose accumulators stay in registers. The 128 keys in dkdv at width 128 spill a few dozen bytes,
-# which was accepted because a wider block halves how often queries are read. fp32 blocks are small
-# because fp32 products run without tensor cores (`input_precision="ieee"`) and need twice the
-# space.
+# whose registers do not spill, or by no more than a few dozen bytes (dkdv with 128 keys at width
+# 128). fp32 blocks are smaller because each element takes twice the space.
 SCHEDULES_90 = {
     (2, 64): Schedule(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3), 64),
     (2, 128): Schedule(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3), 128),
@@ -74,6 +72,9 @@ def choose_schedule(q_SBHD: Tensor) -> Schedule:
 
 
 def padded_width(head_dim: int) -> int:
-    """Return the width of a head in registers: a power of two (Triton's tensors have no other
-    shapes), and at least 16 (the smallest inner dimension of `tl.dot`)."""
+    """Return the width to which a head is padded in registers.
+
+    It is a power of two, since Triton's tensors have no other shapes, and at least 16, which is the
+    smallest inner dimension of `tl.dot`.
+    """
     return max(16, int(triton.next_power_of_2(head_dim)))

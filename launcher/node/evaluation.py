@@ -1,4 +1,4 @@
-"""Evaluate one checkpoint, inside the Slurm job that was sent for it."""
+"""Evaluate one checkpoint inside a Slurm job: `launcher evaluation`, run by the batch script."""
 
 from __future__ import annotations
 
@@ -10,84 +10,116 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.config import ConfigError
-from pretrain.launcher.evaluations import read_plan, submit_pending
-from pretrain.launcher.node.ranks import Step
-from pretrain.launcher.node.srun import SrunStep, job_is_over, job_owner
+from pretrain.launcher.evaluations import Plan, read_plan, submit_pending
+from pretrain.launcher.node.ranks import Ranks
+from pretrain.launcher.node.srun import SrunRanks, job_is_over, job_owner
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import publish_directory
-from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, RunBusy, unknown
+from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, JobIsOver, RunBusy, unknown
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ExitCode, Outcome
 
 POLL_SECONDS = 0.1
+"""Time between two looks at the ranks."""
 
 
 def run_job(run: Path, name: str) -> int:
-    """Evaluates a checkpoint, if nobody did; brings the run's curve up to date; sends what is left. The exit code."""
+    """Evaluate a checkpoint, update the run's report, and submit evaluations that are pending.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name, step-########.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        ConfigError: No such checkpoint, no plan for evaluations, or not inside a Slurm job.
+        RunFailed: The disk refused.
+    """
     paths = RunPaths(run)
-    checkpoint, result = paths.checkpoints / name, paths.evaluations / name
+    checkpoint = paths.checkpoints / name
     if checkpoint_step(name) is None or not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint}: no such checkpoint")
+        raise ConfigError(
+            f"{checkpoint}: no such checkpoint. Name one of the folders step-######## in "
+            f"{paths.checkpoints}"
+        )
     plan, job_id = read_plan(run), os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise ConfigError(
-            "launcher evaluation: runs in a Slurm job. Use `launcher evaluate-checkpoints`, or on this machine "
-            "`pretrain evaluate`"
+            "launcher evaluation: SLURM_JOB_ID is not set; this command runs inside a Slurm job. "
+            "Use `launcher evaluate-checkpoints`, or on this machine `pretrain evaluate`"
         )
     python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
 
-    def start(out: Path) -> Step:
-        settings = [word for override in plan.overrides for word in ("--set", override)]
-        evaluate = [
-            "evaluate",
-            str(checkpoint),
-            *plan.request.options(),
-            *settings,
-            "--out",
-            str(out),
-        ]
-        return SrunStep(
-            [*plan.job.step(), *python, *evaluate], job_id, name, {}, paths.evaluation_log(name)
-        )
+    def start(out: Path) -> Ranks:
+        evaluate = _evaluate_arguments(plan, checkpoint, out)
+        command = [*plan.job.step(), *python, *evaluate]
+        return SrunRanks(command, job_id, name, {}, paths.evaluation_log(name))
 
     code = evaluate_once(run, name, start, job_owner(job_id, plan.job.num_tasks), job_is_over)
-    if result.exists():  # another's too: it may have been killed before this
-        reported = subprocess.run(
-            [*plan.job.site.container, *python, "report", str(run)], check=False
-        ).returncode
+    # Also when another job made the result: that job may have been killed before its report.
+    if (paths.evaluations / name).exists():
+        report = [*plan.job.site.container, *python, "report", str(run)]
+        reported = subprocess.run(report, check=False).returncode
         code = code or reported
     submit_pending(run, at_once=True)
     return code
 
 
+def _evaluate_arguments(plan: Plan, checkpoint: Path, out: Path) -> list[str]:
+    """Return the arguments of `pretrain` that evaluate a checkpoint as planned.
+
+    Args:
+        plan: How the run's checkpoints are evaluated.
+        checkpoint: The checkpoint's directory.
+        out: The curve.json to write.
+    """
+    settings = [word for override in plan.overrides for word in ("--set", override)]
+    options = [*plan.request.options(), *settings, "--out", str(out)]
+    return ["evaluate", str(checkpoint), *options]
+
+
 def evaluate_once(
     run: Path,
     name: str,
-    start: Callable[[Path], Step],
+    start: Callable[[Path], Ranks],
     owner: Owner | None = None,
-    job_is_over: Callable[[Owner], bool | None] = unknown,
+    job_is_over: JobIsOver = unknown,
 ) -> int:
-    """Evaluates a checkpoint of `run` unless that is done, or another is at it; returns the exit code.
+    """Evaluate a checkpoint, unless that was done before or another job is doing it.
 
-    `start` is given the curve.json to write and returns the ranks that do it. Killed at any moment this leaves nothing
-    that the next one, which begins anew, would take for a result.
+    The claim on a checkpoint works like the lock of a run. The result is written in the directory
+    of the claim and published in one move, so whenever this is killed, nothing is left that could
+    be taken for a result. The next job starts from the beginning.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name, step-########.
+        start: Given the curve.json to write, starts the ranks that evaluate.
+        owner: Who evaluates; this process by default.
+        job_is_over: Asks Slurm about the job of another owner.
+
+    Returns:
+        The exit code: 0 also when there was nothing to do.
     """
     paths, step = RunPaths(run), checkpoint_step(name) or 0
     result = paths.evaluations / name
     if result.exists():
         say(f"{name}: evaluated before")
-        return 0
+        return ExitCode.FINISHED
     try:
         claim = Attempt.begin(paths.evaluation_claim(name), owner, job_is_over)
     except RunBusy as busy:
-        say(f"{name}: left to another: {busy}")
-        return 0
-    if result.exists():  # since we looked
+        say(f"{name}: another job is evaluating it: {busy}")
+        return ExitCode.FINISHED
+    # Another job may have published between the look above and the claim.
+    if result.exists():
         claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated before", step)
         say(f"{name}: evaluated before")
-        return 0
+        return ExitCode.FINISHED
     out = claim.directory / "result"
     ranks = start(out / "curve.json")
     try:
@@ -96,8 +128,8 @@ def evaluate_once(
         if ranks.poll() is None:
             ranks.kill()
     if code is None:
-        say(f"{name}: another job took this one for dead and evaluates it")
-        return 1
+        say(f"{name}: another job took over its evaluation, because this one sent no heartbeat")
+        return ExitCode.FAILED
     if code:
         claim.end(Outcome.FAILED, code, ranks.failure, step)
         say(f"{name}: not evaluated: {ranks.failure or f'exit code {code}'}")
@@ -105,20 +137,26 @@ def evaluate_once(
     try:
         publish_directory(out, result)
     except OSError:
+        # Publishing fails if a result is there already, which is as good as ours.
         if not result.exists():
             raise
     claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated", step)
-    say(f"{name}: evaluated; {result}/report.md")
-    return 0
+    say(f"{name}: evaluated; see {result}/report.md")
+    return ExitCode.FINISHED
 
 
-def _wait(ranks: Step, claim: Attempt) -> int | None:
-    """The ranks' exit code; None when the claim is lost."""
-    beat = time.monotonic()
+def _wait(ranks: Ranks, claim: Attempt) -> int | None:
+    """Renew the claim until the ranks have ended.
+
+    Returns:
+        Their exit code, or None when another job has taken the claim.
+    """
+    renewed = time.monotonic()
     while (code := ranks.poll()) is None:
-        if time.monotonic() - beat >= HEARTBEAT_SECONDS:
-            beat = time.monotonic()
+        if time.monotonic() - renewed >= HEARTBEAT_SECONDS:
+            renewed = time.monotonic()
             if not claim.heartbeat():
                 return None
         time.sleep(POLL_SECONDS)
+    # The claim may have been lost since the last heartbeat.
     return None if claim.superseded() else code

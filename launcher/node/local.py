@@ -1,7 +1,7 @@
-"""A run on this machine: its processes started together and ended together, and started again when they failed.
+"""Train on this machine: start a process per rank, end them together, and restart them on failure.
 
-Why not torchrun: it turns every exit code into 1, adds a traceback of its own to a plain message about bad input, and
-costs an import of torch.
+This is not torchrun, because torchrun turns every exit code into 1, prints a traceback of its own
+after a plain message about bad input, and imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config
-from pretrain.launcher.node.ranks import signals_held
-from pretrain.launcher.node.supervise import Signals, Supervisor
+from pretrain.launcher.node.signals import Signals, signals_blocked
+from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
@@ -29,10 +29,15 @@ from pretrain.rundir.paths import RunPaths, claim_version
 from pretrain.rundir.states import ExitCode
 
 POLL_SECONDS = 0.02
-KILL_AFTER_SECONDS = 10.0  # between SIGTERM and SIGKILL
+"""Time between two looks at processes that were asked to end."""
+KILL_AFTER_SECONDS = 10.0
+"""Time between SIGTERM and SIGKILL."""
 LOG_LINES_SHOWN = 20
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-ASK_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Lines of a failed rank's log that are repeated on the terminal."""
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2), from linux/prctl.h."""
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that the launcher passes on to the ranks; each asks them to end."""
 
 
 def run_locally(
@@ -42,123 +47,180 @@ def run_locally(
     arguments: Sequence[str],
     resume: str | None = None,
 ) -> int:
-    """Runs `nproc` copies of `command` (`pretrain train`) with `arguments`, which name this config, until the run is over.
+    """Run `nproc` copies of `command` with `arguments` until the run is over.
 
-    Failed or hung ranks are started again from the newest checkpoint, within recovery.max_restarts; so are those that
-    saved on SIGUSR1, which is passed on. SIGINT, SIGTERM and SIGHUP are passed on too, so that the run can save and stop; a
-    second one ends it. Returns the exit code of the last attempt. Raises ConfigError, RunBusy among them.
+    Ranks that fail or hang are started again from the newest checkpoint, at most
+    recovery.max_restarts times without progress. Ranks that saved on SIGUSR1 are started again as
+    well. SIGINT, SIGTERM and SIGHUP are passed on, so that the run can save and stop; a second one
+    ends the ranks.
+
+    Args:
+        config: The run.
+        nproc: Number of ranks.
+        command: What each rank runs, up to its subcommand: [python, "-m", "pretrain", "train"].
+        arguments: The config file and its --set options, which give `config`.
+        resume: The value of --resume for the first attempt; None leaves the option out.
+
+    Returns:
+        The exit code of the last attempt.
+
+    Raises:
+        ConfigError: The run's directory cannot be made, or has the layout of a later release.
+        RunBusy: Another process trains this run.
+        RunFailed: The disk refused.
     """
     run, logs = config.directory, RunPaths(config.directory).logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run.directory: cannot make {logs} ({error.strerror}). Choose another"
+            f"run.directory: cannot create {logs} ({error.strerror}). Choose another directory"
         ) from None
-    resume_from = _Resume(run, resume)
+    resume_option = _ResumeOption(run, resume)
     attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
     claim_version(run)
     first = attempt.number
 
-    def start(attempt: Attempt) -> LocalStep:
+    def start(attempt: Attempt) -> LocalRanks:
         again = attempt.number > first
-        frozen = attempt.directory / "config.toml"
-        if again:  # the user may have edited the file since
+        config_arguments = arguments
+        if again:
+            # The user may have edited the config file since the first attempt.
+            frozen = attempt.directory / "config.toml"
             frozen.write_text(dump_config(config))
-        argv = [*command, *([str(frozen)] if again else arguments), *resume_from.arguments(again)]
-        return LocalStep(
-            argv, nproc, logs, {"PRETRAIN_ATTEMPT": str(attempt.directory)}, append=again
+            config_arguments = [str(frozen)]
+        return LocalRanks(
+            [*command, *config_arguments, *resume_option.arguments(again)],
+            nproc,
+            RunPaths(run),
+            {"PRETRAIN_ATTEMPT": str(attempt.directory)},
+            append=again,
         )
 
-    with Signals(*ASK_TO_END) as signals:
+    with Signals(*PASSED_ON) as signals:
         supervisor = Supervisor(config, signals, lambda record: record.number >= first, local=True)
         while (end := supervisor.make_attempt(attempt, start)).again:
             attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         return end.code
 
 
-class _Resume:
-    """The --resume of each attempt: the user's for the first, later what this series of attempts has saved."""
+class _ResumeOption:
+    """The --resume option of each attempt.
+
+    The first attempt gets the user's. A restart must not start from there again, so it gets the
+    newest checkpoint that this series of attempts has saved.
+    """
 
     def __init__(self, run: Path, first: str | None) -> None:
         self._run, self._first = run, first
         self._before = self._saved()
 
     def arguments(self, again: bool) -> list[str]:
+        """Return the option as command-line arguments.
+
+        Args:
+            again: True for a restart.
+        """
         first = ["--resume", self._first] if self._first is not None else []
+        # `auto`, the default of `pretrain train`, finds the newest checkpoint by itself.
         if not again or self._first in (None, "auto"):
             return first
         saved = self._saved() - self._before
         if saved:
-            # Not "auto": an older branch of the run may have gone further.
+            # Not `auto`: after --resume with an early checkpoint, the run's directory may still
+            # hold checkpoints of later steps, which the user did not want.
             newest = max((path for path, _ in saved), key=lambda p: checkpoint_step(p.name) or 0)
             return ["--resume", str(newest)]
         return ["--resume", "auto"] if self._first == "none" else first
 
     def _saved(self) -> set[tuple[Path, int]]:
+        """Return the complete checkpoints with the time at which each was completed.
+
+        With the time, because a checkpoint that is saved again keeps its name.
+        """
         found = complete_checkpoints(self._run)
         return {(path, (path / MANIFEST).stat().st_mtime_ns) for path in found}
 
 
-class LocalStep:
-    """`nproc` copies of `command`, told their places through torch's usual environment variables.
+class LocalRanks:
+    """The ranks of one attempt as processes of this machine; an implementation of `Ranks`.
 
-    Rank 0 writes to this process's own stdout and stderr, rank r to `log_directory`/rank-<r>.log (after what is there,
-    with `append`). When one fails the others get SIGTERM and, 10 s later, SIGKILL; when they were asked to end, each has
-    those 10 s for itself. Leaves no process behind, not even when this one is killed (Linux).
+    Rank 0 writes to the stdout and stderr of this process, the others to RUN/logs/rank-<rank>.log.
+    When a rank fails, the others get SIGTERM and, 10 s later, SIGKILL. No process is left behind,
+    on Linux not even when this process is killed.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         nproc: int,
-        log_directory: Path,
+        paths: RunPaths,
         environment: Mapping[str, str] | None = None,
         append: bool = False,
     ) -> None:
+        """Start the ranks.
+
+        Args:
+            command: What each rank runs.
+            nproc: Number of ranks.
+            paths: The run's paths. RUN/logs must exist.
+            environment: Environment variables to add, the same for all ranks.
+            append: Append to the logs of an earlier attempt instead of replacing them.
+        """
         self.failure = ""
-        self._logs = log_directory
+        self._paths = paths
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._asked, self._deadline = False, 0.0
-        self._failed: int | None = None
+        self._asked_to_end, self._deadline = False, 0.0
+        self._failed_rank: int | None = None
         port, die_with_parent = _free_port(), _die_with_parent()
         try:
-            with signals_held():
+            with signals_blocked():
                 for rank in range(nproc):
-                    place = _place(rank, nproc, port) | dict(environment or {})
-                    log = open(self._log(rank) if rank else os.devnull, "ab" if append else "wb")  # noqa: SIM115
-                    with log:
-                        self._processes.append(
-                            _start(command, place, log if rank else None, die_with_parent)
-                        )
+                    variables = _rank_environment(rank, nproc, port) | dict(environment or {})
+                    # Rank 0 has no log: it writes to the terminal.
+                    name = paths.rank_log(rank) if rank else os.devnull
+                    with open(name, "ab" if append else "wb") as log:
+                        process = _start(command, variables, log if rank else None, die_with_parent)
+                    self._processes.append(process)
         except BaseException:
             self.kill()
             raise
 
     def poll(self) -> int | None:
-        """None while it runs; then 0, or the exit code of the first process that failed (128 + n for signal n)."""
+        """Return None while the ranks run, then 0 or the exit code of the rank that failed first.
+
+        The first failure also ends the other ranks, which wait for the failed one in a collective
+        operation and would never end.
+        """
         codes = [process.poll() for process in self._processes]
-        if self._failed is None and any(codes):
-            self._failed = next(rank for rank, code in enumerate(codes) if code)
-            asked = self._asked or codes[self._failed] in (ExitCode.RESTART, ExitCode.STOPPED)
-            self._deadline = time.monotonic() + (KILL_AFTER_SECONDS if asked else 0)
-        if None in codes and (self._failed is None or time.monotonic() < self._deadline):
+        if self._failed_rank is None and any(codes):
+            self._failed_rank = next(rank for rank, code in enumerate(codes) if code)
+            # Ranks that were asked to end, or that saved together, end one by one within moments;
+            # SIGTERM would disturb them, so they get some time to do it by themselves.
+            code = codes[self._failed_rank]
+            is_ending = self._asked_to_end or code in (ExitCode.RESTART, ExitCode.STOPPED)
+            self._deadline = time.monotonic() + (KILL_AFTER_SECONDS if is_ending else 0)
+        if None in codes and (self._failed_rank is None or time.monotonic() < self._deadline):
             return None
         self.end()
-        if self._failed is None:
+        if self._failed_rank is None:
             return 0
-        code = self._processes[self._failed].returncode
-        self._report(self._failed, code)
+        code = self._processes[self._failed_rank].returncode
+        self._report(self._failed_rank, code)
         return _exit_code(code)
 
     def signal(self, number: int) -> None:
-        """To every rank that runs."""
-        self._asked |= number in ASK_TO_END
+        """Send a signal to every rank that runs."""
+        self._asked_to_end |= number in PASSED_ON
         for process in self._processes:
             process.send_signal(number)
 
     def end(self) -> int:
-        """SIGTERM to those that run, 10 s later SIGKILL; the highest exit code of all."""
+        """Send SIGTERM to every rank that runs and, 10 s later, SIGKILL to those that are left.
+
+        Returns:
+            The highest exit code of all ranks.
+        """
         for process in self._processes:
             process.terminate()
         deadline = time.monotonic() + KILL_AFTER_SECONDS
@@ -166,43 +228,55 @@ class LocalStep:
             process.poll() is None for process in self._processes
         ):
             time.sleep(POLL_SECONDS)
+        # Also when all ranks have ended: their data loader workers may be left.
         self.kill()
         return max(_exit_code(process.returncode) for process in self._processes)
 
     def kill(self) -> None:
-        """SIGKILL to what is left of every rank's process group, its workers included."""
+        """Send SIGKILL to every rank's process group, data loader workers included."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            # ProcessLookupError: the whole group has ended.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
 
-    def _log(self, rank: int) -> Path:
-        return self._logs / f"rank-{rank}.log"
-
     def _report(self, rank: int, code: int) -> None:
-        """Says which rank failed first, with the end of its log; rank 0 has none, it wrote to the terminal."""
-        self.failure = f"rank {rank} " + (
+        """Print which rank failed first, and the end of its log.
+
+        Args:
+            rank: The rank that failed first.
+            code: Its exit code as subprocess gives it, -n for signal n.
+        """
+        how = (
             f"ended with exit code {code}"
             if code > 0
             else f"was ended by {signal.Signals(-code).name}"
         )
-        if (
-            code in (ExitCode.RESTART, ExitCode.STOPPED)
-            or code == self._processes[0].returncode > 0
-        ):
-            return  # not a failure, or rank 0 has said the same on the terminal
-        say(self.failure + (f"; the end of {self._log(rank)}:" if rank else ""))
-        if rank:
-            lines = self._log(rank).read_text(errors="replace").splitlines()
-            say("\n".join(lines[-LOG_LINES_SHOWN:]))
+        self.failure = f"rank {rank} {how}"
+        if code in (ExitCode.RESTART, ExitCode.STOPPED):
+            # The rank saved a checkpoint, which is no failure.
+            return
+        if code == self._processes[0].returncode > 0:
+            # Rank 0 failed in the same way, and its message is on the terminal already.
+            return
+        if not rank:
+            say(self.failure)
+            return
+        log = self._paths.rank_log(rank)
+        say(f"{self.failure}; the end of {log}:")
+        lines = log.read_text(errors="replace").splitlines()
+        say("\n".join(lines[-LOG_LINES_SHOWN:]))
 
 
-def _place(rank: int, nproc: int, port: int) -> dict[str, str]:
-    threads = (
-        max(1, len(os.sched_getaffinity(0)) // nproc) if hasattr(os, "sched_getaffinity") else 1
-    )
-    place = {
+def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank, with the variables that torch.distributed reads.
+
+    OMP_NUM_THREADS divides the cores that this process may use, unless the user has set it: by
+    default every rank would start a thread per core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else nproc
+    distributed = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": nproc,
@@ -210,17 +284,30 @@ def _place(rank: int, nproc: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in place.items()}}
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        **os.environ,
+        **{name: str(value) for name, value in distributed.items()},
+    }
 
 
 def _start(
     command: Sequence[str],
     environment: Mapping[str, str],
     log: IO[bytes] | None,
-    arrange: Callable[[], None] | None,
+    before_exec: Callable[[], None] | None,
 ) -> subprocess.Popen[bytes]:
-    # A process group of its own: Ctrl-C on the terminal then reaches the launcher alone, which passes it on once, and
-    # a rank can be killed together with its data loader's workers.
+    """Start a rank.
+
+    Args:
+        command: What it runs.
+        environment: All of its environment variables.
+        log: Takes its stdout and stderr; None leaves it those of this process.
+        before_exec: Called in the new process before `command` replaces it.
+    """
+    # A process group of its own, for two reasons. Ctrl-C on the terminal then reaches the launcher
+    # alone, which passes it on once; and a rank can be killed together with its data loader
+    # workers.
     return subprocess.Popen(
         command,
         env=environment,
@@ -228,29 +315,37 @@ def _start(
         stdout=log,
         stderr=log,
         process_group=0,
-        preexec_fn=arrange,
+        preexec_fn=before_exec,
     )
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What a child runs before its command, so that the kernel kills it when this process is gone (Linux alone)."""
+    """Return a function that makes the process that calls it die with this one.
+
+    Linux offers this through prctl(2); elsewhere None is returned, and a launcher that is killed by
+    SIGKILL leaves its ranks behind.
+    """
     if not sys.platform.startswith("linux"):
         return None
+    # Loaded here and not in the child: after a fork, little may be done safely before exec.
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
-    def arrange() -> None:
+    def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        # If the parent died before prctl took effect, no signal will come.
+        if os.getppid() != parent:
             os._exit(1)
 
-    return arrange
+    return die_with_parent
 
 
 def _exit_code(code: int) -> int:
-    return 128 - code if code < 0 else code
+    """Return subprocess's -n for a process that signal n ended as a shell does, 128 + n."""
+    return SIGNAL_CODE - code if code < 0 else code
 
 
 def _free_port() -> int:
+    """Return a TCP port that is free now, for the ranks to find each other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,42 +1,37 @@
-"""What a supervisor needs of the processes it watches, be they here (launcher/local.py) or on Slurm (launcher/srun.py)."""
+"""Define what a supervisor needs of the ranks that it watches.
+
+There are two implementations: `LocalRanks` (local.py) starts them as processes of this machine,
+`SrunRanks` (srun.py) starts them with srun on the nodes of a Slurm job.
+"""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
-HELD = (signal.SIGUSR1, signal.SIGUSR2)
 
-
-class Step(Protocol):
-    """The ranks of one attempt at a run."""
+class Ranks(Protocol):
+    """The ranks of one attempt, which have been started."""
 
     failure: str
-    """Once it is over and its exit code is not 0: what happened first, for a person."""
+    """What failed first, in one line for the user. Set when `poll` returns a code other than 0."""
 
     def poll(self) -> int | None:
-        """None while it runs, then 0, or the exit code of the rank that failed first (128 + n for signal n)."""
+        """Return None while the ranks run, then the exit code of all of them together.
+
+        That is 0 when every rank ended with 0, else the code of the rank that failed first (128 + n
+        for signal n). Only the first failure tells what happened: the other ranks are ended because
+        of it.
+        """
 
     def signal(self, number: int) -> None:
-        """Sends a signal to every rank."""
+        """Send a signal to every rank."""
 
     def end(self) -> int:
-        """Ends every process, at once or after a short grace; returns the exit code when they are gone."""
+        """End every rank, after a short grace period where there is one, and wait for that.
+
+        Returns:
+            The exit code.
+        """
 
     def kill(self) -> None:
-        """Ends every process at once, without letting it save; returns when they are gone."""
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Processes started within find SIGUSR1 and SIGUSR2 blocked until they can handle them, and then unblock them.
-
-    Before that such a signal would end them. `pretrain train` does so first of all, srun once it has ranks.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        """End every rank at once, without letting it save, and wait until all are gone."""

@@ -1,4 +1,8 @@
-"""An attempt at a run inside a Slurm job: `launcher attempt`, which the batch script runs, and the ranks behind srun."""
+"""Make an attempt inside a Slurm job: `launcher attempt`, with the ranks behind srun.
+
+The batch script runs `launcher attempt` on the first node of the job. It starts the ranks as one
+job step, supervises them, and has the job requeued when another attempt follows.
+"""
 
 from __future__ import annotations
 
@@ -17,73 +21,96 @@ from typing import IO
 from pretrain.config import ConfigError, load_config, writing
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.node.ranks import signals_held
-from pretrain.launcher.node.supervise import Signals, Supervisor
+from pretrain.launcher.node.signals import Signals, signals_blocked
+from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner, is_finished
 from pretrain.rundir.jobs import read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
 
-KILL_SECONDS = 60.0  # for Slurm to end a step's processes
-AWAY_SECONDS = 600.0  # for slurmctld to come back, when the job is to be requeued
-REFUSED_SECONDS = 60.0  # for what else forbids it: Slurm may be ending the job itself
-REQUEUED_SECONDS = 300.0  # for Slurm to end a job that it has requeued
+KILL_SECONDS = 60.0
+"""Time for Slurm to end the processes of a job step."""
+AWAY_SECONDS = 600.0
+"""How long a requeue is tried while slurmctld does not answer."""
+REFUSED_SECONDS = 60.0
+"""How long a requeue is tried while slurmctld refuses it: Slurm may be ending the job itself."""
+REQUEUED_SECONDS = 300.0
+"""How long a job that has been requeued waits for Slurm to end it."""
 RETRY_SECONDS = 2.0
-# Sent to srun, which hands them to its tasks without asking slurmctld; others it takes for itself.
-HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Time between two tries of a requeue."""
+FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that srun forwards to its tasks without asking slurmctld. It acts on most others itself:
+SIGTERM, for one, makes it kill the tasks."""
 FAILED_TASK = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
+"""A line in which srun reports tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+"""How srun words a task that exited by itself."""
 LABEL = re.compile(rb"\s*(\d+): ")
+"""What `srun --label` puts before each line of a task: its rank, padded with spaces."""
 
 
 def attempt(run: Path) -> int:
-    """One attempt at the run that `launcher submit` has put in RUN/launch. Returns the job's exit code.
+    """Make one attempt at a run that `launcher submit` has put into RUN/launch.
 
-    After an attempt that is to be made again the job is requeued, and Slurm ends this process. Raises ConfigError, RunBusy
-    among them.
+    When another attempt follows, the job is requeued and Slurm ends this process.
+
+    Args:
+        run: The run's directory.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        ConfigError: Not inside a Slurm job, or RUN/launch is missing or damaged.
+        RunBusy: Another job or process trains this run.
+        RunFailed: The disk refused.
     """
     paths = RunPaths(run)
     launch, config = read_launch(run), load_config(paths.launch_config)
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise ConfigError(
-            "launcher attempt: runs in a Slurm job. Use `launcher submit`, or on this machine `launcher local`"
+            "launcher attempt: SLURM_JOB_ID is not set; this command runs inside a Slurm job. Use "
+            "`launcher submit`, or on this machine `launcher local`"
         )
     if is_finished(run, config.train.num_steps):
+        # A user may requeue the job of a finished run.
         say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
         return 0
     train = [launch.python, "-m", "pretrain", "train", str(paths.launch_config)]
     command = [*launch.command, *train]
 
-    def start(attempt: Attempt) -> SrunStep:
-        name = f"attempt-{attempt.directory.name}"
-        say(
-            f"attempt {attempt.number}: {launch.num_tasks} ranks on {os.environ.get('SLURM_JOB_NODELIST')}"
-        )
-        return SrunStep(
+    def start(attempt: Attempt) -> SrunRanks:
+        nodes = os.environ.get("SLURM_JOB_NODELIST")
+        say(f"attempt {attempt.number}: {launch.num_tasks} ranks on {nodes}")
+        return SrunRanks(
             command,
             job_id,
-            name,
+            f"attempt-{attempt.directory.name}",
             {"PRETRAIN_ATTEMPT": str(attempt.directory)},
             paths.attempt_log(attempt.number),
         )
 
+    # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
+    # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
+    # from Slurm to the ranks directly.
     with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
         owner = job_owner(job_id, launch.num_tasks)
+        # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(config, signals, lambda record: record.owner.slurm_job_id == job_id)
-        end = supervisor.make_attempt(
-            Attempt.begin(run, owner, job_is_over), start, _Evaluations(run)
-        )
+        attempt = Attempt.begin(run, owner, job_is_over)
+        end = supervisor.make_attempt(attempt, start, _SubmitEvaluations(run))
         if end.again and not _requeue(job_id, signals):
             supervisor.give_up(end, "the job could not be requeued")
         return end.code
 
 
-class SrunStep:
-    """`command` (srun with its options, then what each rank runs) as a step `name` of this process's job.
+class SrunRanks:
+    """The ranks of one attempt as a step of this process's job; an implementation of `Ranks`.
 
-    All that srun prints goes to `log`; what rank 0 and srun itself say, to this process's stdout too.
+    All output of srun goes to the log. What rank 0 and srun itself print also goes to the stdout of
+    this process, which is the job's log.
     """
 
     def __init__(
@@ -94,14 +121,28 @@ class SrunStep:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
+        """Start the ranks.
+
+        Args:
+            command: srun with its options, then what each rank runs.
+            job_id: The job this process runs in.
+            name: The name of the job step, by which Slurm finds it.
+            environment: Environment variables to add.
+            log: The file to append the output to.
+
+        Raises:
+            ConfigError: srun cannot be started.
+            RunFailed: The log cannot be written.
+        """
         self.failure = ""
         self._job_id, self._name, self._log = job_id, name, log
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            file = open(log, "ab")  # noqa: SIM115  closed by _copy
+            file = open(log, "ab")  # noqa: SIM115  closed by _copy_output
         try:
-            with signals_held():
-                # A process group of its own: what is sent to this process's group is for this process to pass on.
+            with signals_blocked():
+                # A process group of its own: a signal that is sent to the group of this process
+                # must reach the ranks once, passed on by the supervisor.
                 self._srun = subprocess.Popen(
                     [command[0], f"--job-name={name}", *command[1:]],
                     env={**os.environ, **environment},
@@ -115,21 +156,31 @@ class SrunStep:
             raise ConfigError(
                 f"{command[0]}: cannot be started on this node ({error.strerror})"
             ) from None
-        self._copier = threading.Thread(target=_copy, args=(self._srun.stdout, file), daemon=True)
+        output = self._srun.stdout
+        self._copier = threading.Thread(target=_copy_output, args=(output, file), daemon=True)
         self._copier.start()
 
     def poll(self) -> int | None:
-        """The exit code of the rank that failed first: srun's own is the highest of all, of those it ended itself too."""
+        """Return None while srun runs, then 0 or the exit code of the rank that failed first.
+
+        srun's own exit code is the highest of all tasks. It includes the tasks that srun killed
+        after the first failure (137), so it would hide codes such as 75, which asks for a restart.
+        """
         code = self._srun.poll()
         if not code:
             return code
-        self._copier.join(KILL_SECONDS)  # the log is whole
-        self.failure, code = _failure(self._log, 128 - code if code < 0 else code)
+        # Wait until the log is complete: it says which rank failed first.
+        self._copier.join(KILL_SECONDS)
+        self.failure, code = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
         return code
 
     def signal(self, number: int) -> None:
-        """SIGTERM and the like are sent by slurmctld; where it does not answer, that is said."""
-        if number in HANDED_ON:
+        """Send a signal to every rank, through srun where it forwards the signal.
+
+        Other signals are sent by slurmctld. When it does not answer, that is printed and the ranks
+        do not get the signal.
+        """
+        if number in FORWARDED_BY_SRUN:
             self._srun.send_signal(number)
             return
         name = signal.Signals(number).name
@@ -137,17 +188,25 @@ class SrunStep:
             for step in slurm.steps(self._job_id, self._name):
                 slurm.signal(step, name.removeprefix("SIG"))
         except slurm.SlurmAway as error:
-            say(f"{name} not sent to the ranks: {error}")
+            say(f"{name}: not sent to the ranks: {error}")
         except slurm.SlurmError:
-            pass  # the step is ending, or with its job: Slurm has signalled the ranks itself
+            # The step is ending, alone or with its job; in the second case Slurm has sent the ranks
+            # a signal itself.
+            pass
 
     def end(self) -> int:
-        """As `kill`: Slurm has no grace for one step alone."""
+        """Kill the ranks: srun has no grace period to offer for a single step.
+
+        Returns:
+            The exit code.
+        """
         self.kill()
         return self.poll() or 0
 
     def kill(self) -> None:
-        """srun answers SIGTERM with SIGKILL to its tasks; where it does not, slurmctld is asked to."""
+        """Have srun kill the ranks, or slurmctld where srun does not."""
+        # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
+        # would leave the tasks running.
         self._srun.terminate()
         try:
             self._srun.wait(KILL_SECONDS)
@@ -160,7 +219,8 @@ class SrunStep:
         self._copier.join(KILL_SECONDS)
 
 
-def _copy(source: IO[bytes], log: IO[bytes]) -> None:
+def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:
+    """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabelled."""
     with source, log:
         for line in source:
             label = LABEL.match(line)
@@ -168,33 +228,48 @@ def _copy(source: IO[bytes], log: IO[bytes]) -> None:
             if label is None or label[1] == b"0":
                 copies.append((sys.stdout.buffer, line[label.end() :] if label else line))
             for file, text in copies:
-                with contextlib.suppress(
-                    OSError
-                ):  # a full disk must not stop who writes into our pipe
+                # A full disk must not end this thread: srun would block on a full pipe, and with it
+                # every rank that prints.
+                with contextlib.suppress(OSError):
                     file.write(text)
                     file.flush()
 
 
-def _failure(log: Path, code: int) -> tuple[str, int]:
-    """What ended the step first, in words and as an exit code, by what srun wrote: it names bad ends as they come."""
+def _first_failure(log: Path, code: int) -> tuple[str, int]:
+    """Find out what ended a job step first, from what srun wrote into the log.
+
+    srun reports tasks that end badly in the order in which they end.
+
+    Args:
+        log: The log of the step.
+        code: The exit code of srun.
+
+    Returns:
+        What failed first, in one line, and its exit code.
+    """
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    said = [line for line in lines if line.startswith("srun: error: ")]
-    for line in said:
+    # Lines that a rank prints have a label before them, so they cannot be taken for srun's.
+    errors = [line for line in lines if line.startswith("srun: error: ")]
+    for line in errors:
         if match := FAILED_TASK.match(line):
-            own = EXIT_CODE.fullmatch(match["how"])
-            how = f"ended with exit code {own[1]}" if own else f"was ended ({match['how']})"
-            return f"rank {match['ranks']} on {match['node']} {how}; see {log}", int(
-                own[1]
-            ) if own else code
-    why = f" ({said[0].removeprefix('srun: error: ')})" if said else ""
+            where = f"rank {match['ranks']} on {match['node']}"
+            if exited := EXIT_CODE.fullmatch(match["how"]):
+                return f"{where} ended with exit code {exited[1]}; see {log}", int(exited[1])
+            return f"{where} was ended ({match['how']}); see {log}", code
+    why = f" ({errors[0].removeprefix('srun: error: ')})" if errors else ""
     return f"srun ended with exit code {code}{why}; see {log}", code
 
 
 def job_owner(job_id: str, num_tasks: int) -> Owner:
-    """This process, in job `job_id`, as the owner of an attempt that `num_tasks` ranks make."""
+    """Describe this process as the owner of an attempt inside a Slurm job.
+
+    Args:
+        job_id: The job this process runs in.
+        num_tasks: Number of ranks of the attempt.
+    """
     states = slurm.jobs([job_id]) or {}
     state = states.get(job_id)
     return Owner.here(
@@ -208,7 +283,7 @@ def job_owner(job_id: str, num_tasks: int) -> Owner:
 
 
 def job_is_over(other: Owner) -> bool | None:
-    """Whether the job of another owner is; None where Slurm does not say."""
+    """Return True if the job of another owner is over, None where Slurm does not say."""
     try:
         return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
     except slurm.SlurmError:
@@ -216,39 +291,60 @@ def job_is_over(other: Owner) -> bool | None:
 
 
 def _requeue(job_id: str, signals: Signals) -> bool:
-    """Asks for the job to be queued again, then waits for Slurm to end it. False when that cannot be had."""
-    began, asked = time.monotonic(), len(signals.received)
-    said = ""
+    """Have Slurm put this process's job back into the queue, then wait until Slurm ends it.
+
+    Exiting right after the request would be a race: Slurm could take the end of the batch script
+    for the end of the job.
+
+    Args:
+        job_id: The job.
+        signals: The signals received so far; one more is Slurm ending the job.
+
+    Returns:
+        False when the job could not be requeued.
+    """
+    began, signals_before = time.monotonic(), len(signals.received)
+    printed = ""
     while True:
         try:
             slurm.requeue(job_id)
             break
         except slurm.SlurmError as error:
+            # A controller that restarts comes back within minutes. A refusal lasts, except in the
+            # moments in which Slurm changes the job's state itself.
             patience = AWAY_SECONDS if isinstance(error, slurm.SlurmAway) else REFUSED_SECONDS
-            if str(error) != said:
+            if str(error) != printed:
                 say(
-                    f"job {job_id}: cannot be requeued yet ({error}); trying for {patience / 60:.0f} minutes"
+                    f"job {job_id}: cannot be requeued yet ({error}); trying for up to "
+                    f"{patience / 60:.0f} minutes"
                 )
-            said = str(error)
+            printed = str(error)
             if time.monotonic() - began > patience:
                 return False
         time.sleep(RETRY_SECONDS)
     deadline = time.monotonic() + REQUEUED_SECONDS
-    while len(signals.received) == asked and time.monotonic() < deadline:
+    while len(signals.received) == signals_before and time.monotonic() < deadline:
         time.sleep(RETRY_SECONDS / 10)
     return True
 
 
-class _Evaluations:
-    """Submits what is to be evaluated, where a plan says so. A failure is said once, and never disturbs training."""
+class _SubmitEvaluations:
+    """Submit the evaluation jobs of new checkpoints, if the run has a plan for them.
+
+    A failure is printed once and never disturbs training.
+    """
 
     def __init__(self, run: Path) -> None:
-        self._run, self._said = run, False
+        self._run, self._printed = run, False
 
     def __call__(self, last: bool) -> None:
         try:
             submit_pending(self._run, at_once=last)
+        # Any error at all: this runs in a thread beside training, or after its last attempt.
         except Exception as error:
-            if not self._said:
-                say(f"checkpoints are not evaluated for now, training goes on: {error}")
-            self._said = True
+            if not self._printed:
+                say(
+                    f"{self._run}: evaluation jobs cannot be submitted for now; training goes on "
+                    f"({error})"
+                )
+            self._printed = True

@@ -1,6 +1,26 @@
-"""Watching one attempt at a run from outside its ranks: heartbeat, watchdog, signals, and what its end means.
+"""Make attempts at a run: start the ranks, watch them from outside, and decide what follows.
 
-The same on a laptop and in a Slurm job; only the step (where the ranks are) and what "again" means differ.
+The supervisor is a process beside the ranks that never imports torch. It renews the run's lease,
+passes signals on, ends ranks that hang, and records how the attempt ended. It does the same on a
+single machine (local.py) and inside a Slurm job (srun.py). Only two things differ: where the ranks
+run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, a Slurm
+job has itself requeued.
+
+What each outcome of an attempt leads to:
+
+- FINISHED: every step is done. No attempt follows.
+- RESTART: the ranks saved on SIGUSR1, which Slurm sends before the time limit. Another attempt
+  follows.
+- FAILED, HUNG: a rank failed, or the watchdog ended the ranks. Another attempt follows, unless the
+  failure looks permanent; then the outcome becomes GAVE_UP.
+- STOPPED: a user or Slurm asked the run to stop. No attempt follows, even when the ranks failed to
+  save.
+- REFUSED: the input is wrong, and would be wrong again. No attempt follows.
+- GAVE_UP: too many attempts in a row without a new checkpoint, the same failure twice, or a job
+  that Slurm did not requeue. No attempt follows, and the user has to act.
+- SUPERSEDED: another attempt owns the run. This one touches nothing and ends.
+
+No attempt follows either after a signal to stop, or when recovery.max_restarts is 0.
 """
 
 from __future__ import annotations
@@ -10,306 +30,331 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 from pretrain.config import RunConfig
-from pretrain.launcher.node.ranks import Step
+from pretrain.launcher.node.ranks import Ranks
+from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
+from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import (
-    AttemptRecord,
-    Progress,
-    read_attempt,
-    read_attempts,
-    read_progress,
-)
+from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
 
 POLL_SECONDS = 0.02
-LOOK_SECONDS = 1.0  # between two looks at `progress`
-EVALUATE_SECONDS = 5.0  # between two looks for checkpoints to evaluate
-DUMP_SECONDS = 3.0  # for the ranks to write their stacks
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WORKING = (Phase.TRAINING, Phase.EVALUATING)
+"""Time between two looks at the ranks and the signals."""
+EVALUATE_SECONDS = 5.0
+"""Time between two looks for checkpoints to evaluate."""
+DUMP_SECONDS = 3.0
+"""Time that hung ranks are given to write their stacks."""
+SIGNAL_CODE = 128
+"""The exit code of a process that signal n ended is this plus n."""
+
+IsOurs = Callable[[AttemptRecord], bool]
+"""Tells if an earlier attempt belongs to this series of restarts."""
 
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended, and whether another is to be made."""
+    """How an attempt ended, and if another one follows."""
 
     attempt: Attempt
-    outcome: str
+    outcome: Outcome
+    code: int
+    """The exit code of the ranks, which the caller exits with when no attempt follows."""
+    reason: str
+    """One line for the user."""
+    again: bool
+    """True when the caller must make another attempt."""
+
+
+class Verdict(NamedTuple):
+    """What the end of the ranks means by itself, before restarts are counted."""
+
+    outcome: Outcome
     code: int
     reason: str
-    again: bool
-
-
-class Signals:
-    """Notes the signals sent to this process, for a supervisor to act on. What is ignored already (nohup) stays so."""
-
-    def __init__(self, *numbers: int) -> None:
-        self.received: list[int] = []
-        self._numbers = numbers
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        self._before = {
-            n: h for n in self._numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN
-        }
-        for number in self._before:
-            signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-    @property
-    def stops(self) -> int:
-        """How often it was asked to stop."""
-        return sum(number in STOPS for number in self.received)
 
 
 class Repeater(threading.Thread):
-    """Calls `function` now and every `seconds`, beside what else goes on, until `stop`."""
+    """Call a function at once and then every few seconds, in a thread, until `stop`."""
 
     def __init__(self, seconds: float, function: Callable[[], object]) -> None:
         super().__init__(daemon=True)
         self._seconds, self._function, self._over = seconds, function, threading.Event()
 
     def run(self) -> None:
-        """What the thread does."""
+        """Run the thread; threading.Thread.start calls this."""
         while True:
             self._function()
             if self._over.wait(self._seconds):
                 return
 
     def stop(self) -> None:
-        """Returns when no call is under way."""
+        """Stop calling, and wait for a call that is under way."""
         self._over.set()
         if self.is_alive():
             self.join()
 
 
-class Watchdog:
-    """Tells from an attempt's `progress` that its ranks are stuck; whoever is stuck cannot tell it."""
-
-    def __init__(self, directory: Path, hang_seconds: float, startup_seconds: float) -> None:
-        self._directory, self._hang, self._startup = directory, hang_seconds, startup_seconds
-        self._pause = min(LOOK_SECONDS, hang_seconds / 10, startup_seconds / 10)
-        self._last, self._idle = time.monotonic(), 0.0
-        self._seen: Progress | None = None
-
-    def stuck(self) -> str | None:
-        """Why the ranks are to be ended; None while they move."""
-        passed = time.monotonic() - self._last
-        if passed < self._pause:
-            return None
-        self._last += passed
-        progress = read_progress(self._directory)
-        if progress != self._seen:
-            self._seen, self._idle = progress, 0.0
-            return None
-        self._idle += min(
-            passed, 2 * self._pause
-        )  # while this process itself was paused, nobody looked
-        phase, step = (progress.phase, progress.step) if progress else (Phase.STARTING, 0)
-        limit = self._hang if phase in WORKING else self._startup
-        return (
-            f"no progress for {limit:g} s while {phase}, at step {step}"
-            if self._idle > limit
-            else None
-        )
-
-
 @dataclass
 class Supervisor:
-    """Makes attempts at a run, one at a time."""
+    """Make attempts at a run, one at a time."""
 
     config: RunConfig
     signals: Signals
-    is_ours: Callable[[AttemptRecord], bool]
-    """Which earlier attempts belong to this series, and count as restarts."""
+    is_ours: IsOurs
+    """Tells which earlier attempts count as restarts of this series: those of this process, or of
+    this Slurm job. A new start by hand gets all of recovery.max_restarts again."""
     local: bool = False
-    """A second signal ends the ranks; a failure at the start is not the fault of a node that the next try may not get."""
+    """True on a single machine. A user is at the terminal: a second signal ends the ranks, and what
+    rank 0 printed there is not repeated. A failure before the first step is final when it repeats;
+    under Slurm the next attempt may run on another node, where it works."""
     _passed_on: int = 0
+    """How many of the received signals were passed on to the ranks."""
 
     def make_attempt(
         self,
         attempt: Attempt,
-        start: Callable[[Attempt], Step],
+        start: Callable[[Attempt], Ranks],
         evaluate: Callable[[bool], None] | None = None,
     ) -> End:
-        """Starts the ranks, watches them to their end, and says and writes down what it means.
+        """Start the ranks, watch them until they end, and record what that means.
 
-        `evaluate` is called every few seconds meanwhile, and once more, with True, when no attempt follows.
+        Args:
+            attempt: The attempt, which this process has begun (`Attempt.begin`).
+            start: Starts the ranks.
+            evaluate: Submits the evaluation of new checkpoints. Called with False every few seconds
+                in a thread beside training, and with True once more when no attempt follows.
+
+        Returns:
+            How the attempt ended. It has been recorded in the attempt's ended.json and printed.
+
+        Raises:
+            Exception: Whatever `start` raises, once the attempt is recorded as failed.
         """
+        # An attempt whose node died left no outcome: its supervisor died with it, and Slurm
+        # requeued the job by itself. So the limit is checked before the start as well, or such a
+        # run would be started forever.
+        earlier = read_attempts(attempt.run)[:-1]
+        if without_progress(earlier, self.is_ours) > self.config.recovery.max_restarts:
+            return self._conclude(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, "not started"))
         lost = threading.Event()
-        beside = [Repeater(HEARTBEAT_SECONDS, lambda: None if attempt.heartbeat() else lost.set())]
-        beside += [Repeater(EVALUATE_SECONDS, lambda: evaluate(False))] if evaluate else []
-        died = without_progress(read_attempts(attempt.run)[:-1], self.is_ours)
-        if (
-            died > self.config.recovery.max_restarts
-        ):  # each took its supervisor with it, as a node does
-            return self._conclude(attempt, Outcome.FAILED, ExitCode.FAILED, "not started")
-        step = None
+
+        def renew_lease() -> None:
+            if not attempt.heartbeat():
+                lost.set()
+
+        threads = [Repeater(HEARTBEAT_SECONDS, renew_lease)]
+        if evaluate:
+            threads.append(Repeater(EVALUATE_SECONDS, lambda: evaluate(False)))
+        ranks = None
         try:
-            step = start(attempt)  # before there are threads: it forks
-            for thread in beside:
+            # Before the threads: a fork copies only the thread that forks, and locks that the
+            # others hold at that moment stay locked in the child forever.
+            ranks = start(attempt)
+            for thread in threads:
                 thread.start()
-            outcome, code, reason = self._watch(attempt, step, lost)
+            verdict = self._watch(attempt, ranks, lost)
         except BaseException as error:
-            if step is not None:
-                step.kill()
-            self._write_down(
-                attempt, Outcome.FAILED, ExitCode.FAILED, f"{type(error).__name__}: {error}"
-            )
+            if ranks is not None:
+                ranks.kill()
+            reason = f"{type(error).__name__}: {error}"
+            self._record(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, reason))
             raise
         finally:
-            for thread in reversed(beside):
+            # The heartbeat is stopped last: the run must stay ours while an evaluation is sent.
+            for thread in reversed(threads):
                 thread.stop()
-        end = self._conclude(attempt, outcome, code, reason)
+        end = self._conclude(attempt, verdict)
         if evaluate and not end.again:
             evaluate(True)
         return end
 
     def give_up(self, end: End, why: str) -> None:
-        """`end` asked for another attempt, which cannot be had."""
-        self._write_down(end.attempt, Outcome.GAVE_UP, end.code, f"{end.reason}; {why}")
+        """Record that the attempt that should have followed `end` cannot be made.
+
+        Args:
+            end: An end with `again` set.
+            why: The obstacle, in a few words.
+        """
+        self._record(end.attempt, Verdict(Outcome.GAVE_UP, end.code, f"{end.reason}; {why}"))
         say(f"attempt {end.attempt.number}: {why}")
 
-    def _watch(self, attempt: Attempt, step: Step, lost: threading.Event) -> tuple[str, int, str]:
-        """Until the ranks have ended, or must be ended: outcome, exit code and reason."""
+    # ---- while the ranks run ---------------------------------------------------------------------
+    def _watch(self, attempt: Attempt, ranks: Ranks, lost: threading.Event) -> Verdict:
+        """Wait until the ranks have ended, or end them, and return what that means.
+
+        Args:
+            attempt: The attempt.
+            ranks: Its ranks, running.
+            lost: Set by the heartbeat thread when another attempt has taken the run over.
+        """
         recovery = self.config.recovery
         watchdog = Watchdog(attempt.directory, recovery.hang_seconds, recovery.startup_seconds)
         while True:
+            # Only on a single machine. Under Slurm SIGTERM may be repeated while the ranks save (by
+            # `launcher cancel --save`, or by Slurm itself), which must not cut the save short.
             if self.local and self.signals.stops > 1:
-                return Outcome.STOPPED, step.end(), "ended by a second signal"
-            self._pass_on_signals(step)
-            code = step.poll()
+                return Verdict(Outcome.STOPPED, ranks.end(), "ended by a second signal")
+            self._pass_on_signals(ranks)
+            code = ranks.poll()
+            # Looked at first: ranks that have ended are judged by their exit code, even when the
+            # run was lost or nothing moved at the same moment.
             if code is not None:
-                return self._judge(attempt, code, step)
+                return self._judge(attempt, code, ranks)
             if lost.is_set():
-                step.kill()
-                return (
-                    Outcome.SUPERSEDED,
-                    ExitCode.FAILED,
-                    "another attempt has taken the run over: nothing was heard of this one for too long",
+                # At once and without a checkpoint: the other attempt writes to the same directory.
+                ranks.kill()
+                reason = (
+                    "another attempt has taken over the run, because this one sent no heartbeat "
+                    "for too long"
                 )
+                return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, reason)
             if stuck := watchdog.stuck():
-                say(
-                    f"attempt {attempt.number}: {stuck}; every rank writes its stacks into its log, then is ended"
-                )
-                for number in (
-                    signal.SIGUSR2,
-                    signal.SIGCONT,
-                ):  # a stopped rank writes when it goes on
-                    if step.poll() is None:
-                        step.signal(number)
-                        time.sleep(DUMP_SECONDS)
-                step.kill()
-                return Outcome.HUNG, ExitCode.KILLED, stuck
+                self._dump_stacks(attempt, ranks, stuck)
+                ranks.kill()
+                return Verdict(Outcome.HUNG, ExitCode.KILLED, stuck)
             time.sleep(POLL_SECONDS)
 
-    def _pass_on_signals(self, step: Step) -> None:
+    def _dump_stacks(self, attempt: Attempt, ranks: Ranks, stuck: str) -> None:
+        """Have every rank write the stacks of its threads into its log, to show where it hangs."""
+        say(
+            f"attempt {attempt.number}: {stuck}; every rank writes its stacks to its log and is "
+            "then killed"
+        )
+        # `pretrain train` registers faulthandler for SIGUSR2. A rank that was suspended (SIGSTOP)
+        # has SIGUSR2 pending and writes once SIGCONT lets it run.
+        for number in (signal.SIGUSR2, signal.SIGCONT):
+            if ranks.poll() is None:
+                ranks.signal(number)
+                time.sleep(DUMP_SECONDS)
+
+    def _pass_on_signals(self, ranks: Ranks) -> None:
+        """Pass on the signals that this process received since the last call."""
         for number in self.signals.received[self._passed_on :]:
             self._passed_on += 1
-            if number in STOPS:
+            if number in STOP_SIGNALS:
                 hint = "; a second signal ends them" if self.local else ""
                 say(f"{signal.Signals(number).name}: asked the processes to stop{hint}")
-            step.signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            # Ranks have no handler for SIGHUP, which would end them without a checkpoint.
+            ranks.signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _judge(self, attempt: Attempt, code: int, step: Step) -> tuple[str, int, str]:
-        """What the ranks' own end means."""
+    # ---- when the ranks have ended ---------------------------------------------------------------
+    def _judge(self, attempt: Attempt, code: int, ranks: Ranks) -> Verdict:
+        """Return what the exit code of ranks that ended by themselves means.
+
+        The order matters: a code that the ranks chose counts before the signals that were sent, and
+        after a signal to stop no failure leads to another attempt.
+        """
         at = f"step {read_attempt(attempt.directory).step}"
-        if code == 0:
-            return Outcome.FINISHED, code, f"at step {self.config.train.num_steps}"
+        if code == ExitCode.FINISHED:
+            return Verdict(Outcome.FINISHED, code, f"at step {self.config.train.num_steps}")
         if code == ExitCode.BAD_INPUT:
-            return Outcome.REFUSED, code, "bad input, as the ranks' last lines say"
+            return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
         if code == ExitCode.STOPPED:
-            return Outcome.STOPPED, code, f"saved at {at}"
+            return Verdict(Outcome.STOPPED, code, f"saved at {at}")
         if self.signals.stops:
-            return Outcome.STOPPED, code, f"asked to stop, at {at}, and not saved: {step.failure}"
+            reason = f"asked to stop at {at}, but no checkpoint was saved: {ranks.failure}"
+            return Verdict(Outcome.STOPPED, code, reason)
         if code == ExitCode.RESTART:
-            return Outcome.RESTART, code, f"saved at {at}"
-        return Outcome.FAILED, code, f"{step.failure}, at {at}"
+            return Verdict(Outcome.RESTART, code, f"saved at {at}")
+        return Verdict(Outcome.FAILED, code, f"{ranks.failure}, at {at}")
 
-    def _conclude(self, attempt: Attempt, outcome: str, code: int, reason: str) -> End:
-        """Whether to try again, written down and said."""
-        again = outcome in STARTED_AGAIN and not self.signals.stops
+    def _conclude(self, attempt: Attempt, verdict: Verdict) -> End:
+        """Decide if another attempt follows, then record and print how this one ended."""
+        recovery = self.config.recovery
+        # A signal to stop may also have come after the ranks ended.
+        again = (
+            verdict.outcome in STARTED_AGAIN
+            and not self.signals.stops
+            and recovery.max_restarts > 0
+        )
         if again:
-            records, most = read_attempts(attempt.run), self.config.recovery.max_restarts
-            count, saved = (
-                without_progress(records, self.is_ours),
-                newest_checkpoint_step(attempt.run),
-            )
-            if not most:
-                again = False
-            elif why := self._hopeless(records, code, count):
-                outcome, reason, again = Outcome.GAVE_UP, f"{reason}; given up: {why}", False
+            records = read_attempts(attempt.run)
+            count = without_progress(records, self.is_ours)
+            if why := self._permanent(records, verdict.code, count):
+                reason = f"{verdict.reason}; given up: {why}"
+                verdict, again = Verdict(Outcome.GAVE_UP, verdict.code, reason), False
             else:
+                saved = newest_checkpoint_step(attempt.run)
                 start = "from scratch" if saved is None else f"from step {saved}"
-                limit = f" ({count} of {most} without progress)" if count else ""
-                say(f"attempt {attempt.number}: {reason}; starting again {start}{limit}")
-        self._write_down(attempt, outcome, code, reason)
-        if not again and (
-            not self.local or outcome in (Outcome.HUNG, Outcome.GAVE_UP, Outcome.SUPERSEDED)
-        ):  # else the ranks have said it
-            say(f"attempt {attempt.number}: {in_words(outcome)}: {reason}")
-        return End(attempt, outcome, code, reason, again)
+                limit = f"{count} of {recovery.max_restarts} without progress"
+                message = f"attempt {attempt.number}: {verdict.reason}; starting again {start}"
+                say(f"{message} ({limit})" if count else message)
+        self._record(attempt, verdict)
+        # On a single machine the ranks print how they ended, except for what the launcher decides.
+        decided_here = verdict.outcome in (Outcome.HUNG, Outcome.GAVE_UP, Outcome.SUPERSEDED)
+        if not again and (decided_here or not self.local):
+            say(f"attempt {attempt.number}: {in_words(verdict.outcome)}: {verdict.reason}")
+        return End(attempt, *verdict, again)
 
-    def _hopeless(self, records: list[AttemptRecord], code: int, count: int) -> str | None:
-        """Why no further attempt is made, if so."""
+    def _permanent(self, records: list[AttemptRecord], code: int, count: int) -> str | None:
+        """Return why another attempt would fail as well, or None if it may succeed.
+
+        Args:
+            records: All attempts at the run; the last is the one that just ended.
+            code: Its exit code.
+            count: Attempts in a row without a new checkpoint, this one included.
+        """
         most = self.config.recovery.max_restarts
         if count > most:
-            return f"{count} attempts in a row without a new checkpoint (recovery.max_restarts = {most})"
+            return (
+                f"{count} attempts in a row without a new checkpoint "
+                f"(recovery.max_restarts = {most})"
+            )
         now, before = records[-1], records[-2] if count > 1 else None
         if before is None or before.ended is None or before.ended.outcome != Outcome.FAILED:
             return None
-        same = (before.ended.code, before.ended.step) == (
-            code,
-            now.step,
-        ) and code < 128  # not a signal's
-        worked = all(
+        # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
+        # signal ended may have been a victim of its node (out of memory, a fault), so signals do
+        # not count as the same failure.
+        same_end = (before.ended.code, before.ended.step) == (code, now.step)
+        both_trained = all(
             any(phase.phase == Phase.TRAINING for phase in record.phases)
             for record in (before, now)
         )
-        if same and (self.local or worked):
+        if same_end and code < SIGNAL_CODE and (self.local or both_trained):
             return "the attempt before failed in the same way at the same step"
         return None
 
-    def _write_down(self, attempt: Attempt, outcome: str, code: int, reason: str) -> None:
-        step = (
-            self.config.train.num_steps
-            if outcome == Outcome.FINISHED
-            else read_attempt(attempt.directory).step
-        )
+    def _record(self, attempt: Attempt, verdict: Verdict) -> None:
+        """Write the attempt's ended.json, which also gives the run back."""
+        finished = verdict.outcome == Outcome.FINISHED
+        # progress is written at most twice a second, so it may lack the last steps.
+        steps = self.config.train.num_steps if finished else read_attempt(attempt.directory).step
         try:
-            attempt.end(outcome, code, reason, step)
-        except OSError as error:  # a full disk; the process's end will give the run back
-            say(f"{attempt.directory}: the end of the attempt cannot be written ({error.strerror})")
+            attempt.end(verdict.outcome, verdict.code, verdict.reason, steps)
+        except OSError as error:
+            # As on a full disk. Nothing else is lost: the next attempt sees that this process is
+            # gone.
+            say(
+                f"{attempt.directory}: cannot record how the attempt ended ({error.strerror}). "
+                "Free disk space; the run can be started again"
+            )
 
 
-def without_progress(
-    records: Sequence[AttemptRecord], is_ours: Callable[[AttemptRecord], bool]
-) -> int:
-    """How many attempts of this series, up to the last, ended in a row without a newer checkpoint than they began with."""
-    count = 0
+def without_progress(records: Sequence[AttemptRecord], is_ours: IsOurs) -> int:
+    """Return how many attempts in a row, up to the last, ended without a new checkpoint.
+
+    An attempt made progress if the next one began with a newer checkpoint than it did; for the last
+    attempt, the run's newest checkpoint is compared. Counting stops at an attempt that made
+    progress, that finished or gave up, or that belongs to an earlier series.
+
+    Args:
+        records: All attempts at a run, oldest first.
+        is_ours: Tells if an attempt belongs to this series of restarts.
+    """
     if not records:
         return 0
+    count = 0
     newest = newest_checkpoint_step(records[0].directory.parents[1])
     for record in reversed(records):
-        over = record.ended is not None and record.ended.outcome in (
-            Outcome.FINISHED,
-            Outcome.GAVE_UP,
-        )
-        if over or not is_ours(record) or (newest or 0) > (record.owner.checkpoint_step or 0):
+        ended = record.ended
+        series_over = ended and ended.outcome in (Outcome.FINISHED, Outcome.GAVE_UP)
+        progressed = (newest or 0) > (record.owner.checkpoint_step or 0)
+        if series_over or progressed or not is_ours(record):
             return count
         newest, count = record.owner.checkpoint_step, count + 1
     return count

@@ -1,1 +1,1 @@
-"""Layout-free checkpoints: fp32 masters and Adam moments by global name and shape, beside JSON for the rest."""
+"""Layout-free checkpoints: fp32 masters and Adam moments by global name, and JSON for the rest."""

@@ -1,48 +1,33 @@
-"""Which checkpoints a run has, and whether one is whole: every file's size and SHA-256, in JSON, written last."""
+"""A checkpoint's manifest: which files belong to it, and proof that each is as it was written.
+
+manifest.json lists every file with its size and SHA-256 and is written last, so a checkpoint that
+has one was written completely. `open_checkpoint` verifies and parses the two small files,
+state.json and config.toml, once; everything that is asked about a checkpoint later is answered by
+the object that it returns. The tensors' files are verified by `Checkpoint.verify_tensors`, whose
+work the ranks share.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
 
 FORMAT = 1
-MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
-STEP_NAME = re.compile(r"step-\d{8}")
+STATE, CONFIG = "state.json", "config.toml"
 
-
-def step_directory(run: Path, step: int) -> Path:
-    """<run>/checkpoints/step-00000100."""
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """A run's complete checkpoints, oldest first. A directory gets its name only when all of it has been written."""
-    found = (run / "checkpoints").glob("step-*")
-    return sorted(p for p in found if STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
-
-
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or a run's newest. Raises ConfigError when there is none."""
-    if (path / MANIFEST).is_file():
-        return path
-    if found := complete_checkpoints(path):
-        return found[-1]
-    what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
-    if STEP_NAME.fullmatch(path.name) and path.is_dir():
-        what = f"not a complete checkpoint, it has no {MANIFEST}"
-    raise ConfigError(
-        f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it"
-    )
+Files = dict[str, dict[str, Any]]
+"""A manifest's entries: file name -> {"bytes": size, "sha256": hex digest}."""
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """Return a file's manifest entry: its size in bytes and its SHA-256."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,
@@ -50,78 +35,136 @@ def describe(path: Path) -> dict[str, Any]:
         }
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON that a person can read."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
+@dataclass(frozen=True)
+class TrainerState:
+    """How far training has come: its only state beside weights and optimizer state."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Sequences trained on, which is the whole state of the data order (pretrain/data/order.py)."""
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint: step, consumed_samples, optimizer and tensor shapes.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose state.json and config.toml have been verified and parsed."""
 
-    Raises ConfigError when it is damaged, or of a format that this version does not know.
+    path: Path
+    files: Files
+    config: RunConfig
+    """The config of the run that saved it."""
+    trainer_state: TrainerState
+    adam_steps: int
+    """Updates made by Adam; fewer than steps where fp16 skipped some."""
+    loss_scaler_state: dict[str, float] | None
+    """fp16: the dynamic loss scaler's fields. None in other precisions."""
+    shapes: dict[str, list[int]]
+    """Global name of every parameter -> its global shape."""
+
+    def is_unchanged(self) -> bool:
+        """Return True if the manifest on disk is still the one that was opened.
+
+        Another process may save the same step again meanwhile; its files then have other digests.
+        """
+        return _read_manifest(self.path) == self.files
+
+    def verify_tensors(self, share: int = 0, shares: int = 1) -> None:
+        """Verify the files that were not verified at opening, before anything of them is unpickled.
+
+        Args:
+            share: Number of this share, counted from 0; usually the rank.
+            shares: Number of equal shares that the files are dealt to, usually the world size.
+
+        Raises:
+            ConfigError: A file is missing or damaged; names it and the checkpoint before.
+        """
+        names = sorted(self.files.keys() - {STATE, CONFIG})
+        for name in names[share::shares]:
+            _verify_file(self.path, name, self.files)
+
+    def load_config(
+        self,
+        overrides: Sequence[str] = (),
+        sections: Mapping[str, dict[str, Any]] | None = None,
+    ) -> RunConfig:
+        """Return the saved config with changes, checked as any other.
+
+        Args:
+            overrides: "section.key=value" each, as for --set.
+            sections: Whole sections that replace the saved ones, before the overrides.
+
+        Raises:
+            ConfigError: The changed config cannot work.
+        """
+        return load_config(self.path / CONFIG, overrides, sections)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Verify and parse a checkpoint's state.json and config.toml.
+
+    Args:
+        path: The checkpoint's directory, as `find_checkpoint` returns it.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or this version does not know the format.
     """
-    _verify_file(checkpoint, STATE, _files(checkpoint))
-    state = json.loads((checkpoint / STATE).read_text())
+    files = _read_manifest(path)
+    _verify_file(path, CONFIG, files)
+    config = load_config(path / CONFIG)
+    _verify_file(path, STATE, files)
+    state = json.loads((path / STATE).read_text())
     if state.get("format") != FORMAT:
         raise ConfigError(
-            f"{checkpoint}: format {state.get('format')}, this version reads {FORMAT}"
+            f"{path}: format {state.get('format')}, this version reads {FORMAT}. "
+            "Use the version that saved it"
         )
-    return state
+    return Checkpoint(
+        path=path,
+        files=files,
+        config=config,
+        trainer_state=TrainerState(state["step"], state["consumed_samples"]),
+        adam_steps=state["adam_steps"],
+        loss_scaler_state=state["loss_scaler"],
+        shapes=state["shapes"],
+    )
 
 
-def load_saved_config(
-    checkpoint: Path,
-    overrides: Sequence[str] = (),
-    sections: Mapping[str, dict[str, Any]] | None = None,
-) -> RunConfig:
-    """`load_config` of the config a checkpoint was saved with. Raises ConfigError also when the file is damaged."""
-    _verify_file(checkpoint, CONFIG, _files(checkpoint))
-    return load_config(checkpoint / CONFIG, overrides, sections)
+def check_same_model(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Check that `config` describes the model that the checkpoint's weights were trained in.
 
+    Layout, schedule, batch size, precision and dropout may differ, and so may the attention
+    backend, which changes how scores are computed but not which.
 
-def check_same_model(config: RunConfig, checkpoint: Path) -> None:
-    """Raises ConfigError when `config` computes another function with the weights than the one they were trained in.
-
-    Layout, schedule, batch, precision and dropout may differ.
+    Raises:
+        ConfigError: A key of [model] or [position] differs; names both values.
     """
     may_differ = {"attention_backend", "hidden_dropout", "attention_dropout"}
     for section in ("model", "position"):
-        _check_same(
-            config,
-            checkpoint,
-            section,
-            set(type(getattr(config, section)).model_fields) - may_differ,
-        )
+        keys = set(type(getattr(config, section)).model_fields) - may_differ
+        _check_same(config, checkpoint, section, keys)
 
 
-def check_same_order(config: RunConfig, checkpoint: Path) -> None:
-    """Raises ConfigError when the count of consumed samples would mean other tokens than it did."""
+def check_same_order(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Check that the consumed samples mean the same tokens as they did in the checkpoint's run.
+
+    Raises:
+        ConfigError: run.seed or data.sequence_length differs; names both values.
+    """
     _check_same(config, checkpoint, "run", {"seed"})
     _check_same(config, checkpoint, "data", {"sequence_length"})
 
 
-def _check_same(config: RunConfig, checkpoint: Path, section: str, keys: set[str]) -> None:
-    saved = load_saved_config(checkpoint)
+def _check_same(config: RunConfig, checkpoint: Checkpoint, section: str, keys: set[str]) -> None:
     for key in sorted(keys):
-        now, before = (getattr(getattr(c, section), key) for c in (config, saved))
+        now, before = (getattr(getattr(c, section), key) for c in (config, checkpoint.config))
         if now != before:
             raise ConfigError(
-                f"{section}.{key} = {now}: {checkpoint} was trained with {before}. Keep it, "
+                f"{section}.{key} = {now}: {checkpoint.path} was trained with {before}. Keep it, "
                 "or train anew in another run.directory"
             )
 
 
-def verify_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:
-    """Checks every `shares`-th file from `share` on against the manifest, before anything of it is unpickled or loaded.
-
-    Raises ConfigError naming the file and what to do.
-    """
-    files = _files(checkpoint)
-    for name in sorted(files)[share::shares]:
-        _verify_file(checkpoint, name, files)
-
-
-def _verify_file(checkpoint: Path, name: str, files: dict[str, dict[str, Any]]) -> None:
+def _verify_file(checkpoint: Path, name: str, files: Files) -> None:
     path, expected = checkpoint / name, files.get(name)
     if expected is None:
         raise ConfigError(f"{checkpoint / MANIFEST}: does not list {name}. {_remedy(checkpoint)}")
@@ -135,8 +178,8 @@ def _verify_file(checkpoint: Path, name: str, files: dict[str, dict[str, Any]]) 
         raise ConfigError(f"{path}: its SHA-256 is not the manifest's. {_remedy(checkpoint)}")
 
 
-def _files(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """The manifest's entries: file name -> bytes and sha256."""
+def _read_manifest(checkpoint: Path) -> Files:
+    """Return the entries of a checkpoint's manifest; only the keys that a verification needs."""
     path = checkpoint / MANIFEST
     try:
         return {
@@ -150,12 +193,16 @@ def _files(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def _remedy(checkpoint: Path) -> str:
-    """What to do instead of using a damaged checkpoint."""
-    earlier = [
-        found
-        for found in complete_checkpoints(checkpoint.parent.parent)
-        if found.name < checkpoint.name
-    ]
+    """Return the end of a message: what can be done instead of using a damaged checkpoint."""
+    step = checkpoint_step(checkpoint.name) or 0
+    found = complete_checkpoints(checkpoint.parent.parent)
+    earlier = [path for path in found if (checkpoint_step(path.name) or 0) < step]
     if not earlier:
-        return "The checkpoint is damaged, and there is no earlier one: train anew in another run.directory"
-    return f"The checkpoint is damaged. The one before it is {earlier[-1]} (to train on from there, --resume it)"
+        return (
+            "The checkpoint is damaged, and there is no earlier one: train anew in another "
+            "run.directory"
+        )
+    return (
+        f"The checkpoint is damaged. The one before it is {earlier[-1]} (to train on from there, "
+        "--resume it)"
+    )

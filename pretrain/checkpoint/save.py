@@ -1,95 +1,117 @@
-"""The state of a run, from every rank's shards into one directory that names no layout."""
+"""Save a run: every rank writes its share of one directory, which names no parallel layout.
+
+The tensors are fp32 master weights and Adam moments under their global names, written by torch's
+distributed checkpoint (DCP) as N-dimensional boxes of global tensors. Any layout can load them.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
-import warnings
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrain.checkpoint.boxes import BoxTensor, box_tensor
 from pretrain.checkpoint.manifest import (
     CONFIG,
     FORMAT,
-    MANIFEST,
     STATE,
-    complete_checkpoints,
+    TrainerState,
     describe,
-    step_directory,
-    write_json,
 )
 from pretrain.config import RunConfig, dump_config, writing
-from pretrain.model.parameters import named_parameters
-from pretrain.optim.fragments import adam_steps, fragments
+from pretrain.optim.state import Fragment, OptimizerState
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    checkpoint_directory,
+    checkpoints_awaiting_evaluation,
+    complete_checkpoints,
+)
+from pretrain.rundir.files import (
+    flush_directory,
+    partial_directory,
+    publish_directory,
+    remove_directory,
+    replace_file,
+    replace_json,
+    restore_replaced,
+)
+from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: the only state beside weights and Adam moments."""
-
-    step: int
-    consumed_samples: int
-
-
 def save_checkpoint(
-    config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, progress: Progress
+    config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, trainer_state: TrainerState
 ) -> Path:
-    """Writes <run>/checkpoints/step-########, all ranks together; it appears under that name only when complete.
+    """Save a checkpoint in <run>/checkpoints/step-########. All ranks together.
 
-    Checkpoints beyond checkpoint.keep are removed afterwards, unless they still await an evaluation. Raises RunFailed
-    when the disk refuses.
+    Everything is written to a hidden directory first, which is renamed when it is complete, so a
+    checkpoint under its name is never a partial one. Checkpoints beyond checkpoint.keep are
+    removed afterwards, except those that still wait for an evaluation.
+
+    Args:
+        config: The run; run.directory and [checkpoint].
+        topology: The processes' layout.
+        optimizer: The optimizer, whose masters stand for the weights.
+        trainer_state: How far training has come.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RunFailed: A file could not be written, on this or another rank.
     """
-    final = step_directory(config.directory, progress.step)
-    partial = final.with_name(f".{final.name}.partial")
+    final = checkpoint_directory(config.directory, trainer_state.step)
+    partial = partial_directory(final)
     with writing(final):
         if topology.is_main:
+            # A save that was killed may have left this step's old checkpoint renamed: put that
+            # back first, because all hidden directories are removed next.
             recover(config.directory)
-            for left_behind in final.parent.glob(".step-*"):  # by a save that was killed
+            for left_behind in final.parent.glob(".step-*"):
                 shutil.rmtree(left_behind)
             partial.mkdir(parents=True)
+        # No rank may write before the directory is there.
         dist.barrier()
         try:
-            _save_tensors(optimizer_tensors(optimizer, for_saving=True), partial)
+            state = optimizer.state()
+            _save_tensors(box_tensors(state.fragments, with_copies=False), partial)
+            # Each rank hashes its own files (DCP names them __<rank>_<number>.distcp), so hashing
+            # is spread over the machines as writing was.
+            own_files = {f.name: describe(f) for f in partial.glob(f"__{topology.rank}_*")}
             written: list[Any] = [None] * topology.layout.world_size
-            mine = {f.name: describe(f) for f in partial.glob(f"__{topology.rank}_*")}
-            dist.all_gather_object(written, (mine, shapes(optimizer)))
+            dist.all_gather_object(written, (own_files, optimizer.shapes))
             if topology.is_main:
-                _publish(config, optimizer, progress, partial, final, written)
+                _publish(config, state, trainer_state, partial, final, written)
         except (OSError, KeyboardInterrupt):
-            shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its room back
+            # A disk that is full gets its room back.
+            shutil.rmtree(partial, ignore_errors=True)
             raise
+    # No rank may go on, and end, before the checkpoint has its name.
     dist.barrier()
     return final
 
 
-def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(tensors, checkpoint_id=directory)
-    except (
-        CheckpointException
-    ) as failure:  # raised on every rank when one could not write, and no Exception to Python
-        rank, (error, _) = next(iter(failure.failures.items()))
-        if isinstance(error, KeyboardInterrupt):
-            raise error from None
-        raise OSError(f"rank {rank}: {error}") from None
+def box_tensors(fragments: Iterable[Fragment], with_copies: bool) -> dict[str, BoxTensor]:
+    """Return the tensors of a checkpoint, each holding what this rank has of it.
 
+    Args:
+        fragments: This rank's optimizer state, as `ZeroOptimizer.state` gives it.
+        with_copies: False to leave out parameters that another model-parallel rank holds too and
+            saves (to save); True to include them, because each copy has to be filled (to load).
 
-def optimizer_tensors(optimizer: ZeroOptimizer, for_saving: bool) -> dict[str, BoxTensor]:
-    """ "master/<global name>", "exp_avg/...", "exp_avg_sq/..." -> this rank's boxes. Saving leaves out copies."""
+    Returns:
+        "master/<global name>", "exp_avg/<global name>" and "exp_avg_sq/<global name>" -> boxes.
+    """
     tensors = {}
-    for fragment in fragments(optimizer):
+    for fragment in fragments:
         named = fragment.named
-        if for_saving and named.is_copy:
+        if named.is_copy and not with_copies:
             continue
         for key, flat in fragment.tensors.items():
             tensors[f"{key}/{named.name}"] = box_tensor(
@@ -98,82 +120,67 @@ def optimizer_tensors(optimizer: ZeroOptimizer, for_saving: bool) -> dict[str, B
     return tensors
 
 
-def shapes(optimizer: ZeroOptimizer) -> dict[str, list[int]]:
-    """Global names and shapes of this rank's parameters."""
-    return {named.name: list(named.global_shape) for named in named_parameters(optimizer.chunks)}
+def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
+    """Write this rank's boxes. All ranks together; OSError on all when one of them cannot write."""
+    try:
+        state_dict_saver.save(tensors, checkpoint_id=directory)
+    # DCP collects what its ranks raised and raises this on all of them. It is a BaseException, so
+    # `except Exception` would miss it (torch/distributed/checkpoint/api.py).
+    except CheckpointException as failure:
+        rank, (error, _) = next(iter(failure.failures.items()))
+        if isinstance(error, KeyboardInterrupt):
+            raise error from None
+        raise OSError(f"rank {rank}: {error}") from None
 
 
 def _publish(
-    config, optimizer, progress: Progress, partial: Path, final: Path, written: list[Any]
+    config: RunConfig,
+    optimizer_state: OptimizerState,
+    trainer_state: TrainerState,
+    partial: Path,
+    final: Path,
+    written: list[Any],
 ) -> None:
+    """Complete the checkpoint in `partial` and give it its name; then remove what is beyond keep.
+
+    Args:
+        config: The run.
+        optimizer_state: The optimizer's state, for its scalars.
+        trainer_state: How far training has come.
+        partial: The hidden directory, in which all ranks have written their tensors.
+        final: The checkpoint's directory.
+        written: Of each rank, the manifest entries of its files and its parameters' shapes.
+    """
     state = {
         "format": FORMAT,
-        "step": progress.step,
-        "consumed_samples": progress.consumed_samples,
-        "adam_steps": adam_steps(optimizer),
-        "loss_scaler": loss_scaler_state(optimizer),
+        "step": trainer_state.step,
+        "consumed_samples": trainer_state.consumed_samples,
+        "adam_steps": optimizer_state.adam_steps,
+        "loss_scaler": optimizer_state.loss_scaler_state,
         "shapes": {name: shape for _, part in written for name, shape in part.items()},
     }
-    write_json(partial / STATE, state)
-    (partial / CONFIG).write_text(dump_config(config))
+    # Durable: a rename that survives a power cut must not publish files whose content did not.
+    replace_json(partial / STATE, state, durable=True, indent=2)
+    replace_file(partial / CONFIG, dump_config(config), durable=True)
     files = {name: entry for part, _ in written for name, entry in part.items()}
     files |= {name: describe(partial / name) for name in (STATE, CONFIG, ".metadata")}
-    write_json(partial / MANIFEST, {"format": FORMAT, "files": files})
-    _flush(partial)
-    if final.exists():  # the same step again, after a resume from an earlier one
-        old = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
-    _flush(final.parent)
+    # Last, because a checkpoint with a manifest is complete.
+    manifest = {"format": FORMAT, "files": files}
+    replace_json(partial / MANIFEST, manifest, durable=True, indent=2)
+    flush_directory(partial)
+    # The step may have been saved before, by a run that then went on from an earlier checkpoint.
+    publish_directory(partial, final, replace=True)
     if config.checkpoint.keep is not None:
-        for old in _evaluated(
-            config.directory, complete_checkpoints(config.directory)[: -config.checkpoint.keep]
-        ):
-            removed = old.rename(
-                old.with_name(f".{old.name}.removed")
-            )  # or, killed half-way, it would look complete
-            shutil.rmtree(removed)
+        awaited = checkpoints_awaiting_evaluation(config.directory)
+        for old in complete_checkpoints(config.directory)[: -config.checkpoint.keep]:
+            # One that awaits its evaluation goes after a later save.
+            if old not in awaited:
+                remove_directory(old)
 
 
 def recover(run: Path) -> None:
-    """Shows a checkpoint again that a save of the same step, killed between its two renames, left hidden. One rank."""
-    for old in (run / "checkpoints").glob(".step-*.replaced"):
-        final = old.with_name(old.name[1:].removesuffix(".replaced"))
-        if not final.exists():
-            new = old.with_name(f".{final.name}.partial")
-            (new if (new / MANIFEST).is_file() else old).rename(final)
+    """Restore a checkpoint that a save of the same step, killed between two renames, left hidden.
 
-
-def _evaluated(run: Path, checkpoints: list[Path]) -> list[Path]:
-    """Without those that wait for the evaluation that the run's plan promises each (a later save removes them).
-
-    A folder in evaluations/ appears whole: a result, or a note that the launcher gave the checkpoint up.
+    One rank does so, before the run's checkpoints are looked at.
     """
-    evaluations = run / "evaluations"
-    if not (evaluations / "plan.json").exists():
-        return checkpoints
-    return [c for c in checkpoints if (evaluations / c.name).is_dir()]
-
-
-def loss_scaler_state(optimizer: ZeroOptimizer) -> dict[str, float] | None:
-    """fp16: the dynamic loss scale and where it stands; None otherwise."""
-    if not optimizer.is_fp16:
-        return None
-    scaler = optimizer.zero.loss_scaler
-    return {
-        key: getattr(scaler, key)
-        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-    }
-
-
-def _flush(directory: Path) -> None:
-    """A directory's names reach the disk before anyone relies on them."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    restore_replaced(RunPaths(run).checkpoints, "step-*", MANIFEST)

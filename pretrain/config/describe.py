@@ -29,8 +29,7 @@ def describe(config: RunConfig) -> str:
 
 
 def _layout(config: RunConfig) -> str:
-    """Return the parallel sizes, with the data-parallel size and micro batches where they are
-    known."""
+    """Return the parallel sizes, and where they are known the data-parallel size and batches."""
     p = config.parallel
     model = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
     if p.world_size is None:

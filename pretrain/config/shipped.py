@@ -34,8 +34,7 @@ def shipped_sites() -> list[ShippedFile]:
 
 
 def list_shipped() -> str:
-    """Return the text that `pretrain config --list` prints: path and description of each shipped
-    file."""
+    """Return what `pretrain config --list` prints: path and description of each file."""
     return "\n".join(
         [
             "Configs, for `pretrain` and `launcher` as CONFIG:",
@@ -55,8 +54,7 @@ def _table(files: list[ShippedFile]) -> Iterator[str]:
 
 
 def _shown(path: Path) -> Path:
-    """Return the path as one would type it: relative to the current directory where it lies below
-    it."""
+    """Return the path as one would type it: relative where it lies below the current directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -66,7 +64,6 @@ def _shipped(path: Path) -> ShippedFile:
 
 
 def _first_comment(text: str) -> str:
-    """Return the first line of a TOML file without its "#"; empty when the file opens with
-    something else."""
+    """Return the first line of a TOML file without its "#"; empty when it is no comment."""
     first, _, _ = text.partition("\n")
     return first.removeprefix("#").strip() if first.startswith("#") else ""

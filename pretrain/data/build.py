@@ -7,10 +7,7 @@ holds either a complete data set or none.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +22,7 @@ from pretrain.data.shards import SplitWriter
 from pretrain.data.sources import Split
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.rundir.files import new_directory
 
 _BUILD_RECORD = "build.json"
 """File of the settings and text that a data set was built from."""
@@ -60,7 +58,7 @@ def build(config: RunConfig) -> None:
             TokenStream(directory / split)
         print(f"{directory}: up to date (same settings, same text), nothing to do")
         return
-    with writing(directory), _renamed_when_complete(directory) as temporary:
+    with writing(directory), new_directory(directory) as temporary:
         tokenizer = _make_tokenizer(config.data, temporary / TOKENIZER)
         manifests = {
             split: _write_split(config.data, split, tokenizer, temporary)
@@ -109,24 +107,6 @@ def _check_built_from(directory: Path, inputs: dict[str, Any]) -> None:
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(differences)}. Nothing was changed. {remedy}"
         )
-
-
-@contextmanager
-def _renamed_when_complete(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory that is renamed to `directory` when the block succeeds.
-
-    When the block raises, the temporary directory is removed. A killed process leaves it behind
-    under its own name, which nothing reads. It is a sibling of `directory`, since a rename is
-    atomic only within one file system.
-    """
-    temporary = directory.with_name(f"{directory.name}.building-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _make_tokenizer(data: DataSection, path: Path) -> Tokenizer:

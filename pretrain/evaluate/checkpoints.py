@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots, report
 from pretrain.evaluate.plots import Series
+from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
+from pretrain.rundir.files import replace_file
 
 FIELDS = ("step", *report.FIELDS)
 """Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
-STEP = re.compile(r"step-(\d+)")
 CURVES_SHOWN = 5
 """Largest number of checkpoints in the plot by length: the first, the last and some between."""
 
@@ -51,7 +51,7 @@ def read_evaluations(directory: Path) -> Evaluated:
     Returns:
         All results. Perplexities and losses that are null in the files (not finite) are nan.
     """
-    folders = sorted((p for p in directory.glob("step-*") if STEP.fullmatch(p.name)), key=_step)
+    folders = named_by_step(directory)
     train_length, records, missing = None, [], {}
     for folder in folders:
         try:
@@ -60,7 +60,7 @@ def read_evaluations(directory: Path) -> Evaluated:
                 continue
             curve = json.loads((folder / "curve.json").read_text())
             found = [
-                {"step": _step(folder), **{key: r[key] for key in report.FIELDS}}
+                {"step": checkpoint_step(folder.name), **{key: r[key] for key in report.FIELDS}}
                 for r in curve["records"]
             ]
             train_length = int(curve["train_length"])
@@ -116,14 +116,14 @@ def _write(directory: Path, train_length: int, evaluated: Evaluated) -> None:
     steps = sorted({record["step"] for record in evaluated.records})
     chosen = {str(step) for step in _evenly_spaced(steps)}
     shown = [s._replace(name=f"step {s.name}") for s in by_length if s.name in chosen]
-    report.publish(directory / "steps.png", plots.plot_by_step(by_step))
-    report.publish(directory / "curve.png", plots.plot_by_length(train_length, shown))
+    replace_file(directory / "steps.png", plots.plot_by_step(by_step))
+    replace_file(directory / "curve.png", plots.plot_by_length(train_length, shown))
     rows = ([record[field] for field in FIELDS] for record in evaluated.records)
-    report.publish(directory / "curve.csv", report.to_csv(FIELDS, rows))
+    replace_file(directory / "curve.csv", report.to_csv(FIELDS, rows))
     text = _markdown(train_length, by_length, by_step, evaluated.missing)
-    report.publish(directory / "report.md", text.encode())
+    replace_file(directory / "report.md", text.encode())
     curve = report.to_json(train_length, evaluated.records, FIELDS)
-    report.publish(directory / "curve.json", curve)
+    replace_file(directory / "curve.json", curve)
 
 
 def _markdown(
@@ -202,8 +202,3 @@ def _evenly_spaced(steps: Sequence[int]) -> list[int]:
         return list(steps)
     last = len(steps) - 1
     return [steps[round(i * last / (CURVES_SHOWN - 1))] for i in range(CURVES_SHOWN)]
-
-
-def _step(folder: Path) -> int:
-    """Return the step in a directory's name: step-00000100 -> 100."""
-    return int(folder.name.removeprefix("step-"))

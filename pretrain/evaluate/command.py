@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import pretrain.topology
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.manifest import check_same_model, find_checkpoint, load_saved_config
+from pretrain.checkpoint.manifest import Checkpoint, check_same_model, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
@@ -22,10 +22,11 @@ from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
+from pretrain.rundir.checkpoints import find_checkpoint
 
 
 def evaluation_config(
-    checkpoint: Path, request: EvaluationRequest, overrides: list[str]
+    checkpoint: Checkpoint, request: EvaluationRequest, overrides: list[str]
 ) -> RunConfig:
     """Return a checkpoint's config with the layout of an evaluation.
 
@@ -33,7 +34,7 @@ def evaluation_config(
     processes are data-parallel replicas unless the overrides set another layout.
 
     Args:
-        checkpoint: Directory of a complete checkpoint.
+        checkpoint: The checkpoint, opened.
         request: Lengths, protocols, stride and token limit from the command line.
         overrides: `section.key=value` settings, applied last.
 
@@ -46,25 +47,25 @@ def evaluation_config(
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
     }
-    config = load_saved_config(checkpoint, [*request.overrides(), *overrides], sections)
+    config = checkpoint.load_config([*request.overrides(), *overrides], sections)
     check_same_model(config, checkpoint)
-    trained = load_saved_config(checkpoint).data.sequence_length
+    trained = checkpoint.config.data.sequence_length
     # data.sequence_length is the training length L of every table; lengths are chosen separately.
     if config.data.sequence_length != trained:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length}: {checkpoint} was trained at "
-            f"{trained} tokens. Use --lengths to choose the lengths to evaluate at"
+            f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was "
+            f"trained at {trained} tokens. Use --lengths to choose the lengths to evaluate at"
         )
     return config
 
 
 def evaluate_checkpoint(
-    checkpoint: Path, config: RunConfig, protocols: list[Protocol]
+    checkpoint: Checkpoint, config: RunConfig, protocols: list[Protocol]
 ) -> list[Evaluation]:
     """Score the validation split with a checkpoint's weights. Rank 0 prints each result.
 
     Args:
-        checkpoint: Directory of a complete checkpoint.
+        checkpoint: The checkpoint, opened.
         config: Its config, with the layout to evaluate on (see `evaluation_config`).
         protocols: Protocols to score under, in order.
 
@@ -113,7 +114,7 @@ def evaluate_sources(
         ConfigError: A source is not a run or checkpoint, the checkpoints were trained at different
             lengths, or the report cannot be written to `out`.
     """
-    checkpoints = [find_checkpoint(source) for source in sources]
+    checkpoints = [open_checkpoint(find_checkpoint(source)) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
     _check_same_training_length(checkpoints, configs)
     if out is not None:
@@ -123,7 +124,8 @@ def evaluate_sources(
     for checkpoint, config in zip(checkpoints, configs):
         method = config.position.method
         for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
-            records.append({"method": method, **result.record(), "checkpoint": str(checkpoint)})
+            path = str(checkpoint.path)
+            records.append({"method": method, **result.record(), "checkpoint": path})
             # Sliding windows score few positions, so loss by position is reported without overlap.
             if result.protocol.name == "nonoverlapping":
                 positions[method, result.protocol.length] = result.loss_by_position
@@ -146,7 +148,7 @@ def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
     return [Protocol(name, length, stride) for name in request.protocols for length in lengths]
 
 
-def _check_same_training_length(checkpoints: list[Path], configs: list[RunConfig]) -> None:
+def _check_same_training_length(checkpoints: list[Checkpoint], configs: list[RunConfig]) -> None:
     """Raise ConfigError unless all checkpoints were trained at the same length.
 
     Tables and plots give lengths as multiples of the training length, which a report holds once.
@@ -155,9 +157,9 @@ def _check_same_training_length(checkpoints: list[Path], configs: list[RunConfig
     for checkpoint, config in zip(checkpoints, configs):
         if config.data.sequence_length != first:
             raise ConfigError(
-                f"{checkpoint}: trained at {config.data.sequence_length} tokens, but "
-                f"{checkpoints[0]} at {first}. A report has one training length: evaluate these "
-                "checkpoints one by one"
+                f"{checkpoint.path}: trained at {config.data.sequence_length} tokens, but "
+                f"{checkpoints[0].path} at {first}. A report has one training length: evaluate "
+                "these checkpoints one by one"
             )
 
 

@@ -107,8 +107,8 @@ class Evaluator:
         eos_id: End-of-document token, which serves as the context of the first token.
         tokens_per_batch: Tokens in a micro batch, rounded down to whole windows (at least one).
         max_tokens: Score at most the first `max_tokens` tokens; None scores the whole stream.
-        engine: DeepSpeed engine to call in place of the model. ZeRO 2 and 3 need it, because their
-            hooks gather the parameters.
+        schedule_module: Module to call in place of a chunk, where the optimizer needs that
+            (`ZeroOptimizer.schedule_module`).
     """
 
     def __init__(
@@ -120,9 +120,10 @@ class Evaluator:
         *,
         tokens_per_batch: int,
         max_tokens: int | None = None,
-        engine: nn.Module | None = None,
+        schedule_module: nn.Module | None = None,
     ) -> None:
-        self.chunks, self.topology, self.engine = chunks, topology, engine
+        self.chunks, self.topology = chunks, topology
+        self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
         self.tokens = min(len(stream), max_tokens or len(stream))
         # With the EOS in front, stream[t] is the input whose target is stream[t + 1].
@@ -175,7 +176,7 @@ class Evaluator:
             batches,
             _token_losses,
             forward_only=True,
-            engine=self.engine,
+            schedule_module=self.schedule_module,
             scored=scored,
         )
         if is_reporting_rank():

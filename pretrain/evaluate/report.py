@@ -11,8 +11,6 @@ import io
 import itertools
 import json
 import math
-import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from numpy.typing import NDArray
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots
 from pretrain.evaluate.plots import Series
+from pretrain.rundir.files import replace_file
 
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS."""
@@ -78,14 +77,14 @@ def write_report(
     out.parent.mkdir(parents=True, exist_ok=True)
     series = _series(records)
     picture = out.with_suffix(".png")
-    publish(picture, plots.plot_by_length(train_length, series))
+    replace_file(picture, plots.plot_by_length(train_length, series))
     position_picture = _write_positions(out, train_length, positions) if positions else None
     rows = ([record[field] for field in FIELDS] for record in records)
-    publish(out.with_suffix(".csv"), to_csv(FIELDS, rows))
+    replace_file(out.with_suffix(".csv"), to_csv(FIELDS, rows))
     report = _markdown(train_length, series, picture.name, position_picture)
-    publish(out.with_name("report.md"), report.encode())
+    replace_file(out.with_name("report.md"), report.encode())
     # The JSON comes last: where it exists, the report is complete.
-    publish(out, to_json(train_length, records, FIELDS))
+    replace_file(out, to_json(train_length, records, FIELDS))
 
 
 def check_report_path(out: Path) -> None:
@@ -105,12 +104,12 @@ def _write_positions(
     """Write positions.csv and positions.png beside `out`; return the name of the picture."""
     binned = [_Binned.of(method, length, losses) for (method, length), losses in positions.items()]
     rows = (row for b in binned for row in b.rows())
-    publish(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
+    replace_file(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
     # The plot has one curve for each method. A longer window replaces the shorter ones before it.
     longest = {b.method: b for b in sorted(binned, key=lambda b: b.length)}
     lines = [(b.method, b.centres(), b.losses) for b in longest.values()]
     picture = out.with_name("positions.png")
-    publish(picture, plots.plot_by_position(train_length, lines))
+    replace_file(picture, plots.plot_by_position(train_length, lines))
     return picture.name
 
 
@@ -325,18 +324,3 @@ def to_json(train_length: int, records: Sequence[Record], fields: Sequence[str])
 def _finite_or_none(value: Any) -> Any:
     """Return None for a float that is not finite, and any other value as it is."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def publish(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new one, never a part.
-
-    The temporary name is unique, so two processes may write the same file at once. On an error the
-    old file stays.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -10,7 +10,7 @@ import torch
 
 from pretrain import topology
 from pretrain.checkpoint.load import load_global_state, load_weights
-from pretrain.checkpoint.manifest import find_checkpoint, load_saved_config, read_state
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
@@ -18,6 +18,9 @@ from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
+from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.rundir.metrics import newest_evaluation
+from pretrain.rundir.paths import RunPaths
 
 PARITY_ROWS = 4
 """Number of validation sequences that are compared at each length."""
@@ -38,23 +41,24 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         ConfigError: No transformers class can hold the model, or the checkpoint, the data or the
             curve is missing or damaged.
     """
-    checkpoint = find_checkpoint(source)
+    opened = open_checkpoint(find_checkpoint(source))
+    checkpoint = opened.path
     # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
     # fp32 master weights, and the comparison is one of fp32 logits.
     sections: dict[str, dict[str, Any]] = {
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": 1},
     }
-    config = load_saved_config(checkpoint, ["train.precision=fp32"], sections)
+    config = opened.load_config(["train.precision=fp32"], sections)
     stream = open_stream(config, "validation")
-    state = read_state(checkpoint)
+    state = opened.trainer_state
     facts = {
-        "Training steps": f"{state['step']:,}",
-        "Training tokens": f"{state['consumed_samples'] * config.data.sequence_length:,}",
+        "Training steps": f"{state.step:,}",
+        "Training tokens": f"{state.consumed_samples * config.data.sequence_length:,}",
     }
     name = to_huggingface(
         config,
-        load_global_state(checkpoint),
+        load_global_state(opened),
         config.data_directory / TOKENIZER,
         out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
@@ -62,17 +66,19 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         facts=facts,
     )
     print(f"{checkpoint} -> {out} ({name})")
-    report = _compare(config, checkpoint, stream, out)
+    report = _compare(config, opened, stream, out)
     print(report.format())
     return report.passed
 
 
-def _compare(config: RunConfig, checkpoint: Path, stream: TokenStream, out: Path) -> ParityReport:
+def _compare(
+    config: RunConfig, checkpoint: Checkpoint, stream: TokenStream, out: Path
+) -> ParityReport:
     """Compare the export with our own model, built and run as in training.
 
     Args:
         config: The checkpoint's config, for one process in fp32.
-        checkpoint: Checkpoint that was exported.
+        checkpoint: The checkpoint that was exported, opened.
         stream: Validation split, whose first tokens are compared.
         out: Exported model.
 
@@ -130,15 +136,6 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name
         ]
         return [r for r in mine if r["method"] == method]
-    metrics = checkpoint.parent.parent / "metrics.jsonl"
-    if not metrics.is_file():
-        return []
-    evaluations = [
-        r for line in metrics.read_text().splitlines() if (r := json.loads(line)).get("evaluation")
-    ]
-    last = max((record["step"] for record in evaluations), default=None)
-    return [
-        {"method": method, "checkpoint": str(checkpoint), **r}
-        for r in evaluations
-        if r["step"] == last
-    ]
+    # A checkpoint's run is two folders up: RUN/checkpoints/step-########.
+    evaluation = newest_evaluation(RunPaths(checkpoint.parents[1]).metrics)
+    return [{"method": method, "checkpoint": str(checkpoint), **record} for record in evaluation]

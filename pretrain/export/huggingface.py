@@ -7,7 +7,6 @@ card, and the run's resolved config as pretrain.toml.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pretrain.export.card import model_card
 from pretrain.export.selection import check_exportable
 from pretrain.export.targets import Target
 from pretrain.export.tokenizer import check_same_ids, fast_tokenizer, special_ids
+from pretrain.rundir.files import new_directory
 
 MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
@@ -70,17 +70,11 @@ def to_huggingface(
     tensors = convert(target, config, state, max_length)
     settings = _settings(target, config, tokenizer_model_path, max_length)
     _check_complete(settings, tensors)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    with writing(out):
-        temporary.mkdir(parents=True)
-        try:
-            _write(temporary, settings, tensors, tokenizer_model_path, max_length)
-            card = model_card(config, target, curve, facts or {}, max_length)
-            (temporary / "README.md").write_text(card, encoding="utf-8")
-            (temporary / MARKER).write_text(dump_config(config), encoding="utf-8")
-            _publish(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with writing(out), new_directory(out, replace=True) as folder:
+        _write(folder, settings, tensors, tokenizer_model_path, max_length)
+        card = model_card(config, target, curve, facts or {}, max_length)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
     return target.class_name
 
 
@@ -264,21 +258,3 @@ def _write(
     generation.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     check_same_ids(tokenizer_model_path, directory)
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    """Rename `temporary` to `out`, and delete what was there only afterwards.
-
-    rename() cannot replace a folder that is not empty, so an earlier export is moved aside first,
-    and moved back if the second rename fails.
-    """
-    aside = out.with_name(f".{out.name}.{os.getpid()}.replaced")
-    if out.exists():
-        out.rename(aside)
-    try:
-        temporary.rename(out)
-    except OSError:
-        if aside.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

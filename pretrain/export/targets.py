@@ -28,7 +28,7 @@ Table = dict[str, tuple[Transform, *tuple[str, ...]]]
 """Our module -> (transform, their modules), where `{i}` stands for the layer."""
 
 
-# ---- Transforms ---------------------------------------------------------------------------------
+# ---- Transforms ----------------------------------------------------------------------------------
 # Megatron fuses the query, key and value projections of each head: with as many query groups as
 # heads, the rows of linear_qkv are [head, (q, k, v), head_dim]. Bloom and GPT-NeoX use the same
 # order (BloomAttention._reshape, GPTNeoXAttention.forward).
@@ -50,7 +50,7 @@ def stack_qkv(config: RunConfig, fused: Tensor) -> tuple[Tensor]:
     return (torch.cat(split_qkv(config, fused)),)
 
 
-# ---- Tables -------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 BLOOM: Table = {
     "embedding.word_embeddings": (unchanged, "transformer.word_embeddings"),
     "decoder.layers.{i}.input_layernorm": (unchanged, "transformer.h.{i}.input_layernorm"),
@@ -136,7 +136,7 @@ GPT_NEOX: Table = {
 }
 
 
-# ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) --------------------
+# ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------
 # BloomModel applies word_embeddings_layernorm to the embeddings e, and our model does not. The
 # export neutralises it. With embeddings a e, weight w = sqrt(eps) / a and bias 0 it computes
 #
@@ -198,7 +198,7 @@ def _bloom_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[
     }
 
 
-# ---- MPT: ALiBi without biases, with erf GELU (models/mpt/modeling_mpt.py) ----------------------
+# ---- MPT: ALiBi without biases, with erf GELU (models/mpt/modeling_mpt.py) -----------------------
 # Needs no algebra: linear layers are made without biases, and MptBlock sets those of its LayerNorms
 # to None. build_mpt_alibi_tensor computes the slopes that our model has (test_export.py compares
 # them for every number of heads to 40), in fp32 and for max_seq_len positions, where MPT ends.
@@ -219,7 +219,7 @@ def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-# ---- OPT: sinusoidal positions (models/opt/modeling_opt.py) -------------------------------------
+# ---- OPT: sinusoidal positions (models/opt/modeling_opt.py) --------------------------------------
 # OPT adds a learned table of positions to its embeddings; ours adds sinusoids to embeddings times
 # sqrt(hidden_size), as in "Attention Is All You Need", section 3.4. So the table is filled with the
 # sinusoids, which gives it an end, and the stored embeddings are e sqrt(hidden_size). Where they
@@ -266,7 +266,7 @@ def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[st
     return {"model.decoder.embed_positions.weight": torch.cat([padding, table])}
 
 
-# ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) --------------------------
+# ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
 # Needs no algebra either. rotate_half pairs channel k with channel k + head_dim / 2, as Megatron
 # does unless rotary_interleaved is set. The class rotates a quarter of each head by default and
 # computes attention and MLP in parallel; both are switched off.
@@ -293,7 +293,7 @@ def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-# ---- The classes --------------------------------------------------------------------------------
+# ---- The classes ---------------------------------------------------------------------------------
 def _unscaled(config: RunConfig) -> float:
     """Return 1: the embeddings are stored as they are."""
     return 1.0

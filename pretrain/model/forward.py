@@ -31,7 +31,7 @@ def run_schedule(
     loss_function: LossFunction,
     *,
     forward_only: bool = False,
-    engine: nn.Module | None = None,
+    schedule_module: nn.Module | None = None,
     scored: list[int] | None = None,
 ) -> list[Any]:
     """Run every micro batch through the pipeline.
@@ -42,8 +42,8 @@ def run_schedule(
             stages.
         loss_function: Called on the last pipeline stage with the losses of a micro batch.
         forward_only: Skip the backward pass.
-        engine: The DeepSpeed engine around the chunk. It is called in the chunk's place where
-            DeepSpeed must see the call (ZeRO stages 2 and 3).
+        schedule_module: Module to call in the chunk's place, where the optimizer needs that
+            (`ZeroOptimizer.schedule_module`).
         scored: For each micro batch, the number n of tokens at its end whose losses are wanted;
             the loss function then gets [B, n]. None means all. Logits are the widest tensors of
             the model, and those of unscored tokens are not computed.
@@ -58,7 +58,7 @@ def run_schedule(
         tokens, last = next(batch_iterator)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
             tokens = tokens.to(platform.device(), non_blocking=True)
-            return call_model(engine or chunk, tokens, last), loss_function
+            return call_model(schedule_module or chunk, tokens, last), loss_function
 
     micro_batch_size, length = batches[0].shape[0], batches[0].shape[1] - 1
     # Under sequence parallelism each tensor rank holds another part of the sequence, so the last
@@ -84,7 +84,7 @@ def call_model(model: nn.Module, tokens: Tensor, last: int) -> Tensor:
     """Run one chunk on a micro batch.
 
     Args:
-        model: The chunk, or the DeepSpeed engine around it.
+        model: The chunk, or what is called in its place.
         tokens: Token ids, int64 [B, S + 1], on the model's device.
         last: Number of tokens at the end whose losses are wanted.
 

@@ -69,7 +69,11 @@ class Named:
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
-    """Yield every parameter of this rank once, in the order of its chunks."""
+    """Yield every parameter of this rank once, in the order of its chunks.
+
+    Not for a model under ZeRO 3, whose parameters have given up their shapes: ask the optimizer,
+    which lists them before (`ZeroOptimizer.parameters`).
+    """
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     seen: set[int] = set()
@@ -80,9 +84,7 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[Named]:
                 continue
             seen.add(id(parameter))
             name = _global_name(local_name, chunk)
-            # ZeRO-3 replaces a parameter's storage by an empty tensor, and keeps its shape in
-            # ds_shape.
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = tuple(parameter.shape)
             global_shape, offset = list(shape), [0] * len(shape)
             sharded = getattr(parameter, "tensor_model_parallel", False)
             # Megatron marks a sharded parameter with the dimension that it splits evenly.

@@ -1,1 +1,5 @@
-"""The optimizer: ZeRO, the step, and the learning rate."""
+"""The optimizer: DeepSpeed ZeRO, gradient reductions, optimizer state and the learning rate.
+
+This is the only package that knows DeepSpeed's attributes (tests/unit/test_leaks.py). The rest of
+the project uses the methods of `ZeroOptimizer`, so a new DeepSpeed version is dealt with here.
+"""

@@ -1,7 +1,14 @@
-"""DeepSpeed ZeRO under Megatron's schedule: the engine built from our config, gradients made whole, one step.
+"""DeepSpeed ZeRO under Megatron's schedule: the engine, and one optimizer step.
 
-Stage 1 takes the raw module under any schedule; `engine.step()` reduces over the data-parallel ranks. Stages 2 and 3
-reduce inside the backward pass, so there the engine itself is the module.
+Megatron runs forward and backward passes, DeepSpeed owns the optimizer. How they meet depends on
+the ZeRO stage:
+
+- Stage 1 shards the optimizer's state only. Megatron's schedule runs the raw model chunks, so any
+  schedule works (1F1B, interleaved), and DeepSpeed sees nothing before `engine.step()`, which
+  reduces the gradients over the data-parallel ranks.
+- Stages 2 and 3 also shard gradients (and weights), which happens inside the backward pass. There
+  the schedule has to call the engine instead of the model. The config refuses them with pipeline
+  stages (pretrain/config/rules.py).
 """
 
 from __future__ import annotations
@@ -9,76 +16,135 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig, RunFailed, num_parameters
-from pretrain.model.parameters import is_pipeline_copy, named_parameters
+from pretrain.model.parameters import Named, is_pipeline_copy, named_parameters
+from pretrain.optim.gradients import finalize_gradients, reduce_sequence_parallel_on_accumulation
+from pretrain.optim.state import (
+    OptimizerState,
+    adam_steps,
+    copy_masters_to_partitions,
+    loss_scaler_state,
+    read_fragments,
+    set_adam_steps,
+    set_loss_scaler_state,
+)
 from pretrain.topology import Topology
+
+# DeepSpeed's default reduction bucket, in elements.
+DEFAULT_BUCKET_SIZE = 500_000_000
 
 
 class ZeroOptimizer:
-    """AdamW whose state is sharded by ZeRO over the data-parallel ranks."""
+    """AdamW whose state ZeRO shards over the data-parallel ranks."""
 
     def __init__(self, config: RunConfig, topology: Topology, chunks: list[GPTModel]) -> None:
-        import deepspeed
+        """Build DeepSpeed's engine around the model. All ranks together.
 
-        self.config, self.chunks = config, chunks
+        Args:
+            config: The run; its [optimizer], parallel.zero_stage and train.precision.
+            topology: The processes' layout.
+            chunks: This rank's model chunks. ZeRO 3 replaces their parameters' storage.
+        """
+        self.chunks = chunks
         self.stage = config.parallel.zero_stage
         self.is_fp16 = config.train.precision == "fp16"
-        for named in named_parameters(chunks):
-            # Or the global norm counts what several stages hold more than once (deepspeed/runtime/utils.py).
+        # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
+        self.parameters: list[Named] = list(named_parameters(chunks))
+        for named in self.parameters:
+            # Otherwise the global gradient norm would count parameters that several pipeline
+            # stages hold more than once (`get_global_norm_of_tensors`' callers in
+            # zero/stage_1_and_2.py and bf16_optimizer.py skip those with this mark).
             if is_pipeline_copy(named.parameter, named.name):
-                named.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+                named.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed
         if self.stage > 1:
-            _reduce_sequence_parallel_on_accumulation(chunks)
-        o = config.optimizer
-        adam = torch.optim.AdamW(
-            parameter_groups(config, chunks),
-            lr=o.learning_rate,
-            betas=(o.adam_beta1, o.adam_beta2),
-            eps=o.adam_eps,
-        )
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # its bf16 optimizer prints the memory in use
-            self.engine: Any = deepspeed.initialize(
-                model=chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
-                optimizer=adam,
-                config=deepspeed_config(config, topology),
-                mpu=_Mpu(),
-                dist_init_required=False,
-            )[0]
+            # Before `deepspeed.initialize`: hooks run in the order of their registration.
+            reduce_sequence_parallel_on_accumulation(chunks)
+        self.engine = _build_engine(config, topology, chunks)
         if self.is_fp16:
-            # Megatron's schedule scales the loss (`scale_loss`); DeepSpeed must not ask for a scaling of its own.
+            # Megatron's schedule multiplies the loss by `grad_scale_func` before the backward
+            # pass. DeepSpeed must then not insist on scaling it: its engine raises unless
+            # `engine.backward` is called (deepspeed/runtime/engine.py, `_backward_post_hook`).
             self.engine.optimizer.needs_scaler = lambda: False
-            chunks[0].config.grad_scale_func = self.scale_loss
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """What Megatron's schedule runs: our chunks, or the engine where it reduces in the backward pass."""
-        return list(self.chunks) if self.stage == 1 else [self.engine]
+            # All chunks share one TransformerConfig.
+            chunks[0].config.grad_scale_func = self._scale_loss
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer."""
+        """DeepSpeed's ZeRO optimizer, which wraps AdamW. For pretrain/optim alone."""
         return self.engine.optimizer
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """fp16: the loss times the dynamic scale."""
-        return loss * self.zero.loss_scale
+    @property
+    def schedule_module(self) -> nn.Module | None:
+        """The module that Megatron's schedule has to call in place of a chunk; None: the chunk.
+
+        ZeRO 2 and 3 need the engine's `forward`, which prepares their reductions for the backward
+        pass. ZeRO 3's weights can be used through it alone, in evaluation too.
+        """
+        return None if self.stage == 1 else self.engine
+
+    @property
+    def loss_scale(self) -> float | None:
+        """fp16: the current dynamic loss scale. None in other precisions."""
+        return float(self.zero.loss_scale) if self.is_fp16 else None
+
+    @property
+    def partitions_weights(self) -> bool:
+        """True under ZeRO 3, where no rank holds a whole weight."""
+        return self.stage == 3
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Global names and global shapes of the parameters of which this rank holds a part."""
+        return {named.name: list(named.global_shape) for named in self.parameters}
+
+    def state(self) -> OptimizerState:
+        """Return this rank's share of masters and moments, as views, and the optimizer's scalars.
+
+        Writing to the tensors changes the optimizer, which is how a checkpoint is loaded: fill
+        them in place, then call `load_state`.
+        """
+        fragments = list(read_fragments(self))
+        return OptimizerState(fragments, adam_steps(self), loss_scaler_state(self))
+
+    def load_state(self, adam_steps: int, loss_scaler: dict[str, float] | None) -> None:
+        """Complete a load after the tensors of `state` have been filled.
+
+        Under ZeRO 3 the model's weights are set from the masters. In the other stages each rank
+        holds whole weights but only fragments of the masters, so the caller loads the weights.
+
+        Args:
+            adam_steps: Number of updates made when the state was saved.
+            loss_scaler: The saved loss scaler's fields; ignored unless this run trains in fp16.
+        """
+        set_adam_steps(self, adam_steps)
+        if self.partitions_weights:
+            copy_masters_to_partitions(self)
+        if self.is_fp16 and loss_scaler:
+            set_loss_scaler_state(self, loss_scaler)
 
     def step(self, learning_rate: float) -> float:
-        """Reduces gradients, clips, updates. Returns the global gradient norm before clipping.
+        """Reduce the gradients, clip them by their global norm, and update the weights.
 
-        fp16: an overflow skips the update, lowers the loss scale and returns inf. Otherwise a norm that is not finite
-        raises RunFailed; what is in memory is then worth nothing.
+        Args:
+            learning_rate: AdamW's learning rate for this step.
+
+        Returns:
+            The global gradient norm before clipping. In fp16, inf when a gradient overflowed: the
+            update was skipped and the loss scale lowered.
+
+        Raises:
+            RunFailed: The norm is not finite, and the precision is not fp16. The weights in memory
+                are then worthless.
         """
+        # At stages 2 and 3 the same sums were taken during the backward pass.
         if self.stage == 1:
             finalize_gradients(self.chunks)
         for group in self.zero.param_groups:
@@ -87,51 +153,89 @@ class ZeroOptimizer:
         norm = float(self.engine.get_global_grad_norm())
         if not math.isfinite(norm) and not self.is_fp16:
             raise RunFailed(
-                f"the gradient norm is {norm}. Resume from the last checkpoint with a lower optimizer.learning_rate, "
-                "a longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
+                f"the gradient norm is {norm}. Resume from the last checkpoint with a lower "
+                "optimizer.learning_rate, a longer schedule.lr_warmup_steps or a smaller "
+                "optimizer.clip_grad"
             )
         return norm
 
+    def wrap_gradient_reduction(
+        self, wrap: Callable[[Callable[..., None]], Callable[..., None]]
+    ) -> None:
+        """Replace the reduction over the data-parallel ranks by `wrap(reduction)`, to measure it.
+
+        At stage 1 it is one call in `step`. At stages 2 and 3 it runs in pieces within the backward
+        pass and cannot be told apart from it, so nothing is wrapped.
+        """
+        if self.stage == 1:
+            self.engine.allreduce_gradients = wrap(self.engine.allreduce_gradients)
+
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the dynamic loss scale."""
+        scaled: Tensor = loss * self.zero.loss_scale
+        return scaled
+
 
 def parameter_groups(config: RunConfig, chunks: list[GPTModel]) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices are decayed; biases, norms and whatever positions learn per head are not."""
+    """Return AdamW's parameter groups: matrices are decayed, everything else is not.
+
+    Not decayed are biases, layer norms and what a position method learns per head.
+    """
     decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for named in named_parameters(chunks):
         is_matrix = len(named.global_shape) == 2 and not named.name.startswith("position.")
-        (decayed if is_matrix else plain).append(named.parameter)
+        (decayed if is_matrix else not_decayed).append(named.parameter)
     groups = [
         {"params": decayed, "weight_decay": config.optimizer.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
+    # A pipeline stage may have no parameter of a kind; DeepSpeed cannot flatten an empty group.
     return [group for group in groups if group["params"]]
 
 
 def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
-    """DeepSpeed's dictionary; written here and nowhere else. Accumulation over micro batches is the schedule's."""
-    per_rank = config.batch.global_batch_size // topology.layout.data
-    # Buckets of 5e8 elements are DeepSpeed's default: 2 GB of fp32 that a small model has no use for.
-    bucket = min(500_000_000, num_parameters(config))
+    """Return DeepSpeed's configuration; it is written here and nowhere else.
+
+    Args:
+        config: The run.
+        topology: The processes' layout, which gives the samples per data-parallel rank.
+    """
     stage = config.parallel.zero_stage
+    # The default of 5e8 elements would take 2 GB of fp32 that a small model has no use for.
+    bucket_size = min(DEFAULT_BUCKET_SIZE, num_parameters(config))
     result: dict[str, Any] = {
         "train_batch_size": config.batch.global_batch_size,
-        "train_micro_batch_size_per_gpu": per_rank,
+        # To DeepSpeed a step is one batch per rank. Megatron's schedule splits it into micro
+        # batches and averages over them, so the engine must neither divide gradients by a number
+        # of accumulation steps nor count backward passes to find out where a step ends: with
+        # managed_gradient_accumulation = false, `engine.step()` is the end of the step
+        # (deepspeed/runtime/engine.py, `is_gradient_accumulation_boundary`).
+        "train_micro_batch_size_per_gpu": config.batch.global_batch_size // topology.layout.data,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.optimizer.clip_grad,
+        # DeepSpeed's own progress lines are not wanted.
         "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
+            # At stage 1 this would install gradient hooks that follow the engine's backward pass
+            # (zero/stage_1_and_2.py, `create_gradient_handling_hooks`), which never runs there.
             "contiguous_gradients": stage != 1,
+            # Refused without managed accumulation, except at stage 2 (engine.py).
             "overlap_comm": False,
             "reduce_scatter": True,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
+            "reduce_bucket_size": bucket_size,
+            "allgather_bucket_size": bucket_size,
+            # Parameters below the threshold would stay gathered, and `load_state`, which writes to
+            # the partitions, would not reach them.
             "stage3_param_persistence_threshold": 0,
         },
     }
     if config.train.precision == "bf16":
+        # Gradients are added up in fp32 by hooks on each backward pass. Without
+        # immediate_grad_update the engine's backward pass would do it (bf16_optimizer.py,
+        # `update_hp_grads`), which never runs at stage 1.
         result["bf16"] = {"enabled": True, "immediate_grad_update": True}
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.train.precision == "fp16":
@@ -142,68 +246,38 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
     return result
 
 
-# ---- gradients across tensor and pipeline ranks ----------------------------------------------------------------------
-def finalize_gradients(chunks: list[GPTModel]) -> None:
-    """Sums what several ranks each hold a part of, after the last micro batch and before ZeRO's reduction:
+def _build_engine(config: RunConfig, topology: Topology, chunks: list[GPTModel]) -> Any:
+    """Return DeepSpeed's engine over AdamW and this rank's chunks."""
+    # Imported late: DeepSpeed chooses its accelerator at import, from the environment that
+    # `platform.prepare` has set.
+    import deepspeed
 
-    norms and biases under sequence parallelism (over tensor ranks), the tied embedding (over the first and the last
-    stage), and the position method's parameters (over all stages).
+    adam = torch.optim.AdamW(
+        parameter_groups(config, chunks),
+        lr=config.optimizer.learning_rate,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_eps,
+    )
+    # The bf16 optimizer prints the memory in use for every group (deepspeed/runtime/
+    # bf16_optimizer.py calls `see_memory_usage` with force=True).
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            # Several chunks are wrapped only so that the engine finds their parameters: a
+            # ModuleList has no forward, and at stage 1 the engine's is never called.
+            model=chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
+            optimizer=adam,
+            config=deepspeed_config(config, topology),
+            mpu=_ModelParallelUnit(),
+            dist_init_required=False,
+        )
+    return engine
+
+
+class _ModelParallelUnit:
+    """The object ("mpu") through which DeepSpeed 0.19 asks for Megatron's process groups.
+
+    What DeepSpeed calls model parallel is tensor x pipeline parallel.
     """
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    if tensor_group.size() > 1:
-        partial = [
-            p for c in chunks for p in c.parameters() if getattr(p, "sequence_parallel", False)
-        ]
-        _sum_flat([g for p in partial if (g := gradient(p)) is not None], tensor_group)
-    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-    if pipeline_group.size() == 1:
-        return
-    for parameter in chunks[0].position.parameters():
-        _sum_flat([gradient(parameter)], pipeline_group)
-    if chunks[0].share_embeddings_and_output_weights and parallel_state.is_rank_in_embedding_group(
-        ignore_virtual=True
-    ):
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        weight = (chunks[0] if first else chunks[-1]).shared_embedding_or_output_weight()
-        dist.all_reduce(gradient(weight), group=parallel_state.get_embedding_group())
-
-
-def gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient accumulated so far; DeepSpeed's bf16 optimizer keeps it in fp32 beside the parameter."""
-    accumulated = getattr(parameter, "_hp_grad", None)
-    return parameter.grad if accumulated is None else accumulated
-
-
-def _sum_flat(gradients: list[Tensor | None], group: dist.ProcessGroup) -> None:
-    tensors = [g for g in gradients if g is not None]
-    if not tensors:
-        return
-    flat = torch._utils._flatten_dense_tensors(tensors)
-    dist.all_reduce(flat, group=group)
-    for tensor, reduced in zip(tensors, torch._utils._unflatten_dense_tensors(flat, tensors)):
-        tensor.copy_(reduced)
-
-
-def _reduce_sequence_parallel_on_accumulation(chunks: list[GPTModel]) -> None:
-    """ZeRO 2 and 3 take each gradient as it comes, so sequence-parallel ones are summed before their own hook sees them.
-
-    Registered before `deepspeed.initialize`, because hooks run in the order of their registration.
-    """
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return
-
-    def reduce(parameter: Tensor) -> None:
-        dist.all_reduce(parameter.grad, group=group)
-
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if getattr(parameter, "sequence_parallel", False):
-                parameter.register_post_accumulate_grad_hook(reduce)
-
-
-class _Mpu:
-    """The getters through which DeepSpeed 0.19 asks for the model-parallel layout; model parallel is tensor x pipeline."""
 
     get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
     get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
@@ -224,8 +298,8 @@ class _Mpu:
 
     @staticmethod
     def get_model_parallel_world_size() -> int:
-        return parallel_state.get_model_parallel_group().size()
+        return int(parallel_state.get_model_parallel_group().size())
 
     @staticmethod
     def get_model_parallel_rank() -> int:
-        return parallel_state.get_model_parallel_group().rank()
+        return int(parallel_state.get_model_parallel_group().rank())

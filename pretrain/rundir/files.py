@@ -97,7 +97,32 @@ def publish_directory(partial: Path, final: Path, *, replace: bool = False) -> N
         raise
     flush_directory(final.parent)
     if aside is not None:
-        shutil.rmtree(aside)
+        # What cannot be removed is hidden, and the next replacement tries again.
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a hidden folder beside `final` that is published as `final` when the block succeeds.
+
+    When the block raises, the hidden folder is removed. A killed process leaves it behind, under a
+    name that nothing reads.
+
+    Args:
+        final: The folder to make. Its parent is made when missing.
+        replace: Replace a folder that is there already; see `publish_directory`.
+
+    Raises:
+        OSError: The disk refused, or `final` exists and `replace` is false.
+    """
+    # Two processes may build the same folder at once, so each builds under a name of its own.
+    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}{PARTIAL}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        publish_directory(partial, final, replace=replace)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def restore_replaced(directory: Path, pattern: str, complete_when: str) -> None:

@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     """One row of the layout."""
 
     path: str
-    """Below RUN. ######## is a training step, #### an attempt, <...> a number or a Slurm job."""
+    """Below RUN. ######## is a training step, #### an attempt, <...> a number or another word."""
     written_by: str
     content: str
 
@@ -61,8 +61,14 @@ evaluations/asked.json | launcher | when Slurm was last asked about evaluation j
 evaluations/claims/step-########/ | evaluation job | attempts/ as above: who evaluates a checkpoint
 evaluations/step-########/ | evaluation job | a checkpoint's result; it appears when complete
 evaluations/step-########/curve.json | pretrain evaluate | loss and perplexity by length
+evaluations/step-########/curve.<format> | pretrain evaluate | the same as CSV and as a picture
+evaluations/step-########/positions.<format> | pretrain evaluate | loss by position in the window
+evaluations/step-########/report.md | pretrain evaluate | tables and findings
 evaluations/step-########/failed.json | launcher | why there is no result, in its place
-evaluations/curve.json | pretrain report | all results together; beside it CSV, plots and report.md
+evaluations/curve.json | pretrain report | all results together
+evaluations/curve.<format> | pretrain report | the same as CSV and as a picture
+evaluations/steps.png | pretrain report | perplexity over training steps
+evaluations/report.md | pretrain report | tables and findings
 """
 LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())
 

@@ -1,1 +1,1 @@
-"""Training: the loop, and what it calls."""
+"""Training: the start of a run, its steps, and what happens between them."""

@@ -1,36 +1,54 @@
-"""`pretrain bench train`: where the time of a training step goes, on random tokens."""
+"""`pretrain bench train`: measure training steps on random tokens, and where their time goes.
+
+The steps are those of training, but without data, hooks or a run's directory, so nothing has to be
+built or written first.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from pretrain import platform, topology
+from pretrain import platform
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.topology import finish
+from pretrain.topology import initialize as initialize_topology
 from pretrain.train.step import average_loss, forward_backward
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# The first steps allocate memory, compile kernels and create Adam's state.
 WARM_UP_STEPS = 3
 
 
 def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
-    """Times `steps` steps, prints medians and returns them (seconds, tokens_per_second, bytes). Every rank takes part."""
-    place = topology.initialize(config)
+    """Measure training steps and print a table. All ranks together.
+
+    Args:
+        config: The run; its data is not read.
+        steps: Number of steps to measure, after the warm-up.
+
+    Returns:
+        The medians over the steps: seconds of "step" and of each of its parts, by name;
+        "tokens_per_second" of the whole job; "peak_memory_bytes" of this process.
+    """
+    topology = initialize_topology(config)
     chunks = build_model(config)
-    optimizer = ZeroOptimizer(config, place, chunks)
+    optimizer = ZeroOptimizer(config, topology, chunks)
     clock = Clock()
-    # DeepSpeed reduces gradients inside its step (stage 1), so its reduction is timed from within.
-    optimizer.engine.allreduce_gradients = clock.timed(
-        "gradient reduction", optimizer.engine.allreduce_gradients
+    optimizer.wrap_gradient_reduction(
+        lambda reduction: clock.timed("gradient reduction", reduction)
     )
-    batches = _random_batches(config, place.layout.num_microbatches)
+    batches = _random_batches(config, topology.layout.num_microbatches)
     for number in range(WARM_UP_STEPS + steps):
         if number == WARM_UP_STEPS:
             clock.times.clear()
@@ -40,9 +58,10 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
             chunks, optimizer, micro_batches
         )
         clock.timed("optimizer step", optimizer.step)(config.optimizer.learning_rate)
-        average_loss(losses, place)
+        average_loss(losses, topology)
         clock.add("step", clock.now() - begin)
     medians = {name: statistics.median(times) for name, times in clock.times.items()}
+    # The reduction runs within the optimizer's step; the table shows what is left of that.
     if "gradient reduction" in medians:
         medians["optimizer step"] -= medians["gradient reduction"]
     rate = config.tokens_per_step / medians["step"]
@@ -51,29 +70,32 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
         "tokens_per_second": rate,
         "peak_memory_bytes": float(platform.peak_memory_bytes()),
     }
-    if place.is_main:
-        print(_table(config, steps, place.layout.world_size, medians, rate))
-    topology.finish()
+    if topology.is_main:
+        print(_table(config, steps, topology.layout.world_size, medians))
+    finish()
     return result
 
 
 class Clock:
-    """Collects how long named parts took, the device's queue emptied before each reading."""
+    """Collect how long named parts take, waiting for the device before every reading."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
+        """Seconds of every call, by the part's name."""
 
     def now(self) -> float:
+        """Return the time in seconds once the device has done everything it was given."""
         platform.synchronize()
         return time.perf_counter()
 
     def add(self, name: str, seconds: float) -> None:
+        """Add one duration under `name`."""
         self.times.setdefault(name, []).append(seconds)
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its time added under `name`."""
+    def timed(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Return `function` so wrapped that the duration of every call is added under `name`."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
             begin = self.now()
             result = function(*args, **kwargs)
             self.add(name, self.now() - begin)
@@ -83,6 +105,7 @@ class Clock:
 
 
 def _random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Tensor]]:
+    """Yield a step's micro batches of random token ids, int64 [B, S + 1], without end."""
     generator = torch.Generator().manual_seed(config.run.seed)
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
     while True:
@@ -92,23 +115,31 @@ def _random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[T
         ]
 
 
-def _table(
-    config: RunConfig, steps: int, world_size: int, medians: dict[str, float], rate: float
-) -> str:
-    length, whole = config.data.sequence_length, medians["step"]
+def _table(config: RunConfig, steps: int, world_size: int, medians: dict[str, float]) -> str:
+    """Return the lines that the command prints.
+
+    Args:
+        config: The run.
+        steps: Number of measured steps.
+        world_size: Number of processes, one per device.
+        medians: Seconds of "step" and of its parts.
+    """
+    length = config.data.sequence_length
+    device = platform.device_name()
+    rate = config.tokens_per_step / medians["step"]
     lines = [
-        f"{num_parameters(config):,} parameters, {config.position.method}, L = {length}, {config.train.precision}, "
-        f"{world_size} x {platform.device_name()}; medians of {steps} steps",
+        f"{num_parameters(config):,} parameters, {config.position.method}, L = {length}, "
+        f"{config.train.precision}, {world_size} x {device}; medians of {steps} steps",
         f"{'tokens/s':<22}{rate:>12,.0f}",
     ]
-    peak = peak_tflops_per_second(platform.device_name())
+    peak = peak_tflops_per_second(device)
     for name, causal in (("all of attention", False), ("causal attention", True)):
         flops = flops_per_token(config, length, causal=causal)
+        tflops = flops * rate / world_size / 1e12
         mfu = f", MFU {model_flops_utilization(rate / world_size, flops, peak):.1%}" if peak else ""
-        lines.append(
-            f"{'TFLOP/s a device':<22}{flops * rate / world_size / 1e12:>12.3f}  ({name} counted{mfu})"
-        )
+        lines.append(f"{'TFLOP/s a device':<22}{tflops:>12.3f}  ({name} counted{mfu})")
     for name, seconds in medians.items():
-        lines.append(f"{name:<22}{seconds * 1e3:>9.2f} ms  {seconds / whole:>6.1%}")
+        share = seconds / medians["step"]
+        lines.append(f"{name:<22}{seconds * 1e3:>9.2f} ms  {share:>6.1%}")
     lines.append(f"{'peak memory':<22}{platform.peak_memory_bytes() / 2**20:>9,.0f} MiB")
     return "\n".join(lines)

@@ -1,7 +1,9 @@
-"""What the loop calls after every step: measure and log, evaluate, save. A hook is shown the run; it never steers it.
+"""What the loop calls around its steps: logging, evaluation and saving.
 
-What was asked of the run (`run.requests`) is the ranks' to agree on: an evaluation asks before each pass, a save after it.
-Once they have agreed, an evaluation is left to the next start, and the step is saved.
+Hooks read the run and never steer it, with one exception: a request to stop has to be agreed on by
+all ranks, and where a hook runs for long it has the ranks agree in between. An evaluation does so
+before each of its passes and is broken off when they have agreed; a save does so when it is done.
+A stopped run then saves its step, and the evaluation is done at the next start.
 """
 
 from __future__ import annotations
@@ -10,8 +12,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch.distributed as dist
-
 from pretrain import platform
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.manifest import TOKENIZER
@@ -19,6 +19,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator
 from pretrain.evaluate.perplexity import Protocol as EvaluationProtocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.rundir.states import Phase
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
@@ -26,106 +27,115 @@ from pretrain.train.stopping import Interrupted
 
 
 class Hook(Protocol):
-    """Called on every rank: before the first step, after every step, and once at the end."""
+    """What the loop calls, on every rank."""
 
     def at_start(self, run: Run) -> None:
-        """What the run still owes to the step it was resumed at."""
+        """Finish the work that the previous attempt left undone at this step."""
 
     def after_step(self, run: Run, record: dict[str, float]) -> None:
-        """`record` is what was measured about the step just taken."""
+        """Act on the step just taken; `record` is what was measured (`loop.train_step`)."""
 
     def close(self) -> None:
-        """Also after a failure."""
+        """Release what the hook holds; called once, also after a failure."""
 
 
 def make_hooks(run: Run) -> list[Hook]:
-    """The hooks of a run, in the order in which they are called; evaluations are logged before the step is saved."""
-    writer = (
-        MetricsWriter(run.config, run.config.directory, run.progress.step)
-        if run.topology.is_main
-        else None
-    )
-    return [Log(run, writer), Evaluate(run, writer), Save(run)]
+    """Return a run's hooks in the order in which they are called.
+
+    A step is logged and evaluated before it is saved. A checkpoint thus means that its step's
+    numbers are on disk, and what a resumed run finds undone is only an evaluation that was broken
+    off (`find_start_point`).
+    """
+    writer = None
+    if run.topology.is_main:
+        writer = MetricsWriter(run.config, run.config.directory, run.state.step)
+    return [LoggingHook(run, writer), EvaluationHook(run, writer), CheckpointHook(run)]
 
 
-class Log:
-    """Adds rates to the record and hands it to the writer (rank 0)."""
+class LoggingHook:
+    """Add rates to a step's record and pass it to the writer; on rank 0 alone."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
         self.writer = writer
-        self.peak = peak_tflops_per_second(platform.device_name())
+        self.peak_tflops_per_second = peak_tflops_per_second(platform.device_name())
         length = run.config.data.sequence_length
-        self.flops = {
-            name: flops_per_token(run.config, length, causal=causal)
-            for name, causal in (("", False), ("_causal", True))
+        # Suffix of the metric's name -> FLOPs of one token. Two conventions are in use: all of the
+        # attention scores (PaLM), or only the causal half (Megatron-LM). See model/flops.py.
+        self.flops_per_token = {
+            "": flops_per_token(run.config, length, causal=False),
+            "_causal": flops_per_token(run.config, length, causal=True),
         }
 
     def at_start(self, run: Run) -> None:
-        """The step was logged before it was saved."""
+        """Do nothing: a step was logged before it was saved."""
 
     def after_step(self, run: Run, record: dict[str, float]) -> None:
-        """Rates count the whole job's tokens over the step; TFLOP/s and MFU are a device's."""
+        """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""
         if self.writer is None:
             return
         rate = run.config.tokens_per_step / record["step_seconds"]
+        rate_per_device = rate / run.topology.layout.world_size
         record["tokens_per_second"] = rate
-        for name, flops in self.flops.items():
-            rate_of_device = rate / run.topology.layout.world_size
-            record[f"tflops_per_second{name}"] = flops * rate_of_device / 1e12
-            if self.peak:
-                record[f"model_flops_utilization{name}"] = model_flops_utilization(
-                    rate_of_device, flops, self.peak
+        for suffix, flops in self.flops_per_token.items():
+            record[f"tflops_per_second{suffix}"] = flops * rate_per_device / 1e12
+            if self.peak_tflops_per_second:
+                record[f"model_flops_utilization{suffix}"] = model_flops_utilization(
+                    rate_per_device, flops, self.peak_tflops_per_second
                 )
         record["peak_memory_bytes"] = platform.peak_memory_bytes()
-        if run.optimizer.is_fp16:
-            record["loss_scale"] = float(run.optimizer.zero.loss_scale)
+        loss_scale = run.optimizer.loss_scale
+        if loss_scale is not None:
+            record["loss_scale"] = loss_scale
         self.writer.step(record)
 
     def close(self) -> None:
+        """Close the writer, which the evaluation hook shares."""
         if self.writer is not None:
             self.writer.close()
 
 
-class Evaluate:
-    """Perplexity at several lengths every evaluation.interval_steps and after the last step: the curve as it grows."""
+class EvaluationHook:
+    """Measure perplexity at several lengths, every evaluation.interval_steps and at the end."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
-        c = run.config
+        config = run.config
         self.writer = writer
         self.evaluator = Evaluator(
             run.chunks,
             run.topology,
             run.validation_stream,
-            Tokenizer(c.data_directory / TOKENIZER).eos_id,
-            tokens_per_batch=c.evaluation.tokens_per_batch,
-            max_tokens=c.evaluation.max_tokens,
-            engine=None if run.optimizer.stage == 1 else run.optimizer.engine,
+            Tokenizer(config.data_directory / TOKENIZER).eos_id,
+            tokens_per_batch=config.evaluation.tokens_per_batch,
+            max_tokens=config.evaluation.max_tokens,
+            schedule_module=run.optimizer.schedule_module,
         )
 
     def at_start(self, run: Run) -> None:
-        """The evaluation in which the run was stopped."""
-        self._evaluate(run, run.standing.unevaluated)
+        """Do the evaluations that the previous attempt was stopped in."""
+        self._evaluate(run, run.start_point.pending_evaluations)
 
     def after_step(self, run: Run, record: dict[str, float]) -> None:
-        """All ranks score, rank 0 writes."""
-        if is_evaluated_after(run.config, run.progress.step):
+        """Evaluate if it is due. All ranks score; rank 0 writes."""
+        if is_evaluated_after(run.config, run.state.step):
             self._evaluate(run, protocols(run.config))
 
-    def _evaluate(self, run: Run, those: Sequence[EvaluationProtocol]) -> None:
-        """All of `those`, or nothing: what was scored before a stop is dropped."""
-        if not those or run.requests.agreed:
+    def _evaluate(self, run: Run, pending: Sequence[EvaluationProtocol]) -> None:
+        """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
+        if not pending or run.requests.agreed:
             return
-        step = run.progress.step
+        step = run.state.step
 
         def before_pass() -> None:
-            run.account.progress(step)
+            run.reporter.progress(step)
             agree(run.requests)
             if run.requests.agreed:
                 raise Interrupted
 
-        with run.account.during("evaluating", step), contextlib.suppress(Interrupted):
+        # All results are written at once or not at all, so that the metrics never hold a part of
+        # an evaluation: what was scored before a stop is dropped and done again.
+        with run.reporter.during(Phase.EVALUATING, step), contextlib.suppress(Interrupted):
             results = [
-                self.evaluator.evaluate(protocol, before_pass=before_pass) for protocol in those
+                self.evaluator.evaluate(protocol, before_pass=before_pass) for protocol in pending
             ]
             if self.writer is not None:
                 self.writer.evaluation(
@@ -133,38 +143,41 @@ class Evaluate:
                 )
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to release."""
 
 
-class Save:
-    """A checkpoint every checkpoint.interval_steps, after the last step, and when the run is asked to stop."""
+class CheckpointHook:
+    """Save every checkpoint.interval_steps, after the last step, and when the run is stopped."""
 
     def __init__(self, run: Run) -> None:
-        self.saved = run.standing.saved
+        self.saved_step = run.start_point.saved_step
 
     def at_start(self, run: Run) -> None:
-        """A run that is stopped now has nothing new, unless it began with another run's checkpoint."""
+        """Save a run that is stopped before its first step, unless it has that step on disk.
+
+        It has not if it began with another run's checkpoint.
+        """
         if run.requests.agreed:
             self._save(run)
 
     def after_step(self, run: Run, record: dict[str, float]) -> None:
-        """All ranks together."""
-        step, last = run.progress.step, run.config.train.num_steps
+        """Save if it is due. All ranks together."""
+        step, last = run.state.step, run.config.train.num_steps
         if run.requests.agreed or step % run.config.checkpoint.interval_steps == 0 or step == last:
             self._save(run)
-        if self.saved == step < last and not run.requests.agreed:
-            agree(
-                run.requests
-            )  # asked while it saved: stops here, not a step and a second save later
+        # A request may have come while saving, which can take minutes. The run then stops here,
+        # rather than one step and a second save later.
+        if self.saved_step == step < last and not run.requests.agreed:
+            agree(run.requests)
 
     def _save(self, run: Run) -> None:
-        step = run.progress.step
-        if step == self.saved:
+        """Save the run at its present step, once."""
+        step = run.state.step
+        if step == self.saved_step:
             return
-        with run.account.during("saving", step, saved=step):
-            save_checkpoint(run.config, run.topology, run.optimizer, run.progress)
-            dist.barrier()
-        self.saved = step
+        with run.reporter.during(Phase.SAVING, step, saved=step):
+            save_checkpoint(run.config, run.topology, run.optimizer, run.state)
+        self.saved_step = step
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to release."""

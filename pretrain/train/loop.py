@@ -1,4 +1,4 @@
-"""The training loop. What happens beside a step (log, evaluate, save) is a hook's."""
+"""The training loop. What happens besides a step (logging, evaluation, saving) is left to hooks."""
 
 from __future__ import annotations
 
@@ -9,69 +9,97 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain import platform, topology
-from pretrain.checkpoint.manifest import CONFIG
-from pretrain.checkpoint.save import Progress
+from pretrain import platform
+from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.data.loader import batches
 from pretrain.optim.schedule import learning_rate
-from pretrain.topology import Topology
-from pretrain.train.account import Account
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import Phase
+from pretrain.topology import Topology, on_main
 from pretrain.train.hooks import make_hooks
-from pretrain.train.start import Run, Standing, load, prepare, take
+from pretrain.train.reporter import AttemptReporter
+from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
 from pretrain.train.step import agree, average_loss, forward_backward, seed_step
 from pretrain.train.stopping import EXIT_CODES, Requests
 
 
 def train(config: RunConfig, resume: str = "auto", requests: Requests | None = None) -> int:
-    """Trains to train.num_steps, or until all ranks agree on what `requests` noted; returns the exit code, on every rank.
+    """Train a run to train.num_steps, or until all ranks agree to stop. All ranks together.
 
-    `resume` is auto (newest complete checkpoint, or from scratch), none, or a path. Raises ConfigError for bad input
-    before anything is written, RunFailed when the loss is no longer finite.
+    Args:
+        config: The run.
+        resume: "auto" for the newest complete checkpoint or, if there is none, from scratch;
+            "none" to start from scratch; else the path of a run or a checkpoint.
+        requests: What this process is asked to do by signals. None: nothing.
+
+    Returns:
+        The process's exit code, the same on every rank: 0 when the run is finished.
+
+    Raises:
+        ConfigError: The input is wrong; nothing has been written then.
+        RunFailed: The run cannot go on, for example because its gradients are no longer finite.
     """
-    streams, place = prepare(config, resume)
-    with Account() as account:
-        standing = topology.on_main(place, lambda: take(config, resume, account))
-        if place.is_main:
-            print(_outlook(config, place, standing), file=sys.stderr, flush=True)
-        if standing.is_finished(config):
-            account.phase("ending", standing.step)
-            account.end(0, _finished(standing.step))
+    streams, topology, checkpoint = prepare(config, resume)
+    with AttemptReporter() as reporter:
+        start_point = on_main(topology, lambda: take_run(config, resume, reporter, checkpoint))
+        if topology.is_main:
+            print(_outlook(config, topology, start_point), file=sys.stderr, flush=True)
+        if start_point.is_finished(config):
+            reporter.phase(Phase.ENDING, start_point.step)
+            reporter.end(0, _finished(start_point.step))
             return 0
-        account.phase("loading", standing.step)
-        run = load(config, streams, place, standing, requests or Requests(), account)
-        if place.is_main:
+        reporter.phase(Phase.LOADING, start_point.step)
+        run = load_run(config, streams, topology, start_point, requests or Requests(), reporter)
+        # After loading, which may still refuse: the directory keeps the config it was trained with.
+        if topology.is_main:
             with writing(config.directory):
-                (config.directory / CONFIG).write_text(dump_config(config))
-        account.phase("training", run.progress.step)
+                replace_file(RunPaths(config.directory).config, dump_config(config))
+        reporter.phase(Phase.TRAINING, run.state.step)
         _train_steps(run)
-        return _ended(run)
+        return _end(run)
 
 
 def _train_steps(run: Run) -> None:
+    """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
     steps = step_batches(run)
     hooks = make_hooks(run)
     try:
-        agree(run.requests)  # a signal may have come before the first step
+        # A signal may have come before the first step, whose loss would carry the votes.
+        agree(run.requests)
         for hook in hooks:
             hook.at_start(run)
-        while run.progress.step < run.config.train.num_steps and not run.requests.agreed:
+        while run.state.step < run.config.train.num_steps and not run.requests.agreed:
             record = train_step(run, steps)
             for hook in hooks:
                 hook.after_step(run, record)
-            run.account.progress(run.progress.step)
-        run.account.phase("ending", run.progress.step)
+            run.reporter.progress(run.state.step)
+        run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
             hook.close()
 
 
 def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
-    """One optimizer step; returns what is measured about it."""
+    """Take one optimizer step. All ranks together.
+
+    Args:
+        run: The run; its `state` is replaced, and requests to stop are settled.
+        steps: This rank's micro batches, step by step.
+
+    Returns:
+        What was measured, with the unit in each name. `step` counts the steps done, this one
+        included; `loss_nats` is the mean over the global batch, before the update.
+
+    Raises:
+        RunFailed: The gradient norm is not finite.
+    """
     begin = time.perf_counter()
     micro_batches = next(steps)
-    waited = time.perf_counter() - begin
-    step, rate = run.progress.step, learning_rate(run.config, run.progress.step)
+    data_wait = time.perf_counter() - begin
+    step = run.state.step
+    rate = learning_rate(run.config, step)
     seed_step(run.config, run.topology, step)
     losses = forward_backward(run.chunks, run.optimizer, micro_batches)
     try:
@@ -79,68 +107,66 @@ def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
     except RunFailed as failure:
         raise RunFailed(f"step {step + 1}: {failure}") from None
     loss = average_loss(losses, run.topology, run.requests)
-    run.progress = Progress(
-        step + 1, run.progress.consumed_samples + run.config.batch.global_batch_size
-    )
+    consumed_samples = run.state.consumed_samples + run.config.batch.global_batch_size
+    run.state = TrainerState(step + 1, consumed_samples)
+    # Kernels run asynchronously: without this the step's last ones would count to the next step.
     platform.synchronize()
     return {
-        "step": run.progress.step,
+        "step": run.state.step,
         "loss_nats": loss,
         "gradient_norm": norm,
         "learning_rate": rate,
         "step_seconds": time.perf_counter() - begin,
-        "data_wait_seconds": waited,
+        "data_wait_seconds": data_wait,
     }
 
 
 def step_batches(run: Run) -> Iterator[list[Tensor]]:
-    """This rank's micro batches, step by step, from where the run stands."""
-    c = run.config
+    """Yield this rank's micro batches, step by step, from where the run stands."""
+    config = run.config
     return batches(
         run.training_stream,
-        seed=c.run.seed,
-        sequence_length=c.data.sequence_length,
-        global_batch_size=c.batch.global_batch_size,
-        micro_batch_size=c.batch.micro_batch_size,
+        seed=config.run.seed,
+        sequence_length=config.data.sequence_length,
+        global_batch_size=config.batch.global_batch_size,
+        micro_batch_size=config.batch.micro_batch_size,
         data_parallel_rank=run.topology.data_rank,
         data_parallel_size=run.topology.layout.data,
-        consumed_samples=run.progress.consumed_samples,
-        num_workers=c.data.num_workers,
+        consumed_samples=run.state.consumed_samples,
+        num_workers=config.data.num_workers,
     )
 
 
-def _outlook(config: RunConfig, place: Topology, standing: Standing) -> str:
-    """Where the run stands and what is left, in a line."""
-    directory, step, last = config.directory, standing.step, config.train.num_steps
-    if standing.is_finished(config):
+def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> str:
+    """Return the line that says where the run starts from and what is left to do."""
+    directory, step, last = config.directory, start_point.step, config.train.num_steps
+    if start_point.is_finished(config):
         return f"{directory}: already at step {step} of {last}; nothing to train"
-    shares = f"tensor {place.layout.tensor} x pipeline {place.layout.pipeline} x data {place.layout.data}"
+    layout = topology.layout
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
     if step >= last:
-        return f"{directory}: at step {step} of {last}, whose evaluation is left; {shares}"
+        return f"{directory}: at step {step} of {last}, whose evaluation is left; {sizes}"
     begin = f"going on from step {step}" if step else "from scratch"
-    return f"{directory}: {begin}, to step {last}; {shares}"
+    return f"{directory}: {begin}, to step {last}; {sizes}"
 
 
 def _finished(step: int) -> str:
     return f"all {step} steps are done"
 
 
-def _ended(run: Run) -> int:
-    """Says how the run ended; returns the exit code, on all ranks at the same moment."""
-    asked, step = run.requests.agreed, run.progress.step
-    if asked is None:
-        run.account.end(0, _finished(step))
+def _end(run: Run) -> int:
+    """Report how the run ended and return its exit code, on all ranks at the same moment."""
+    request, step = run.requests.agreed, run.state.step
+    if request is None:
+        run.reporter.end(0, _finished(step))
         return 0
-    code = EXIT_CODES[asked]
-    reason = (
-        f"{asked.name}: step {step} is saved" if step else f"{asked.name} before the first step"
-    )
+    code = EXIT_CODES[request]
+    when = f": step {step} is saved" if step else " before the first step"
+    reason = f"{request.name}{when}"
     if run.topology.is_main:
-        print(
-            f"{run.config.directory}: {reason}; the same command goes on from there",
-            file=sys.stderr,
-            flush=True,
-        )
-    run.account.end(code, reason)
+        message = f"{run.config.directory}: {reason}; the same command goes on from there"
+        print(message, file=sys.stderr, flush=True)
+    run.reporter.end(code, reason)
+    # A launcher ends all ranks as soon as one has left with a code that is not 0.
     dist.barrier()
     return code

@@ -1,8 +1,8 @@
-"""Where a run's numbers go: metrics.jsonl always; the console, wandb and TensorBoard beside it.
+"""Send a run's numbers to metrics.jsonl, the console, Weights & Biases and TensorBoard.
 
-A record is a flat dictionary. A step's: `step` (steps done, 1-based), `loss_nats`, `gradient_norm`, `learning_rate`,
-`tokens_per_second`, `step_seconds` and what else was measured. An evaluation's: `step`, `evaluation` (true), `length`,
-`protocol`, `loss_nats`, `perplexity`. One small class a destination; `MetricsWriter` composes them.
+metrics.jsonl always gets every number (`pretrain.rundir.metrics` says what a record holds); the
+other destinations are a convenience and can fail without harm. Each destination is one small class,
+and `MetricsWriter` passes every record to all of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import MetricsFile, Record
 from pretrain.rundir.paths import RunPaths
 
-WANDB_INIT_SECONDS = 15  # with a key and no network, wandb would block far longer before it raises
-WANDB_FINISH_SECONDS = 60  # what is not uploaded by then stays on disk for `wandb sync`
-RATE_WINDOW_STEPS = 50  # the estimated time left comes from this many latest steps
+WANDB_INIT_SECONDS = 15
+"""With an API key and no network, wandb would block far longer before it raises."""
+WANDB_FINISH_SECONDS = 60
+"""What is not uploaded by then stays on disk for `wandb sync`."""
+RATE_WINDOW_STEPS = 50
+"""The estimated time left is computed from this many latest steps."""
 
 
 class Destination(Protocol):
-    """A place that takes a step's record, the records of one evaluation, and is closed once."""
+    """Takes the records of steps and evaluations, until it is closed."""
 
     def step(self, record: Record) -> None: ...
     def evaluation(self, records: list[Record]) -> None: ...
@@ -37,10 +40,17 @@ class Destination(Protocol):
 
 
 class MetricsWriter:
-    """Passes records on to every destination that `config.logging` names. Make one, on one rank."""
+    """Passes records to every destination that `config.logging` names. Make one, on rank 0."""
 
     def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
-        """`resume_step` steps are done (0: a fresh start); what earlier attempts wrote after them is dropped."""
+        """Open every destination.
+
+        Args:
+            config: The run's config.
+            run_directory: Where the files go. Made when missing.
+            resume_step: Steps done; 0 for a fresh start. What an earlier attempt wrote about later
+                steps is dropped, because they are made again.
+        """
         run_directory.mkdir(parents=True, exist_ok=True)
         paths = RunPaths(run_directory)
         self._destinations: list[Destination] = [JsonLines(paths.metrics, resume_step)]
@@ -53,29 +63,28 @@ class MetricsWriter:
         # The console comes last: its progress bar starts after whatever the others had to say.
         num_steps, interval = config.train.num_steps, config.logging.interval_steps
         self._destinations.append(
-            ProgressBar(num_steps, resume_step) if _wide() else Lines(num_steps, interval)
+            ProgressBar(num_steps, resume_step) if _can_show_bar() else Lines(num_steps, interval)
         )
 
     def step(self, record: Record) -> None:
-        """One training step's numbers."""
+        """Write the record of one training step."""
         for destination in self._destinations:
             destination.step(record)
 
     def evaluation(self, records: list[Record]) -> None:
-        """What one evaluation found: a record a length and protocol, all of the same step."""
+        """Write the records of one evaluation: one per protocol and length, at one step."""
         for destination in self._destinations:
             destination.evaluation(records)
 
     def close(self) -> None:
-        """Writes out what is buffered and closes every destination."""
-        for destination in reversed(
-            self._destinations
-        ):  # the progress bar ends before wandb waits for its uploads
+        """Write out what is buffered and close every destination."""
+        # In reverse: the progress bar must end before wandb prints and waits for its uploads.
+        for destination in reversed(self._destinations):
             destination.close()
 
 
 class Guarded:
-    """A destination whose failures, while it is made or later, are said once on stderr and never stop the run."""
+    """Wraps a destination so that its failures are reported once on stderr and never stop a run."""
 
     def __init__(self, name: str, make: Callable[[], Destination]) -> None:
         self._name = name
@@ -105,7 +114,7 @@ class Guarded:
     def _give_up(self, error: Exception) -> None:
         self._destination = None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _say(f"{self._name}: {reason}; going on without it, metrics.jsonl has every number")
+        _say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
 
 
 class JsonLines:
@@ -126,10 +135,11 @@ class JsonLines:
 
 
 class Wandb:
-    """Weights & Biases. The run's id stands in the run directory, so a resumed run continues the same curve."""
+    """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
 
     def __init__(self, config: RunConfig, run_directory: Path) -> None:
-        import wandb  # costs about a second: not for runs that do not want it
+        # Importing wandb takes about a second, which a run that does not use it should not pay.
+        import wandb
 
         mode = config.logging.wandb
         self._run = wandb.init(
@@ -142,13 +152,14 @@ class Wandb:
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(
                 silent=True,
-                console="off",  # capturing the terminal would break the progress bar
+                # Capturing the terminal would break the progress bar.
+                console="off",
                 init_timeout=WANDB_INIT_SECONDS,
                 login_timeout=WANDB_INIT_SECONDS,
                 finish_timeout=WANDB_FINISH_SECONDS,
             ),
         )
-        # Our own step is the x axis: wandb's must only grow, and a resume may go back a few steps.
+        # The x axis is our own step. wandb's must only grow, and a resume may go back a few steps.
         self._run.define_metric("*", step_metric="step")
         if mode == "online":
             _say(f"wandb: {self._run.url}")
@@ -164,9 +175,9 @@ class Wandb:
 
 
 def _wandb_id(path: Path) -> str:
-    """The id of the run, kept in `path` from its first start on: one directory is one run.
+    """Return the run's id, which `path` keeps from the first start on: one directory is one run.
 
-    So also where it starts from scratch again, because it ended before its first checkpoint.
+    A run that ended before its first checkpoint starts from scratch, and still keeps its id.
     """
     if path.exists() and (identifier := path.read_text().strip()):
         return identifier
@@ -176,12 +187,11 @@ def _wandb_id(path: Path) -> str:
 
 
 class TensorBoard:
-    """TensorBoard event files in `run_directory`/tensorboard; on resume the steps that will be run again are purged."""
+    """TensorBoard event files. A resume purges the steps that will be made again."""
 
     def __init__(self, run_directory: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # slow to import, and tensorboard need not be there
+        # Slow to import, and tensorboard may not be installed.
+        from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(
             log_dir=str(RunPaths(run_directory).tensorboard), purge_step=resume_step + 1
@@ -203,7 +213,7 @@ class TensorBoard:
 
 
 def _evaluation_scalars(records: list[Record]) -> Record:
-    """One flat dictionary of an evaluation: evaluation/<protocol>/<length>/loss_nats and .../perplexity."""
+    """Return an evaluation as scalars: evaluation/<protocol>/<length>/{loss_nats,perplexity}."""
     return {
         f"evaluation/{record['protocol']}/{record['length']}/{name}": record[name]
         for record in records
@@ -211,8 +221,9 @@ def _evaluation_scalars(records: list[Record]) -> Record:
     }
 
 
-def _wide() -> bool:
-    """Whether stderr is a terminal with room for a bar: on one that knows no width (docker -t) tqdm draws nothing."""
+def _can_show_bar() -> bool:
+    """Return True if stderr is a terminal on which tqdm can draw a bar."""
+    # A terminal without a width, as under `docker run -t`, shows nothing of a bar.
     return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
@@ -237,7 +248,7 @@ class ProgressBar:
 
 
 class Lines:
-    """A plain line on stderr every so many steps, for logs."""
+    """A plain line on stderr every `interval` steps, for logs."""
 
     def __init__(self, num_steps: int, interval: int) -> None:
         self._num_steps, self._interval = num_steps, interval
@@ -255,18 +266,19 @@ class Lines:
             _say(line)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is open."""
 
 
 def _numbers(record: Record) -> str:
     return (
-        f"loss {record['loss_nats']:.3f}  lr {record['learning_rate']:.1e}  grad {record['gradient_norm']:.2f}  "
+        f"loss {record['loss_nats']:.3f}  lr {record['learning_rate']:.1e}  "
+        f"grad {record['gradient_norm']:.2f}  "
         f"{_thousands(record['tokens_per_second'])} tokens/s"
     )
 
 
 def _thousands(value: float) -> str:
-    """21300 -> '21.3k', 1250000 -> '1.25M'."""
+    """Return a number as people read it: 21300 is "21.3k", 1250000 is "1.25M"."""
     for size, unit, digits in ((1e6, "M", 2), (1e3, "k", 1)):
         if value >= size:
             return f"{value / size:.{digits}f}{unit}"
@@ -274,14 +286,14 @@ def _thousands(value: float) -> str:
 
 
 def _clock(seconds: int) -> str:
-    """42 -> '0:42', 4000 -> '1:06:40', 200000 -> '2 days, 7:33:20'."""
+    """Return a duration: 42 is "0:42", 4000 "1:06:40", 200000 "2 days, 7:33:20"."""
     return (
         f"{seconds // 60}:{seconds % 60:02d}" if seconds < 3600 else str(timedelta(seconds=seconds))
     )
 
 
 def _evaluation_lines(records: list[Record]) -> list[str]:
-    """A line a protocol: perplexity by length."""
+    """Return one line for each protocol: perplexity by length."""
     by_protocol: dict[str, list[str]] = {}
     for record in records:
         by_protocol.setdefault(record["protocol"], []).append(

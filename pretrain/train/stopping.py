@@ -1,8 +1,11 @@
-"""Requests to stop: noted by signal from a process's first moment on, agreed on by all ranks between steps.
+"""Requests to stop: noted when a signal comes, agreed on by all ranks between steps.
 
-A signal may reach one rank alone, or ranks at different steps, so nobody acts on it by itself: what each has noted is
-summed over all ranks, in a reduction that takes place anyway, and the sum is the decision. Importing this costs
-nothing slow: signals that come while torch is being imported are noted too.
+A signal may reach one rank alone, or several ranks during different steps. A rank that acted on it
+by itself would leave the others waiting in their next collective. So a signal is only noted; the
+ranks' notes are summed in a reduction that takes place anyway (`step.average_loss`), and the sum,
+the same on every rank, is the decision.
+
+This module imports nothing slow, so that signals are noted also while torch is being imported.
 """
 
 from __future__ import annotations
@@ -15,27 +18,27 @@ from types import FrameType
 from pretrain.rundir.states import ExitCode
 
 EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART}
-"""What each request ends a run with once it is saved; the first one wins where ranks were asked for both."""
-INTERRUPTED = 130
-"""What Ctrl-C ends a run with, at once and unsaved."""
+"""Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
+Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
 
 
 class Interrupted(Exception):
-    """Raised on every rank to leave an evaluation between two of its passes: the ranks have agreed to stop."""
+    """Raised on every rank between two passes of an evaluation: the ranks have agreed to stop."""
 
 
 class Requests:
-    """What this process was asked to do, and what all ranks agreed to do."""
+    """What this process has been asked to do, and what all ranks have agreed to do."""
 
     def __init__(self) -> None:
         self._noted: set[int] = set()
         self.agreed: signal.Signals | None = None
-        """The request that all ranks now act on."""
+        """The request that all ranks act on; None to go on training."""
 
     def listen(self) -> None:
-        """From now on SIGUSR1 and SIGTERM are noted; SIGUSR2 writes every thread's stack to stderr, and no more.
+        """Note SIGTERM and SIGUSR1 from now on; on SIGUSR2 write every thread's stack to stderr.
 
-        They are unblocked too: a launcher may block them so that none is lost before this line.
+        The signals are unblocked too, because a launcher may have blocked them so that none is
+        lost before this call.
         """
         for number in EXIT_CODES:
             signal.signal(number, self._note)
@@ -43,11 +46,11 @@ class Requests:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*EXIT_CODES, signal.SIGUSR2])
 
     def votes(self) -> list[float]:
-        """1 for what was asked of this process, else 0; the sum over all ranks is what `settle` takes."""
+        """Return 1 for each request that this process has noted, else 0, in EXIT_CODES' order."""
         return [float(number in self._noted) for number in EXIT_CODES]
 
     def settle(self, votes: Sequence[float]) -> None:
-        """Takes the votes of all ranks, summed, as the decision."""
+        """Decide. `votes` is the sum over all ranks of what `votes` returned on each."""
         self.agreed = next((number for number, count in zip(EXIT_CODES, votes) if count), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -7,7 +7,9 @@ which imports this module too, does without them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
         tensors by global name}; None elsewhere.
     """
     from pretrain.model.forward import run_schedule
-    from pretrain.optim.zero import finalize_gradients, gradient
+    from pretrain.optim.gradients import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
     topology, chunks = _build_model_with(config, state)
@@ -92,9 +94,6 @@ def train_steps_in_fp16_on_cpu(
 ) -> Any:
     """Run `train_steps` in fp16 on a CPU, and see whether the first step changed the weights.
 
-    torch computes in fp16 on a CPU, but DeepSpeed refuses it, as does `pretrain.platform`. Both are
-    told otherwise here.
-
     Args:
         config: As in `train_steps`.
         state: As in `train_steps`.
@@ -103,30 +102,38 @@ def train_steps_in_fp16_on_cpu(
     Returns:
         As `train_steps`, with "weights_after_first_step_unchanged" added.
     """
-    platform.prepare(0)
-    from deepspeed.accelerator import get_accelerator
-
-    check, supported = platform.check_precision, type(get_accelerator()).is_fp16_supported
-    platform.check_precision, type(get_accelerator()).is_fp16_supported = (
-        lambda precision: None,
-        lambda self: True,
-    )
-    try:
+    with fp16_on_cpu():
         first = train_steps(config, state, steps[:1])
         result = train_steps(config, state, steps)
-    finally:
-        platform.check_precision, type(get_accelerator()).is_fp16_supported = check, supported
     if result is not None:
         same = [torch.equal(first["weights"][n], state[n].half().float()) for n in state]
         result["weights_after_first_step_unchanged"] = all(same)
     return result
 
 
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """Compute in fp16 on a CPU.
+
+    torch can, but DeepSpeed refuses it, as does `pretrain.platform`. Both are told otherwise here.
+    """
+    platform.prepare(0)
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    check, supported = platform.check_precision, accelerator.is_fp16_supported
+    platform.check_precision = lambda precision: None
+    accelerator.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        platform.check_precision, accelerator.is_fp16_supported = check, supported
+
+
 def full_weights(optimizer: Any) -> dict[str, Tensor]:
     """Return the fp32 master weights by global name, assembled from the fragments of every rank."""
-    from pretrain.optim.fragments import fragments
-
-    mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments(optimizer)]
+    fragments = optimizer.state().fragments
+    mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine]
@@ -232,25 +239,71 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         None elsewhere.
     """
     from pretrain.checkpoint.save import save_checkpoint
-    from pretrain.train.account import Account
     from pretrain.train.loop import step_batches, train_step
-    from pretrain.train.start import find_standing, load, prepare
+    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.start import find_start_point, load_run, prepare
     from pretrain.train.stopping import Requests
 
-    streams, topology = prepare(config, resume)
-    standing = find_standing(config, resume)
-    run = load(config, streams, topology, standing, Requests(), Account())
-    began = run.progress.step
+    streams, topology, checkpoint = prepare(config, resume)
+    start_point = find_start_point(config, resume, checkpoint)
+    run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    began = run.state.step
     steps = step_batches(run)
     records = [train_step(run, steps) for _ in range(until - began)]
-    save_checkpoint(config, run.topology, run.optimizer, run.progress)
+    save_checkpoint(config, run.topology, run.optimizer, run.state)
     result = {
         "began": began,
         "losses": [r["loss_nats"] for r in records],
         "norms": [r["gradient_norm"] for r in records],
-        "samples": run.progress.consumed_samples,
+        "samples": run.state.consumed_samples,
     }
     return result if run.topology.is_main else None
+
+
+def continue_run_in_fp16_on_cpu(config: RunConfig, resume: str, until: int) -> Any:
+    """Run `continue_run` in fp16."""
+    with fp16_on_cpu():
+        return continue_run(config, resume, until)
+
+
+def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
+    """Resume a run, train it to its end, and count how often its checkpoint was read.
+
+    Args:
+        config: The run's config; the run has a checkpoint.
+
+    Returns:
+        For the checkpoint resumed from, {"hash config.toml", "hash state.json", "parse config":
+        times on this rank}.
+    """
+    import hashlib
+    from collections import Counter
+    from pathlib import Path
+
+    from pretrain.checkpoint import manifest
+    from pretrain.rundir.checkpoints import find_checkpoint
+    from pretrain.train.loop import train
+
+    checkpoint = find_checkpoint(config.directory)
+    counts: Counter[str] = Counter()
+    digest, parse = hashlib.file_digest, manifest.load_config
+
+    def counted_digest(file: Any, *args: Any) -> Any:
+        path = Path(file.name)
+        if path.parent == checkpoint and path.name in (manifest.STATE, manifest.CONFIG):
+            counts[f"hash {path.name}"] += 1
+        return digest(file, *args)
+
+    def counted_parse(path: Any, *args: Any) -> Any:
+        counts["parse config"] += Path(path).parent == checkpoint
+        return parse(path, *args)
+
+    hashlib.file_digest, manifest.load_config = counted_digest, counted_parse
+    try:
+        assert train(config) == 0
+    finally:
+        hashlib.file_digest, manifest.load_config = digest, parse
+    return dict(counts)
 
 
 def evaluate(
@@ -282,6 +335,6 @@ def evaluate(
         eos_id=2,
         tokens_per_batch=tokens_per_batch,
         max_tokens=config.evaluation.max_tokens,
-        engine=optimizer.engine if optimizer else None,
+        schedule_module=optimizer.schedule_module if optimizer else None,
     )
     return [evaluator.evaluate(protocol) for protocol in protocols]

@@ -1,4 +1,4 @@
-"""The same code on one GPU: skipped, and said so, where there is none. Losses and gradients against the dense reference."""
+"""The same code on one GPU: losses and gradients equal the dense reference's. Skipped without."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tests.conftest import tiny_config
 from tests.distributed import tasks
 from tests.distributed.pool import Pool
 from tests.distributed.test_optimizer import LOSS, NORM, _expected
-from tests.distributed.test_parallel_equals_dense import VARIANTS
-from tests.distributed.test_parallel_equals_dense import variant_config
+from tests.distributed.test_parallel_equals_dense import VARIANTS, variant_config
 from tests.distributed.test_parallel_equals_dense import _expected as expected_of_variant
 
 pytestmark = [
@@ -34,7 +33,10 @@ def gpu() -> Iterator[Pool]:
 @pytest.mark.parametrize("heads", [8, 12])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_gradients_equal_the_dense_reference_on_the_cpu(gpu, variant, heads):
-    """fp32 without TF32 on both sides; the GPU sums in another order, and its exp and log are rounded once more."""
+    """Both sides compute in fp32, without TF32.
+
+    The GPU sums in another order, and its exp and log are rounded once more.
+    """
     state, tokens, logits, loss, gradients = expected_of_variant(variant, heads)
     actual = gpu.run(tasks.gradients, variant_config(variant, heads, {}), state, tokens)[0]
     torch.testing.assert_close(actual["logits"].cpu(), logits, rtol=1e-4, atol=1e-4)
@@ -55,7 +57,10 @@ def test_twenty_steps_on_the_gpu_equal_adamw_on_the_cpu(gpu, stage):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_fp32(gpu, precision):
-    """Weights and activations rounded to 8 (bf16) or 11 bits: the losses of twenty steps stay within 2 %."""
+    """The losses of twenty steps stay within 2 % of fp32's.
+
+    Weights and activations are rounded to 8 bits (bf16) or 11 bits (fp16).
+    """
     state, batches, losses, *_ = _expected("alibi")
     config = tiny_config(train={"precision": precision}, optimizer={"initial_loss_scale_power": 12})
     actual = gpu.run(tasks.train_steps, config, state, batches)[0]

@@ -17,7 +17,8 @@ from tests.reference.dense_gpt import DenseGPT, random_state
 
 TOKENS = 300  # no multiple of any window or batch
 LENGTH = 32
-# Mean of 300 losses near 6 nats, each from fp32 logits that agree within 2e-5 (test_parallel_equals_dense.py).
+# Mean of 300 losses near 6 nats, each from fp32 logits that agree within 2e-5
+# (test_parallel_equals_dense.py).
 LOSS = {"rel": 5e-6}
 CASES = {**LAYOUTS, "one": (1, {}), "zero3-dp2": (2, {"zero_stage": 3})}
 
@@ -30,7 +31,10 @@ def _config(data, parallel=None):
 
 @functools.cache
 def _token_losses(data, length: int) -> np.ndarray:
-    """Loss of each token scored alone, with a full window of context before it (the stream starts after an EOS)."""
+    """Score each token alone, with a full window of context before it.
+
+    The stream starts after an end-of-document token.
+    """
     config = _config(data)
     model = DenseGPT(config).load_global_state(random_state(config, seed=3))
     stream = torch.from_numpy(
@@ -96,7 +100,7 @@ def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
 @pytest.mark.parametrize("layout", CASES)
 @pytest.mark.parametrize("tokens_per_batch", [1, 500])
 def test_every_layout_and_batch_gives_the_same(pools, tiny_data, layout, tokens_per_batch):
-    """Longer than the training length too (128 = 4 L), in batches smaller than a window and larger than several."""
+    """Also beyond the training length (128 = 4 L), for batches of less or more than a window."""
     protocols = [
         Protocol("nonoverlapping", 32, 32),
         Protocol("sliding", 64, 24),

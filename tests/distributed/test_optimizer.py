@@ -1,4 +1,7 @@
-"""Twenty optimizer steps of ZeRO in every layout equal single-process torch.optim.AdamW with clipping, dense model and all."""
+"""Twenty ZeRO steps in every layout equal those of a single process without any of it.
+
+The reference is a dense model, clipping by the global norm and torch.optim.AdamW.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from tests.distributed import tasks
 from tests.reference.dense_gpt import random_state, train_dense
 
 STEPS = 20
-# The gradients of both sides differ by rounding (test_parallel_equals_dense.py). Adam divides by the root of the second
-# moment, so where a gradient is near zero the *direction* of an update is rounding too: a weight may then be off by a
-# share of the learning rate (1e-3) a step. Losses and norms are means over all weights and stay near fp32 noise.
+# The gradients of both sides differ by rounding (test_parallel_equals_dense.py). Adam divides by
+# the root of the second moment, so where a gradient is near zero the *direction* of an update is
+# rounding too: a weight may then be off by a share of the learning rate (1e-3) per step. Losses and
+# norms are means over all weights and stay near fp32 noise.
 LOSS = {"rel": 2e-5}
 NORM = {"rel": 2e-4}
 WEIGHT = {"rtol": 0, "atol": 5e-4}
@@ -34,7 +38,8 @@ ZERO_LAYOUTS = {
     "zero1-tp2-dp2": (4, {"tensor_model_parallel_size": 2}),
     "zero1-pp2-dp2": (4, {"pipeline_model_parallel_size": 2}),
 }
-# What learns per head is shared by layers and stages, so its gradient and its share of the norm are where a mistake hides.
+# What a position method learns per head is shared by layers and stages, so a mistake would hide in
+# its gradient and in its share of the norm.
 METHODS = {
     "alibi": {"position": {"method": "alibi"}},
     "alibi-trainable": {"position": {"method": "alibi", "trainable_slopes": True}},
@@ -84,7 +89,7 @@ def test_twenty_steps_equal_adamw(pools, method, layout):
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2pp2sp"])
 def test_recomputing_replays_the_same_dropout(pools, layout):
-    """With dropout, recomputed activations give the same bits, so the masks were drawn again as they were."""
+    """Recomputed activations give the same bits, so the same dropout masks were drawn again."""
     processes, parallel = LAYOUTS[layout]
     state, batches, *_ = _expected("alibi")
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -105,10 +110,10 @@ def test_recomputing_replays_the_same_dropout(pools, layout):
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_fp16_scales_its_loss(pools, layout):
-    """Real fp16 arithmetic; what is lifted is DeepSpeed's refusal of it on a CPU (the GPU tests need no lifting).
+    """The arithmetic is real fp16; only DeepSpeed's refusal of it on a CPU is lifted.
 
-    fp16 rounds to 11 bits: losses stay within 1 % of fp32's. A scale of 2^30 overflows until it has been halved enough:
-    those steps must leave the weights alone.
+    fp16 rounds to 11 bits, so losses stay within 1 % of fp32's. A scale of 2^30 overflows until it
+    has been halved often enough, and those steps must leave the weights alone.
     """
     processes, parallel = LAYOUTS[layout]
     state, batches, losses, *_ = _expected("alibi")

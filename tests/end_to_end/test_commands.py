@@ -25,6 +25,7 @@ from tests.end_to_end.commands import (
     started,
     wait_for,
 )
+from tests.unit.test_rundir import undocumented
 
 STEPS = 200
 ON_TWO = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pretrain"]
@@ -114,7 +115,9 @@ def test_data_is_built_once(config, tmp_path):
 def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
-    assert names == {"attempts", "config.toml", "metrics.jsonl", "checkpoints", "logs"}
+    files = {"run.json", "config.toml", "metrics.jsonl"}
+    assert names == {*files, "attempts", "checkpoints", "logs"}
+    assert undocumented(directory) == []
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
         "step-00000180",
         "step-00000200",

@@ -113,7 +113,7 @@ def pip(
     )
 
 
-# ---- the wheel ----------------------------------------------------------------------------------
+# ---- the wheel -----------------------------------------------------------------------------------
 def shipped(clone: Path) -> Iterator[str]:
     """Yield the name in a wheel of every file that belongs there, from its place in a clone."""
     for name in SOURCES:
@@ -146,7 +146,7 @@ def test_nothing_of_the_clone_is_used_by_the_installed_package(installed, tmp_pa
     assert len(paths) == 4 and all(installed.site_packages in path.parents for path in paths)
 
 
-# ---- the commands, away from the clone ----------------------------------------------------------
+# ---- the commands, away from the clone -----------------------------------------------------------
 def listed(environment: Environment, cwd: Path) -> list[Path]:
     done = environment.run(["pretrain", "config", "--list"], cwd)
     assert done.code == 0, done.err
@@ -202,7 +202,7 @@ def test_the_version_is_the_wheels(installed, tmp_path):
     assert done == (0, f"pretrain {installed.wheel.name.split('-')[1]}\n", "")
 
 
-# ---- beside Hugging Face's package `kernels` ----------------------------------------------------
+# ---- beside Hugging Face's package `kernels` -----------------------------------------------------
 @pytest.fixture
 def hugging_face_kernels(installed: Environment) -> Iterator[Path]:
     """A distribution named `kernels`, as Hugging Face's, installed in the environment for one test.

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.manifest import complete_checkpoints
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.states import ExitCode
 from tests.end_to_end.commands import (

@@ -1,1 +1,1 @@
-"""Kernels against the dense oracle and against literal values."""
+"""Test the kernels against the dense reference, other libraries and literal values."""

@@ -1,4 +1,4 @@
-"""Slopes and buckets against literal values and against transformers."""
+"""Test slopes and buckets against literal values and against transformers."""
 
 import pytest
 import torch
@@ -22,15 +22,14 @@ ODD_SIXTEENTHS = [
 
 def test_slopes_of_powers_of_two_are_the_papers():
     assert alibi_slopes(8).tolist() == EIGHT
-    # sixteen heads: 2^-0.5, 2^-1, .. 2^-8, the two rows of the table above taken in turn
+    # Sixteen heads: 2^-0.5, 2^-1, .. 2^-8, which are the two lists above interleaved.
     expected = [slope for pair in zip(ODD_SIXTEENTHS, EIGHT) for slope in pair]
-    torch.testing.assert_close(
-        alibi_slopes(16), torch.tensor(expected), rtol=1e-6, atol=0
-    )  # eight digits written
+    # The tolerance is for the eight digits that are written above.
+    torch.testing.assert_close(alibi_slopes(16), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 def test_slopes_of_twelve_heads_are_those_of_the_authors_code():
-    """Eight heads' slopes, then every second of sixteen; the plain formula would begin with 2^(-2/3)."""
+    """They are those of 8 heads, then every second of 16; the formula would begin with 2^(-2/3)."""
     torch.testing.assert_close(
         alibi_slopes(12), torch.tensor(EIGHT + ODD_SIXTEENTHS[:4]), rtol=1e-6, atol=0
     )

@@ -1,7 +1,8 @@
-"""Every backend against the dense oracle in double precision: outputs and all gradients.
+"""Test outputs and all gradients of every backend against the dense reference in double precision.
 
-Tolerance: at most twice the error of plain torch doing the same computation in the same dtype (as FlashAttention's own
-tests ask), plus a few units in the last place of the largest value, for cases where plain torch happens to be exact.
+The tolerance is twice the error of plain torch doing the same computation in the same dtype, as in
+FlashAttention's own tests, plus a few units in the last place of the largest value, for cases where
+plain torch happens to be exact.
 """
 
 import logging
@@ -19,7 +20,8 @@ from pretrain.kernels.reference import attention_reference
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-CASES = {  # queries, keys, batch, heads, key heads, head width, causal, bias
+# queries, keys, batch, heads, key heads, head width, causal, bias
+CASES = {
     "one block": (128, 128, 2, 8, 8, 16, True, "slopes"),
     "odd lengths, several blocks": (331, 331, 1, 8, 8, 16, True, "slopes"),
     "twelve heads, odd width": (65, 65, 2, 12, 12, 20, True, "slopes"),
@@ -38,7 +40,7 @@ CASES = {  # queries, keys, batch, heads, key heads, head width, causal, bias
 
 
 def make(case, dtype, device="cpu"):
-    """(q, k, v), the bias arguments, all of them leaves that want gradients."""
+    """Return (q, k, v) and the bias arguments of a case, all leaves that require gradients."""
     queries, keys, batch, heads, groups, width, causal, added = CASES[case]
     generator = torch.Generator().manual_seed(queries * keys)
     shapes = [
@@ -61,7 +63,7 @@ def make(case, dtype, device="cpu"):
 
 
 def run(function, qkv, arguments, **more):
-    """[output, every gradient] in double precision, of a loss that weighs every output differently."""
+    """Return [output, every gradient] as fp64, for a loss that weighs every output differently."""
     leaves = [
         *qkv,
         *(x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad),
@@ -76,9 +78,8 @@ def run(function, qkv, arguments, **more):
 
 def assert_as_good_as_plain_torch(ours, plain, exact, dtype):
     for name, x, y, truth in zip(("output", "q", "k", "v", "bias"), ours, plain, exact):
-        units = (
-            16 if name == "bias" else 4
-        )  # a slope's gradient sums every score, so the order of adding shows
+        # The gradient of a slope sums over all scores, so there the order of summation shows more.
+        units = 16 if name == "bias" else 4
         allowed = 2 * (y - truth).abs().max() + units * torch.finfo(dtype).eps * truth.abs().max()
         error = (x - truth).abs().max()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
@@ -97,7 +98,7 @@ def test_sdpa_is_exact_forward_and_backward(case, dtype):
 
 @pytest.mark.parametrize("case", CASES)
 def test_fused_sdpa_is_exact_with_fixed_bias(case):
-    """Fixed slopes take torch's fused kernel, another path than trained ones: with the overlapping mask, both ways."""
+    """A mask that needs no gradient takes torch's fused kernel, another path than a trained one."""
     qkv, arguments = make(case, torch.float32)
     arguments = {
         key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()
@@ -109,23 +110,22 @@ def test_fused_sdpa_is_exact_with_fixed_bias(case):
 
 @torch.no_grad()
 def test_half_precision_does_not_blur_far_keys():
-    """A bias in bf16 is the same for dozens of neighbouring keys far back. Ours is as exact there as near the start."""
+    """In bf16, dozens of neighbouring keys far back would share one bias."""
     length, block = 2048, 256
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(length, 1, 4, 16, generator=generator).bfloat16() for _ in range(3))
-    slopes = torch.tensor(
-        [0.011, 0.007, 0.005, 0.003]
-    )  # shallow ones look far back; none is a power of two
+    # Shallow slopes, which look far back. None is a power of two, which bf16 would hold exactly.
+    slopes = torch.tensor([0.011, 0.007, 0.005, 0.003])
     exact = attention_reference(q, k, v, slopes=slopes)
     error = (attention(q, k, v, slopes=slopes).double() - exact).abs().mean(dim=(1, 2, 3))
-    # An average over more keys is smaller, and so is its rounding: the error falls along the sequence.
+    # An average over more keys is smaller, and so is its rounding, so the error must fall along the
+    # sequence.
     assert error[-block:].mean() < error[block : 2 * block].mean()
 
     scores = (q.permute(1, 2, 0, 3).double() @ k.permute(1, 2, 3, 0).double()) / 4
     positions = torch.arange(length)
-    rounded = (
-        (slopes[:, None] * positions).bfloat16().double()
-    )  # absolute positions, rounded: the trap
+    # The mistake that this test is about: biases from absolute positions, rounded to bf16.
+    rounded = (slopes[:, None] * positions).bfloat16().double()
     causal = positions[:, None] < positions
     wrong = (scores + rounded[:, None]).masked_fill(causal, -torch.inf).softmax(-1) @ v.permute(
         1, 2, 0, 3
@@ -135,7 +135,7 @@ def test_half_precision_does_not_blur_far_keys():
 
 
 def test_slices_of_the_slopes_give_slices_of_the_heads():
-    """Two tensor-parallel ranks, each with its heads and its slice of the global slopes."""
+    """Compare two tensor-parallel ranks, each with its slice of heads and slopes, with one rank."""
     (q, k, v), _ = make("odd lengths, several blocks", torch.float32)
     slopes = alibi_slopes(8)
     halves = [
@@ -143,22 +143,20 @@ def test_slices_of_the_slopes_give_slices_of_the_heads():
         for s in (slice(0, 4), slice(4, 8))
     ]
     whole = attention(q, k, v, slopes=slopes)
-    torch.testing.assert_close(torch.cat(halves, dim=2), whole, rtol=0, atol=0)  # heads never meet
+    # Heads do not interact, so the results must be identical.
+    torch.testing.assert_close(torch.cat(halves, dim=2), whole, rtol=0, atol=0)
     local = attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], slopes=alibi_slopes(4))
-    assert (
-        local - whole[:, :, 4:]
-    ).abs().max() > 0.1  # slopes of the local head count are another model
+    # Slopes made for the local number of heads are those of another model.
+    assert (local - whole[:, :, 4:]).abs().max() > 0.1
 
 
 def test_scale_leaves_the_bias_alone():
     (q, k, v), arguments = make("one block", torch.float32)
     for scale in (0.1, 1.0):
-        exact = attention_reference(
-            q.detach() * scale * 4, k, v, **arguments
-        )  # the default divides by sqrt(16)
-        torch.testing.assert_close(
-            attention(q, k, v, scale=scale, **arguments).double(), exact, rtol=0, atol=1e-5
-        )
+        # The reference's default scale divides by sqrt(16).
+        exact = attention_reference(q.detach() * scale * 4, k, v, **arguments)
+        ours = attention(q, k, v, scale=scale, **arguments).double()
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-5)
 
 
 MEASURE = """
@@ -183,7 +181,7 @@ print(peak() - before)
 
 
 def test_memory_grows_with_the_length_not_its_square():
-    """4096 tokens, 8 heads: scores of [heads, length, length] would take 512 MiB; q, k, v and the like 2 MiB each."""
+    """At 4,096 tokens, scores [8, S, S] would take 512 MiB; q, k and v take 2 MiB each."""
     result = subprocess.run(
         [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
     )
@@ -201,11 +199,12 @@ def test_dropout_replays_and_keeps_the_mean():
                 attention(q, k, ones, dropout_p=0.25, backend=backend, **arguments).detach()
             )
         assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
-        # every row of weights sums to 1 on average; 331 * 8 rows of spread at most sqrt(p / (1 - p)) = 0.58: 5 sigma
+        # Every row of weights sums to 1 on average. There are 331 * 8 rows, each with a standard
+        # deviation of at most sqrt(p / (1 - p)) = 0.58; 5 sigma are allowed.
         assert abs(outputs[0].mean() - 1) < 5 * 0.58 / (331 * 8) ** 0.5
 
 
-def test_choice_is_said_once_and_why(caplog):
+def test_choice_is_logged_once_with_its_reason(caplog):
     (q, k, v), arguments = make("one block", torch.float32)
     _log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="kernels"):
@@ -256,9 +255,10 @@ def test_what_does_not_fit_is_refused(change, message):
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_what_flex_computes_is_exact(case):
-    """Its bias and mask run on a CPU uncompiled, forward only: the same arithmetic that CUDA compiles."""
+    """Run its bias and mask uncompiled on a CPU: the arithmetic that is compiled for CUDA."""
     (q, k, v), arguments = make(case, torch.float32)
-    q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it refuses inputs that want gradients
+    # On a CPU, FlexAttention refuses inputs that require gradients.
+    q, k, v = q.detach(), k.detach(), v.detach()
     bias = ScoreBias(
         arguments.get("slopes"), arguments.get("relative_attention_bias"), 128, arguments["causal"]
     )

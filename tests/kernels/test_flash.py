@@ -1,7 +1,8 @@
-"""The Triton kernel against the dense oracle in double precision: compiled where there is a GPU, else interpreted.
+"""Test the Triton kernel against the dense reference in double precision.
 
-Tolerances as in `test_dispatch`. Blocks are small, so that short sequences, all the interpreter has time for, have
-many of them: whole, masked, ragged and skipped ones.
+It is compiled where there is a GPU, else interpreted. Tolerances are those of `test_dispatch`.
+Block sizes are small, so that short sequences, which is all that the interpreter has time for, have
+blocks of every kind: whole, masked, ragged and skipped.
 """
 
 import logging
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.flash import host
 from pretrain.kernels.flash.host import attention_triton, visited_tiles
 from pretrain.kernels.flash.schedules import Blocks, Schedule
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.kernels.skipping import key_runs, share_visited
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
@@ -23,7 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)
 TABLE_DISTANCE = 40
 
-CASES = {  # queries, keys, batch, heads, key heads, width, causal, bias, further arguments
+# queries, keys, batch, heads, key heads, width, causal, bias, further arguments
+CASES = {
     "whole tiles": (96, 96, 1, 2, 2, 16, True, "slopes", {}),
     "odd length, odd width": (97, 97, 1, 2, 2, 20, True, "slopes", {}),
     "shorter than a tile": (5, 5, 2, 2, 2, 32, True, "slopes", {}),
@@ -59,7 +61,7 @@ CASES = {  # queries, keys, batch, heads, key heads, width, causal, bias, furthe
 
 
 def make(queries, keys, batch, heads, groups, width, causal, added, dtype, length=1.0):
-    """(q, k, v, ScoreBias, leaves)"""
+    """Return (q, k, v, ScoreBias, leaves), q being multiplied by `length`."""
     generator = torch.Generator().manual_seed(queries * keys + width)
     shapes = [
         (queries, batch, heads, width),
@@ -71,7 +73,8 @@ def make(queries, keys, batch, heads, groups, width, causal, added, dtype, lengt
     slopes = table = None
     if added in ("slopes", "trained"):
         slopes = alibi_slopes(heads).to(DEVICE).requires_grad_(added == "trained")
-    if isinstance(added, tuple):  # all heads of the model, and where this rank's begin
+    if isinstance(added, tuple):
+        # (heads of the whole model, first head of this rank)
         slopes = alibi_slopes(added[0])[added[1] : added[1] + heads].to(DEVICE)
     if added == "table":
         table = torch.randn(heads, 32, generator=generator).to(DEVICE).requires_grad_()
@@ -80,6 +83,7 @@ def make(queries, keys, batch, heads, groups, width, causal, added, dtype, lengt
 
 
 def differentiate(output, leaves):
+    """Return [output, every gradient] for a loss that weighs every output differently."""
     towards = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(
         DEVICE, leaves[0].dtype
     )
@@ -90,15 +94,15 @@ def differentiate(output, leaves):
 
 
 def triton(q, k, v, bias, leaves, scale=None, dropout_p=0.0, skip=True, schedule=SMALL):
-    """[output, every gradient]"""
+    """Return [output, every gradient] of the kernel."""
     torch.manual_seed(5)
     return differentiate(
         attention_triton(q, k, v, bias, scale, dropout_p, skip=skip, schedule=schedule), leaves
     )
 
 
-def oracle(q, k, v, bias, leaves, dtype, scale=None, dropout_p=0.0, **unused):
-    """[output, every gradient] with the weights that the kernel's dropout keeps."""
+def reference(q, k, v, bias, leaves, dtype, scale=None, dropout_p=0.0, **unused):
+    """Return the reference's [output, every gradient] in `dtype`, with the kernel's dropout."""
     torch.manual_seed(5)
     shape = (q.shape[1], q.shape[2], len(q), len(k))
     seed = int(torch.randint(2**62, (1,), device=DEVICE)) if dropout_p > 0 else 0
@@ -121,7 +125,7 @@ def oracle(q, k, v, bias, leaves, dtype, scale=None, dropout_p=0.0, **unused):
 
 def assert_exact(made, dtype, **arguments):
     ours = [x.double() for x in triton(*made, **arguments)]
-    exact, plain = (oracle(*made, x, **arguments) for x in (torch.float64, dtype))
+    exact, plain = (reference(*made, x, **arguments) for x in (torch.float64, dtype))
     assert_as_good_as_plain_torch(ours, plain, exact, dtype)
 
 
@@ -144,12 +148,12 @@ def test_half_precision_is_exact(case, dtype):
     ("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (200, torch.float32)]
 )
 def test_blocks_of_the_tables_are_exact(width, dtype):
-    """The schedules that models run with, for every width they are made for."""
+    """Use the schedules that models run with, at several of the widths they are made for."""
     assert_exact(make(150, 190, 1, 1, 1, width, True, "slopes", dtype), dtype, schedule=None)
 
 
 def test_weights_far_from_one_are_exact():
-    """Scores to +-30, so that the running softmax meets new maxima late."""
+    """Use scores up to +-30, so that the running softmax meets new maxima late."""
     assert_exact(
         make(97, 97, 1, 2, 2, 16, True, "slopes", torch.float32, length=8.0), torch.float32
     )
@@ -198,18 +202,17 @@ def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     bias = ScoreBias(slopes, None, TABLE_DISTANCE, causal)
     on, off = (triton(q, k, v, bias, [q, k, v], skip=skip) for skip in (True, False))
     for name, x, y in zip("oqkv", on, off):
-        assert (x - y).abs().max() <= 2.0**-20 * max(y.abs().max(), 1e-3), (
-            name
-        )  # equal keys: the gradient of q is nought
+        # With equal keys the gradient of q is zero up to rounding, hence the absolute term.
+        assert (x - y).abs().max() <= 2.0**-20 * max(y.abs().max(), 1e-3), name
 
 
 def test_forward_and_backward_leave_out_the_same_tiles():
-    """Seen from one tile of queries: what it skips gets no gradient at all from it, and is not read."""
+    """Keys that a tile of queries skips get no gradient at all from it and are not read."""
     q, k, v, _, _ = make(192, 192, 1, 1, 1, 16, True, None, torch.float32)
     q = q.detach().clone()
-    q[128:160] *= (
-        1e4  # the next tile visits all keys, so that for the first of them this one is a gap in their run
-    )
+    # The next tile of queries visits all keys. For the first tile of keys, the range of query tiles
+    # that visit it then includes this tile, which does not.
+    q[128:160] *= 1e4
     bias = ScoreBias(torch.tensor([0.75], device=DEVICE), None, 0, True)
     queries = slice(96, 128)
     first = visited_tiles(q, k, v, bias.slopes, schedule=SMALL)[0].first_BHT[0, 0]
@@ -219,7 +222,8 @@ def test_forward_and_backward_leave_out_the_same_tiles():
     def gradients(skip, v_before, v_after):
         q_, k_, v_ = (x.detach().clone().requires_grad_() for x in (q, k, v_before))
         out = attention_triton(q_, k_, v_, bias, None, 0.0, skip=skip, schedule=SMALL)
-        v_.data[skipped] = v_after[skipped]  # behind autograd's back
+        # Change what the backward pass reads without autograd noticing.
+        v_.data[skipped] = v_after[skipped]
         return torch.autograd.grad(out[queries].sum(), (q_, k_, v_))
 
     nans = torch.full_like(v, float("nan"))
@@ -248,9 +252,8 @@ def test_nan_propagates_through_skipped_tiles(name, bad):
         if name != "q"
         else torch.arange(160, device=DEVICE) == where
     )
-    if name == "k" and bad == float(
-        "inf"
-    ):  # -inf in a score is a weight of zero, as in plain attention
+    if name == "k" and bad == float("inf"):
+        # A score of -inf is a weight of zero, as in plain attention.
         seen &= inputs["q"][:, 0, 1, 3] > 0
     assert hit[seen].all() and not hit[: where // 32 * 32].any()
 
@@ -277,7 +280,7 @@ def poison(x):
 
 
 def test_views_of_a_fused_projection_are_read_where_they_lie():
-    """As Megatron hands them over: [S, B, heads, (q, k, v), D] split, and nothing of it contiguous."""
+    """Megatron splits one tensor [S, B, heads, (q, k, v), D], so none of them is contiguous."""
     generator = torch.Generator().manual_seed(2)
     fused = torch.randn(97, 2, 2, 3 * 16, generator=generator).to(DEVICE).requires_grad_()
     views = fused.split(16, dim=3)
@@ -294,9 +297,8 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
         strided[1], torch.cat(dense[1:], dim=3)
     )
     q, k, v = (x.detach() for x in views)
-    across = (
-        v.transpose(0, 1).contiguous().transpose(0, 1)
-    )  # batch first, as other strides than q and k have
+    # v is stored batch first, so that its strides differ from those of q and k.
+    across = v.transpose(0, 1).contiguous().transpose(0, 1)
     out = attention_triton(q, k, across, bias, None, 0.0, skip=True, schedule=SMALL)
     assert torch.equal(out, dense[0])
     across[3, 1, 1] *= 1e15

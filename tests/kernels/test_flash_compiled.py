@@ -1,4 +1,7 @@
-"""What the compiler makes of the kernels, for GPUs that need not be there: Triton compiles for a named target anywhere."""
+"""Test what the compiler makes of the flash-attention kernels.
+
+No GPU is needed: Triton compiles for a named target on any machine.
+"""
 
 import json
 import os
@@ -29,10 +32,12 @@ class NoDevice:
 def compile_only(self, *args, grid, warmup, **options):
     kernel = run(self, *args, grid=grid, warmup=True, **options)
     asm, ptx = kernel.asm, kernel.asm["ptx"]
+    dot = r"tt\\.dot [^\\n]*: tensor<[0-9x]*(\\w+)"
+    mma = r"(?:wgmma\\.mma_async|mma)\\.sync\\.aligned\\.(\\S+)"
     print(json.dumps({
         "name": self.fn.__name__, "shared": kernel.metadata.shared, "cubin": len(asm["cubin"]),
-        "operands": sorted(set(re.findall(r"tt\\.dot [^\\n]*: tensor<[0-9x]*(\\w+)", asm["ttir"]))),
-        "products": sorted(set(re.findall(r"(?:wgmma\\.mma_async|mma)\\.sync\\.aligned\\.(\\S+)", ptx))),
+        "operands": sorted(set(re.findall(dot, asm["ttir"]))),
+        "products": sorted(set(re.findall(mma, ptx))),
         "atomics": ptx.count("atom."),
     }))
 
@@ -40,7 +45,8 @@ run, JITFunction.run = JITFunction.run, compile_only
 triton.runtime.driver.set_active(NoDevice())
 if capability < 90:
     host.choose_schedule = lambda q: schedules.SCHEDULES_80[q.element_size(), width]
-q, k, v = (torch.empty(2048, 1, 2, width, dtype=getattr(torch, dtype)).requires_grad_() for _ in range(3))
+shape = (2048, 1, 2, width)
+q, k, v = (torch.empty(shape, dtype=getattr(torch, dtype)).requires_grad_() for _ in range(3))
 table = torch.zeros(2, 32).requires_grad_() if "table" in arguments else None
 slopes = None if table is not None else alibi_slopes(2).requires_grad_("trained" in arguments)
 bias = ScoreBias(slopes, table, 128, "symmetric" not in arguments)
@@ -74,6 +80,7 @@ def test_compiles_to_tensor_cores_without_upcast(capability, width, dtype, argum
     assert products | others == kernels.keys() and ("table" in arguments) == (
         "row_gradient_kernel" in kernels
     )
+    # KiB of shared memory of a block; 99 is the smallest among the GPUs that SCHEDULES_80 serves.
     limit = 227 if capability == 90 else 99
     for kernel in kernels.values():
         assert kernel["cubin"] > 0 and kernel["atomics"] == 0

@@ -1,4 +1,8 @@
-"""The bound behind tile skipping, on the CPU to lengths of 4,096: the schedule in torch beside dense attention in fp64."""
+"""Test the bound behind tile skipping against dense attention in fp64, at lengths up to 4,096.
+
+The tiles come from `pretrain.kernels.skipping`, in plain torch; `test_flash` tests that the kernel
+visits the same ones.
+"""
 
 import math
 
@@ -13,7 +17,7 @@ TILES = {"query_tile": 128, "key_tile": 128}
 
 
 def visited(runs, num_queries, num_keys, query_tile, key_tile):
-    """bool [B, H, queries, keys], written out."""
+    """Return which keys each query visits, bool [B, H, queries, keys]."""
     tile_of_query = torch.arange(num_queries) // query_tile
     tile_of_key = torch.arange(num_keys) // key_tile
     first, end = (x[:, :, tile_of_query, None] for x in runs)
@@ -21,7 +25,10 @@ def visited(runs, num_queries, num_keys, query_tile, key_tile):
 
 
 def attend(q, k, v, slopes, causal, seen=None):
-    """(output [S, B, H, D], weights [B, H, queries, keys]) in fp64, over the keys in `seen`. As many key heads as heads."""
+    """Compute dense attention in fp64 over the keys in `seen`, or over all.
+
+    Returns (output [S, B, H, D], weights [B, H, queries, keys]). There must be a key head per head.
+    """
     num_queries, num_keys = len(q), len(k)
     q, k, v = (x.double().permute(1, 2, 0, 3) for x in (q, k, v))
     distance = (
@@ -37,7 +44,7 @@ def attend(q, k, v, slopes, causal, seen=None):
 
 
 def draw(kind, length, heads, width=64, seed=0):
-    """q, k, v [length, 1, heads, width]"""
+    """Return q, k and v of the given kind, [length, 1, heads, width]."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(length, 1, heads, width, generator=generator) for _ in range(3))
     if kind.startswith("scale "):
@@ -51,21 +58,25 @@ def draw(kind, length, heads, width=64, seed=0):
         k[3] *= 1e4
     if kind == "giant value":
         v[255] *= 1e12
-    if kind == "giant key, faint queries":  # no weight shows it, the gradient of q does
+    if kind == "giant key, faint queries":
+        # The key shows in the gradient of q only, not in any weight.
         q *= 1e-12
         k[255] *= 1e12
     if kind == "giant queries":
         q[length // 2 :] *= 1e6
-    if (
-        kind == "key against its query"
-    ):  # the own key has the worst score there is, the first keys the best
+    if kind == "key against its query":
+        # The key at a query's own position has the lowest possible score, the first keys the
+        # highest.
         k = -q
         k[:64] = q[-64:] * 1.5
     return q, k, v
 
 
 def assert_skipping_changes_nothing(q, k, v, slopes, runs, query_tile, key_tile, causal=True):
-    """Output and gradients at once; returns the largest share of a row's weights that was dropped."""
+    """Compare outputs and gradients with and without the tiles that `runs` leaves out.
+
+    Returns the largest sum of weights that a row lost.
+    """
     seen = visited(runs, len(q), len(k), query_tile, key_tile)
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     towards = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -78,7 +89,8 @@ def assert_skipping_changes_nothing(q, k, v, slopes, runs, query_tile, key_tile,
     assert dropped < 2.0**-24
     for name, x, truth in zip("oqkv", (skipped, *skipped_grads), (out, *grads)):
         assert (x - truth).abs().max() <= 2.0**-20 * truth.abs().max() + 1e-12, name
-    # Row by row, beside the values and keys where the query stands: a giant elsewhere is no excuse.
+    # Each row is compared with the values and keys at its own position, so that one giant value or
+    # key elsewhere does not hide an error.
     tile = torch.arange(len(k) - len(q), len(k)).clamp(min=0) // key_tile
     own_value, own_key = (skipping.longest_rows(x.detach(), key_tile)[:, :, tile] for x in (v, k))
     assert (rows(skipped - out) <= 2.0**-20 * own_value).all()
@@ -89,6 +101,7 @@ def assert_skipping_changes_nothing(q, k, v, slopes, runs, query_tile, key_tile,
 
 
 def rows(x_SBHD):
+    """Return the 2-norm of every row, [B, H, S]."""
     return x_SBHD.detach().norm(dim=3).permute(1, 2, 0)
 
 
@@ -133,7 +146,7 @@ def test_skipping_changes_nothing_at_length_4096(kind, head):
     [(300, 1000, True), (700, 700, False), (900, 300, False), (200, 900, False)],
 )
 def test_other_shapes(queries, keys, causal):
-    """Queries that are not the keys, symmetric attention, tiles of unequal sizes, lengths that no tile divides."""
+    """Test other numbers of queries than keys, no mask, unequal tiles, and ragged last tiles."""
     q, (_, k, v) = draw("scale 1", queries, 2)[0], draw("scale 1", keys, 2, seed=1)
     slopes = torch.tensor([0.7, 0.3])
     for tiles in ({"query_tile": 64, "key_tile": 32}, {"query_tile": 32, "key_tile": 64}):
@@ -143,18 +156,22 @@ def test_other_shapes(queries, keys, causal):
 
 
 def test_bound_holds_where_it_is_tight():
-    """Every key before the last tile has the length at which that tile just is skipped, and lies along the query: what
-    is dropped is as much as may be, and one bit less of need would be too little."""
+    """Construct the worst case: with one bit less of `need`, too much would be dropped.
+
+    Every key before the last tile lies along the query and is just short enough for its tile to be
+    skipped, so the weights that are dropped are as large as the bound permits.
+    """
     length, tile, slope, own_score = 2048, 64, 2.0**-10, 60.0
     q, k, v = (
         torch.zeros(length, 1, 1, 64),
         torch.zeros(length, 1, 1, 64),
         torch.ones(length, 1, 1, 64),
     )
-    q[-tile:, :, :, 0] = 8.0  # so that a score, scaled by 1 / 8, is the first number of its key
+    # The scale is 1 / 8, so a score is the first number of its key.
+    q[-tile:, :, :, 0] = 8.0
     k[-tile:, :, :, 0] = own_score
     slopes = torch.tensor([slope])
-    # the first of the last queries has one key of its own, which alone makes its logsumexp
+    # The first query of the last tile sees one key of that tile, whose score is its logsumexp.
     nearest = torch.arange(length // tile - 1).flip(0) * tile + 1
     longest = own_score - (24 + math.log2(length)) * math.log(2) + slope * nearest
 
@@ -175,7 +192,7 @@ def test_bound_holds_where_it_is_tight():
 
 @pytest.mark.parametrize("length", [1024, 2048, 4096])
 def test_share_is_that_of_the_closed_form(length):
-    """All scores equal: a key matters up to the distance where slope * distance reaches 24 + log2(length) bits."""
+    """With equal scores, a key matters until slope * distance exceeds 24 + log2(length) bits."""
     q, k, _ = draw("constant", length, 8, width=32)
     slopes = alibi_slopes(8)
     share = share_visited(
@@ -184,19 +201,18 @@ def test_share_is_that_of_the_closed_form(length):
     tiles = length // 128
     for head, slope in enumerate(slopes.tolist()):
         window = (24 + math.log2(length)) * math.log(2) / slope
-        before = [
-            min(tile, int((window - 1) // 128) + 1) for tile in range(tiles)
-        ]  # tile t ends t * 128 keys before
+        # The t-th tile before a tile of queries ends (t - 1) * 128 + 1 keys before its first query.
+        before = [min(tile, int((window - 1) // 128) + 1) for tile in range(tiles)]
         expected = sum(1 + x for x in before) / (tiles * (tiles + 1) / 2)
         assert share[0, head] == pytest.approx(expected, abs=1e-12), head
 
 
 def test_what_is_never_skipped():
     q, k, v = draw("scale 0.1", 512, 4)
-    k[:-64], k[-64:] = (
-        0,
-        q[-64:] * 1e4,
-    )  # so that for the last queries only a slope speaks for keys far away
+    # Keys far away score 0 and those of the last queries score high, so by the gap alone the former
+    # would be skipped. Only the rule about slopes keeps them.
+    k[:-64] = 0
+    k[-64:] = q[-64:] * 1e4
     runs = key_runs(q, k, v, torch.tensor([0.5, 0.0, -0.01, math.nan]), query_tile=64, key_tile=64)
     assert (runs.first_BHT[0, 0, 2:] > 0).all()
     assert (runs.first_BHT[0, 1:] == 0).all(), "slopes that are not positive"
@@ -214,7 +230,7 @@ def test_what_is_never_skipped():
 
 
 def test_trained_slopes_keep_more():
-    """The gradient of a slope weighs every weight by its distance, so as many bits more are kept."""
+    """A slope's gradient multiplies weights by distances, so log2(length) more bits are needed."""
     q, k, v = draw("constant", 2048, 1)
     slopes = torch.tensor([0.1])
     fixed, trained = (

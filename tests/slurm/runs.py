@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.manifest import complete_checkpoints
 from pretrain.launcher.login.accounting import time_splits, total
 from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
+from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import (
     LAUNCHER,
     ON_CPU,

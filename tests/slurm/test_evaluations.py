@@ -21,6 +21,7 @@ from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import Done, explained, metrics, wait_for
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
+from tests.unit.test_rundir import undocumented
 
 NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
 LENGTHS = (32, 64)
@@ -180,6 +181,7 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
         (s, n) for s in (1, 2, 3) for n in LENGTHS
     ]
     assert len(curve["records"]) == 12 and curve["train_length"] == 32
+    assert undocumented(run) == []
     assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
         "plan.json",
         "asked.json",

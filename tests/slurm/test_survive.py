@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.manifest import complete_checkpoints
+from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import explained, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import STEPS, Run, Runs, losses, parts, weights

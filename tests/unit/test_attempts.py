@@ -1,4 +1,4 @@
-"""The lock and the account of a run's attempts, with real processes: who gets it, who does not, who is taken for gone."""
+"""The lock of a run, with real processes: who gets it, who does not, who is taken for dead."""
 
 import dataclasses
 import json
@@ -76,16 +76,16 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def plant(run: Path, **changes) -> Path:
-    """An attempt at `run` by this process, with other things said of its owner; returns its directory."""
+    """Begin an attempt as this process, with changes to its owner; returns its directory."""
     attempt = Attempt.begin(run)
     owner = json.loads((attempt.directory / "owner.json").read_text())
     (attempt.directory / "owner.json").write_text(json.dumps(owner | changes))
     return attempt.directory
 
 
-# ---- who gets it -----------------------------------------------------------------------------------------------------
+# ---- who gets it ---------------------------------------------------------------------------------
 def test_of_two_starters_one_wins_200_times(tmp_path):
-    """On new runs, and on runs whose holder ended, was killed, or left a process id that is another's now."""
+    """On new runs, and on runs whose holder ended, was killed, or left a reused process id."""
     runs = [tmp_path / f"run {number}" for number in range(RACES)]
     for run in runs[1::4]:
         Attempt.begin(run).end("failed", 1, "", 0)
@@ -194,7 +194,7 @@ def test_a_disk_that_refuses_is_explained(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "attempts") == []
 
 
-# ---- holders that cannot be seen -------------------------------------------------------------------------------------
+# ---- holders that cannot be seen -----------------------------------------------------------------
 @pytest.fixture
 def lease(monkeypatch):
     monkeypatch.setattr("pretrain.rundir.lock.LEASE_SECONDS", 1.5)
@@ -308,7 +308,8 @@ def test_a_dead_holder_whose_job_still_ends_keeps_the_run(tmp_path):
 )
 def test_a_holder_in_a_pid_namespace_of_its_own_is_not_looked_up_here(tmp_path, lease):
     """Its process ids are others' here, with the outer /proc and with one of its own."""
-    code = f"from pathlib import Path; from pretrain.rundir.lock import Attempt; Attempt.begin(Path({str(tmp_path)!r}) / '%s')"
+    begin = f"Attempt.begin(Path({str(tmp_path)!r}) / '%s')"
+    code = f"from pathlib import Path; from pretrain.rundir.lock import Attempt; {begin}"
     for name, options in (("outer", []), ("own", ["--mount-proc"])):
         command = ["unshare", "--pid", "--fork", *options, sys.executable, "-c", code % name]
         subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)
@@ -318,7 +319,7 @@ def test_a_holder_in_a_pid_namespace_of_its_own_is_not_looked_up_here(tmp_path, 
         assert Attempt.begin(tmp_path / name).number == 2  # after the lease
 
 
-# ---- the handle ------------------------------------------------------------------------------------------------------
+# ---- the handle ----------------------------------------------------------------------------------
 def test_the_heartbeat_tells_who_was_taken_for_dead(tmp_path):
     first = Attempt.begin(tmp_path)
     os.utime(first.directory / "heartbeat", (1, 1))

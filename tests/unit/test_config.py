@@ -52,7 +52,7 @@ def message(path, *overrides, world_size: int | None = None) -> str:
     return str(refused.value)
 
 
-# ---- refusals: (overrides, key and value, part of the reason and remedy) ------------------------
+# ---- refusals: (overrides, key and value, part of the reason and remedy) -------------------------
 REFUSALS = [
     (
         ["model.hidden_size=100"],
@@ -252,7 +252,7 @@ def test_every_refusal_is_said_at_once(path):
     assert len(lines) == 2 and all(line.startswith(f"{path}: ") for line in lines)
 
 
-# ---- broken files and overrides -----------------------------------------------------------------
+# ---- broken files and overrides ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -311,7 +311,7 @@ def test_unreadable_files_are_explained(tmp_path):
     assert "not a readable config file" in message(binary)
 
 
-# ---- reading and writing ------------------------------------------------------------------------
+# ---- reading and writing -------------------------------------------------------------------------
 def test_dump_reads_back_as_the_same_run(path, tmp_path):
     overrides = [
         "model.num_query_groups=4",
@@ -353,7 +353,7 @@ def test_a_config_cannot_be_changed(path):
         config.train.num_steps = 5  # type: ignore[misc]
 
 
-# ---- derived values -----------------------------------------------------------------------------
+# ---- derived values ------------------------------------------------------------------------------
 def test_derived_values(path):
     config = load_config(path)
     assert (config.head_dim, config.num_query_groups, config.ffn_hidden_size) == (8, 12, 384)
@@ -412,7 +412,7 @@ def test_what_does_not_divide_spares_the_last_chunk(path):
         )
 
 
-# ---- parameter counts ---------------------------------------------------------------------------
+# ---- parameter counts ----------------------------------------------------------------------------
 def shapes(config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by its global name, written out by hand."""
     m, p = config.model, config.position

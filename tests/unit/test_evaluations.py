@@ -97,7 +97,7 @@ def outcomes(run, name=STEP):
     ]
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     plan = planned(tmp_path)
     assert read_plan(tmp_path) == plan
@@ -169,8 +169,8 @@ SUBMIT = [
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--lengths", "128"], "want --evaluate-checkpoints too"),
-        (["--evaluation-time", "30"], "want --evaluate-checkpoints too"),
+        (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
+        (["--evaluation-time", "30"], "--evaluation-time 30: has no effect without --evaluate-"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
@@ -210,7 +210,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, monkeypatch, caps
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what waits ------------------------------------------------------------------------------------------------------
+# ---- what waits ----------------------------------------------------------------------------------
 def test_what_waits_for_an_evaluation(tmp_path):
     assert waiting(tmp_path) == []
     two, one = save(tmp_path, 20), save(tmp_path, 10)
@@ -279,7 +279,7 @@ def test_training_is_never_disturbed(tmp_path, capsys, monkeypatch):
     assert "not a plan" in capsys.readouterr().err
 
 
-# ---- who evaluates ---------------------------------------------------------------------------------------------------
+# ---- who evaluates -------------------------------------------------------------------------------
 def test_a_result_appears_whole(tmp_path):
     result = tmp_path / "evaluations" / STEP
 
@@ -341,7 +341,7 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
             time.sleep(0.02)
         # Beside it nobody begins, and nobody waits for it.
         assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
-        assert f"{STEP}: left to another" in capfd.readouterr().err
+        assert f"{STEP}: another job is evaluating it" in capfd.readouterr().err
         assert not (tmp_path / "evaluations" / STEP).exists()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from pretrain.config import ConfigError, load_config
 from pretrain.export import check_exportable, check_parity, to_huggingface
 from pretrain.export.command import _curve
 from pretrain.export.tokenizer import PROBES, fast_tokenizer
+from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
 from tests.unit.test_dense_gpt import make_config
 
@@ -207,7 +208,7 @@ REFUSED = {
     ),
     "trainable": (
         make_config("alibi", position_trainable_slopes=True),
-        "trainable_slopes = True: Bloom.*fixed slopes",
+        "trainable_slopes = true: Bloom.*fixed slopes",
     ),
     "ffn": (
         make_config("alibi", ffn_hidden_size=80),
@@ -418,3 +419,14 @@ def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     for records, expected in ((of_run, [of_run[1]]), (of_several, [record])):
         (tmp_path / "curve.json").write_text(json.dumps({"train_length": 128, "records": records}))
         assert _curve(config, checkpoint, tmp_path / "curve.json") == expected
+
+
+def test_the_model_card_reads_metrics_whose_last_line_was_cut_off(tmp_path):
+    """A run that was killed, or that still trains, leaves half a line."""
+    metrics = tmp_path / "metrics.jsonl"
+    record = {"step": 4, "evaluation": True, "length": 32, "protocol": "sliding", "stride": 16}
+    lines = [{"step": 4, "loss_nats": 5.0}, {**record, "loss_nats": 5.5, "perplexity": 244.7}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
+    checkpoint = tmp_path / "checkpoints/step-00000004"
+    [found] = _curve(tiny_config(), checkpoint, None)
+    assert found == {"method": "alibi", "checkpoint": str(checkpoint), **lines[1]}

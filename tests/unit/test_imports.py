@@ -1,4 +1,4 @@
-"""The rooms of the house: imports go down only, never in a circle; three places read the environment."""
+"""The rooms of the house: imports go down, never in a circle; three places read the environment."""
 
 import ast
 import subprocess
@@ -72,7 +72,7 @@ def walk(node: ast.AST, types: bool) -> Iterator[ast.AST]:
 def imported(
     module: str, path: Path, tree: ast.AST, types: bool = True
 ) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, also inside functions; `types`: also those for types alone."""
+    """(line, module) of every import, also inside functions; `types`: for types alone, too."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in walk(tree, types):
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def may_import(room: str, target: str) -> bool:
         return True
     if room in LAUNCHER_FLOOR:
         if target in LAUNCHER_FLOOR:
-            # Modules of the lowest floor may use each other: circles among them are a test of their own.
+            # Modules of the lowest floor may use each other; circles are a test of their own.
             low = LAUNCHER_FLOOR[target] < LAUNCHER_FLOOR[room]
             return low or LAUNCHER_FLOOR[target] == LAUNCHER_FLOOR[room] == 0
         return target in LAUNCHER_USES
@@ -114,7 +114,7 @@ def wrong_imports(root: Path) -> list[str]:
 
 
 def circles(root: Path) -> list[str]:
-    """A circle of imports between modules, imports inside functions counted, if there is one."""
+    """A circle of imports between modules, if there is one; inside functions too."""
     known = dict(modules(root))
     graph: dict[str, set[str]] = {}
     for module, path in known.items():

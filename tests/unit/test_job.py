@@ -320,7 +320,7 @@ def built_data(tmp_path):
     return tmp_path / "data"
 
 
-# ---- the signal before the limit -------------------------------------------------------------------------------------
+# ---- the signal before the limit -----------------------------------------------------------------
 def test_the_signal_is_estimated_from_the_size_of_the_model(tmp_path):
     config = load_config("configs/cc100_roberta/alibi_1024.toml")
     # 1.36 billion parameters of 12 bytes at 200 MB/s are 81.6 s, twice; a minute a step and Slurm's own minute.
@@ -358,7 +358,7 @@ def test_a_limit_without_time_before_the_signal_is_refused():
         check_time(None, 70_000)
 
 
-# ---- jobs.jsonl ------------------------------------------------------------------------------------------------------
+# ---- jobs.jsonl ----------------------------------------------------------------------------------
 def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
     records = [
         JobRecord("1", "train", "a", 1.5, "s", 2, 4, "/r"),
@@ -383,7 +383,7 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
     }
 
 
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
+# ---- sweeps --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "values"),
     [
@@ -398,10 +398,7 @@ def test_jobs_are_read_back_and_damage_is_left_out(tmp_path):
 )
 def test_values_are_split_as_toml_reads_them(text, values):
     assert [
-        value.replace("\n", "")
-        .replace("    ", "")
-        .replace(",]", "]")
-        .replace(",", ", ")
+        value.replace("\n", "").replace("    ", "").replace(",]", "]").replace(",", ", ")
         if "[" in value
         else value
         for value in sweep.split_values(text, text)

@@ -1,6 +1,7 @@
 """Starting and ending processes, with real ones: exit codes, places, logs, signals, and that none is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -238,12 +239,12 @@ def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"run.directory: cannot make .*file/logs \(Not a directory\). Choose another",
+        match=r"run.directory: cannot create .*file/logs \(Not a directory\). Choose another directory",
     ):
         run_processes(python(""), 1, tmp_path / "file")
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from pretrain.launcher.cli import main; main()", *arguments]
     return subprocess.run(
@@ -281,13 +282,24 @@ def test_a_missing_option_is_exit_code_2():
     assert done.returncode == 2 and "--nproc" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["local", "--help"]])
-def test_help_teaches_with_an_example(arguments):
-    done = launcher(*arguments)
-    assert (
-        done.returncode == 0
-        and "Example: launcher local configs/demo.toml --nproc 2" in done.stdout
-    )
+COMMANDS = [
+    [],
+    ["local"],
+    ["submit"],
+    ["sweep"],
+    ["evaluate-checkpoints"],
+    ["status"],
+    ["logs"],
+    ["cancel"],
+    ["requeue"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_teaches_with_an_example(command):
+    done = launcher(*command, "--help")
+    line = rf"Examples?[^\n]*:\n(    .*\n)*?    launcher {' '.join(command)}"
+    assert done.returncode == 0 and re.search(line, done.stdout), done.stdout
 
 
 def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypatch):

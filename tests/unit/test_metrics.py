@@ -1,4 +1,4 @@
-"""Where numbers go: each destination is read back by another program's reader, and none can stop a run."""
+"""Destinations of a run's numbers: each is read back by another program, and none stops a run."""
 
 import json
 import math
@@ -95,7 +95,7 @@ def write_steps(path: Path, first: int, last: int, resume_step: int, loss: float
     lines.close()
 
 
-# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
+# ---- metrics.jsonl -------------------------------------------------------------------------------
 def test_every_record_is_a_line_and_is_there_at_once(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl", 0)
     lines.step(step_record(1))
@@ -148,7 +148,7 @@ def test_numbers_that_json_lacks_become_null_with_a_note(tmp_path):
     assert record["non_finite"] == {"loss_nats": "nan", "gradient_norm": "inf"}
 
 
-# ---- console ---------------------------------------------------------------------------------------------------------
+# ---- console -------------------------------------------------------------------------------------
 def test_a_plain_line_every_interval_and_at_the_end(capsys):
     lines = Lines(num_steps=125, interval=10)
     for step in range(101, 126):
@@ -245,7 +245,7 @@ def stderr_on_a_terminal(command: list[str], columns: int) -> str:
     return shown.decode()
 
 
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+# ---- TensorBoard ---------------------------------------------------------------------------------
 def scalars(directory: Path, tag: str) -> dict[int, float]:
     events = EventAccumulator(str(directory))
     events.Reload()
@@ -267,9 +267,9 @@ def test_tensorboard_reads_what_was_written_and_resumed(tmp_path):
     assert scalars(tmp_path / "tensorboard", "loss_nats") == expected
 
 
-# ---- wandb -----------------------------------------------------------------------------------------------------------
+# ---- wandb ---------------------------------------------------------------------------------------
 def log_records(data: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: 7 bytes of header, then LevelDB's log format (its doc/log_format.md)."""
+    """The records of a .wandb file: 7 bytes, then LevelDB's log format (its doc/log_format.md)."""
     position, parts = 7, []
     while position + 7 <= len(data):
         if (
@@ -331,7 +331,7 @@ def test_wandb_offline_writes_every_step_and_a_resume_continues_the_same_run(tmp
 
 
 def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
-    # A process of its own, because wandb remembers credentials; a home of its own, because of ~/.netrc.
+    # A process of its own, because wandb remembers credentials; a home, because of ~/.netrc.
     bare = {
         name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))
     }
@@ -340,11 +340,11 @@ def test_wandb_without_a_key_is_said_once_and_the_run_goes_on(tmp_path):
     done = subprocess.run(
         command, cwd=ROOT, env=home, stdin=nothing, capture_output=True, text=True, check=True
     )
-    assert done.stderr.count("wandb: UsageError: ") == 1 and "going on without it" in done.stderr
+    assert done.stderr.count("wandb: UsageError: ") == 1 and "continuing without it" in done.stderr
     assert len(read(tmp_path / "run/metrics.jsonl")) == 120
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 def test_tensorboard_that_cannot_write_is_said_once_and_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "tensorboard").write_text("in the way")
     writer = MetricsWriter(make_config("logging.tensorboard=true"), tmp_path, 0)
@@ -352,7 +352,7 @@ def test_tensorboard_that_cannot_write_is_said_once_and_the_run_goes_on(tmp_path
     writer.step(step_record(2))
     writer.close()
     said = capsys.readouterr().err
-    assert said.count("TensorBoard: FileExistsError") == 1 and "going on without it" in said
+    assert said.count("TensorBoard: FileExistsError") == 1 and "continuing without it" in said
     assert len(read(tmp_path / "metrics.jsonl")) == 2
 
 
@@ -371,7 +371,8 @@ def test_a_destination_that_fails_later_is_left_alone(capsys):
     guarded.close()
     assert Closed.calls == 1
     assert capsys.readouterr().err == (
-        "disk: OSError: [Errno 28] No space left on device; going on without it, metrics.jsonl has every number\n"
+        "disk: OSError: [Errno 28] No space left on device; continuing without it; "
+        "metrics.jsonl has every number\n"
     )
 
 

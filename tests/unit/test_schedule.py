@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from pretrain.config import RunConfig, parse_config
 from pretrain.optim.schedule import learning_rate
 
-ROUND_OFF = 1e-12  # relative: a dozen double-precision operations; torch multiplies factors step by step, 1e-16 each
+# Relative: a dozen double-precision operations. torch multiplies factors step by step, 1e-16 each.
+ROUND_OFF = 1e-12
 
 
 def make_config(

@@ -17,8 +17,10 @@ import pytest
 from pretrain.config import load_config
 from pretrain.launcher.node import supervise
 from pretrain.launcher.node.local import run_locally
-from pretrain.launcher.node.srun import _failure
-from pretrain.launcher.node.supervise import Signals, Supervisor, Watchdog, without_progress
+from pretrain.launcher.node.signals import Signals
+from pretrain.launcher.node.srun import _first_failure
+from pretrain.launcher.node.supervise import Supervisor, without_progress
+from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
@@ -109,7 +111,7 @@ def outcomes(run: Path) -> list[tuple[str, int, int]]:
     return [(a.ended.outcome, a.ended.code, a.ended.step) for a in read_attempts(run)]
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path, capfd, rank):
     code = train(
@@ -183,7 +185,7 @@ def test_a_new_start_by_hand_has_its_restarts_again(tmp_path):
     assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed", "gave_up"] * 2
 
 
-# ---- hangs -----------------------------------------------------------------------------------------------------------
+# ---- hangs ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_paused_rank_is_found_and_every_rank_says_where_it_was(tmp_path, capfd, rank):
     step = f"if (rank, step, number) == ({rank}, 3, 1):\n    die(19)\n    time.sleep(600)"
@@ -195,7 +197,7 @@ def test_a_paused_rank_is_found_and_every_rank_says_where_it_was(tmp_path, capfd
     )
     said = capfd.readouterr().err
     assert (
-        "; every rank writes its stacks into its log, then is ended" in said
+        "; every rank writes its stacks to its log and is then killed" in said
         and "starting again from scratch" in said
     )
     for text in (said, (tmp_path / "logs/rank-1.log").read_text()):
@@ -224,7 +226,7 @@ def test_the_watchdog_does_not_count_the_time_in_which_nobody_looked(tmp_path, m
     assert watchdog.stuck() is None
 
 
-# ---- signals ---------------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------
 class Launched:
     """The launcher in a process of its own, to be signalled, with ranks that never end by themselves."""
 
@@ -299,7 +301,7 @@ def test_ctrl_c_stops_without_a_restart(tmp_path):
     assert [(outcome, code) for outcome, code, _ in outcomes(tmp_path)] == [("stopped", 130)]
 
 
-# ---- the lock --------------------------------------------------------------------------------------------------------
+# ---- the lock ------------------------------------------------------------------------------------
 def test_a_second_launcher_is_told_who_trains(tmp_path):
     launched = Launched(tmp_path)
     launched.wait_until_it_trains()
@@ -331,7 +333,7 @@ def test_who_was_taken_for_dead_leaves_the_run_alone(tmp_path, monkeypatch, capf
     assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid-*"))
 
 
-# ---- how it is started again -----------------------------------------------------------------------------------------
+# ---- how it is started again ---------------------------------------------------------------------
 def arguments(run: Path) -> list[list[str]]:
     lines = (run / "logs/rank-1.log").read_text().splitlines()
     return [line.split()[4:] for line in lines if line.startswith("attempt ")]
@@ -378,7 +380,7 @@ def test_an_older_branch_of_a_run_is_gone_on_from(tmp_path):
     assert arguments(tmp_path)[1][1:] == ["--resume", f"{tmp_path}/checkpoints/step-00000004"]
 
 
-# ---- counting and evaluating -----------------------------------------------------------------------------------------
+# ---- counting and evaluating ---------------------------------------------------------------------
 def record(
     run: Path, number: int, began_with: int | None, outcome: str | None, job: str = "5"
 ) -> AttemptRecord:
@@ -463,7 +465,7 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
     assert all(not last and thread is not threading.main_thread() for last, thread in calls[:-1])
 
 
-# ---- what srun says --------------------------------------------------------------------------------------------------
+# ---- what srun says ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("said", "code", "expected"),
     [
@@ -503,7 +505,7 @@ def test_the_first_to_fail_is_read_from_what_srun_wrote(tmp_path, said, code, ex
     """Lines as Slurm 22.05 wrote them."""
     log = tmp_path / "attempt-0001.log"
     log.write_text("\n".join(["0: training", *said]) + "\n")
-    reason, first = _failure(log, code)
+    reason, first = _first_failure(log, code)
     assert (reason.replace(str(log), "LOG"), first) == expected
 
 

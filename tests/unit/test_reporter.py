@@ -1,4 +1,4 @@
-"""A run that holds its own attempt: it keeps it alive, says how it ended, and lets go when another has taken it."""
+"""A run that holds its own attempt keeps it alive, says how it ended, and yields to another."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from pretrain.config import ConfigError
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.lock import Attempt
-from pretrain.train.account import Account
+from pretrain.train.reporter import AttemptReporter
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import pathlib, sys, time
 from pretrain.rundir.attempts import Owner
-from pretrain.train import account
-account.HEARTBEAT_SECONDS = 0.02
+from pretrain.train import reporter
+reporter.HEARTBEAT_SECONDS = 0.02
 run = pathlib.Path(sys.argv[1])
-with account.Account() as mine:
+with reporter.AttemptReporter() as mine:
     mine.begin(run, Owner.here())
     mine.phase("training", 7)
     heartbeat = run / "attempts/0001/heartbeat"
@@ -33,7 +33,7 @@ with account.Account() as mine:
 
 
 def test_a_process_that_lost_the_run_ends(tmp_path):
-    """Not with an exception in a thread, which nobody would see, and without waiting for the step under way."""
+    """At once, and not with an exception in a thread, which nobody would see."""
     done = subprocess.run(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         cwd=ROOT,
@@ -58,9 +58,9 @@ def test_a_process_that_lost_the_run_ends(tmp_path):
     ],
 )
 def test_how_it_ended_is_written_after_a_failure(tmp_path, error, code, outcome, reason):
-    with pytest.raises(type(error)), Account() as account:
-        account.begin(tmp_path, Owner.here())
-        account.phase("training", 3)
+    with pytest.raises(type(error)), AttemptReporter() as reporter:
+        reporter.begin(tmp_path, Owner.here())
+        reporter.phase("training", 3)
         raise error
     [attempt] = read_attempts(tmp_path)
     assert (attempt.ended.code, attempt.ended.outcome, attempt.ended.reason) == (
@@ -69,15 +69,15 @@ def test_how_it_ended_is_written_after_a_failure(tmp_path, error, code, outcome,
         reason,
     )
     assert attempt.ended.step == 3
-    Account().begin(tmp_path, Owner.here())  # free again
+    AttemptReporter().begin(tmp_path, Owner.here())  # free again
 
 
 def test_a_joined_attempt_is_the_supervisors_to_end(tmp_path):
     held = Attempt.begin(tmp_path)
-    with pytest.raises(RuntimeError), Account() as account:
-        account.join(held.directory)
-        with account.during("saving", 4, saved=4):
-            account.progress(4)
+    with pytest.raises(RuntimeError), AttemptReporter() as reporter:
+        reporter.join(held.directory)
+        with reporter.during("saving", 4, saved=4):
+            reporter.progress(4)
         raise RuntimeError("it broke")
     [attempt] = read_attempts(tmp_path)
     assert attempt.ended is None
@@ -89,8 +89,8 @@ def test_a_joined_attempt_is_the_supervisors_to_end(tmp_path):
 
 
 def test_without_an_attempt_nothing_is_written(tmp_path):
-    with Account() as account:
-        account.phase("training", 1)
-        account.progress(2)
-        account.end(0, "")
+    with AttemptReporter() as reporter:
+        reporter.phase("training", 1)
+        reporter.progress(2)
+        reporter.end(0, "")
     assert not list(tmp_path.iterdir())

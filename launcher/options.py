@@ -1,0 +1,112 @@
+"""Define the arguments and options of the `launcher` command, with the text that --help shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
+    ),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
+    ),
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
+SiteFile = Annotated[
+    Path,
+    typer.Option(
+        metavar="SITE",
+        help="TOML file that describes your cluster. Copy one of the examples slurm/site.*.toml.",
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Number of nodes of each run. Default: as many as parallel.world_size needs, else 1.",
+    ),
+]
+TimeLimit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIMIT",
+        help="Time limit of the job, as in 1-00:00:00, 12:00:00 or 90 (minutes). Default: the "
+        "site's time_limit.",
+    ),
+]
+SaveBefore = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="SECONDS",
+        help="Save a checkpoint this long before the time limit. Default: the time of two "
+        "checkpoints and one step, plus a minute.",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Window lengths of evaluations in tokens, as in 128,512,2048. Default: "
+        "evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length.",
+    ),
+]
+Protocols = Annotated[
+    str,
+    typer.Option(
+        help="Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma."
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
+        "config, or the shortest length when --lengths is given.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Score at most this many validation tokens. Default: evaluation.max_tokens of the "
+        "config, else all.",
+    ),
+]
+BOTH_PROTOCOLS = "nonoverlapping,sliding"
+"""The default of --protocols."""
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|none|PATH",
+        help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
+        "(none), or from this checkpoint. Default: auto.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the job and when it could start, and submit nothing."),
+]
+EvaluationTasks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="GPUs of an evaluation, on one node. Default: as many as training uses per node.",
+    ),
+]
+EvaluationTime = Annotated[
+    str | None,
+    typer.Option(metavar="LIMIT", help="Time limit of an evaluation. Default: that of training."),
+]

@@ -1,0 +1,81 @@
+"""DeepSpeed's internals are known in pretrain/optim alone, so that a new version is met there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_imports import ROOT, modules
+
+HOME = "pretrain/optim/"
+MAY_IMPORT = (HOME, "pretrain/platform.py")  # platform.py keeps it from compiling an extension
+
+# Fields of DeepSpeed's parameters, engine, optimizers and loss scaler, and our own handles on them.
+INTERNAL = {
+    "_hp_grad",
+    "_hp_mapping",
+    "ds_id",
+    "ds_numel",
+    "ds_pipe_replicated",
+    "ds_shape",
+    "ds_status",
+    "ds_tensor",
+    "cur_hysteresis",
+    "cur_iter",
+    "cur_scale",
+    "last_overflow_iter",
+    "loss_scaler",
+    "needs_scaler",
+    "allreduce_gradients",
+    "engine",
+    "zero",
+}
+# The same names as strings, for getattr; those that are ordinary words are not looked for.
+INTERNAL_STRINGS = INTERNAL - {"engine", "zero", "loss_scaler"}
+
+
+def leaks(root: Path) -> list[str]:
+    """Each use of a DeepSpeed internal outside pretrain/optim, as "file:line: name"."""
+    found = []
+    for _, path in modules(root):
+        relative = path.relative_to(root).as_posix()
+        if relative.startswith(HOME):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = None
+            if isinstance(node, ast.Attribute) and node.attr in INTERNAL:
+                name = node.attr
+            elif isinstance(node, ast.Constant) and node.value in INTERNAL_STRINGS:
+                name = node.value
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                if (module or "").split(".")[0] == "deepspeed":
+                    name = None if relative.startswith(MAY_IMPORT) else "import deepspeed"
+            if name:
+                found.append(f"{relative}:{node.lineno}: {name}")
+    return found
+
+
+def test_deepspeed_is_known_in_the_optimizer_alone():
+    assert leaks(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("def f(p):\n    return p._hp_grad", "_hp_grad"),
+        ("shape = lambda p: tuple(getattr(p, 'ds_shape', p.shape))", "ds_shape"),
+        ("def f(p):\n    p.ds_pipe_replicated = True", "ds_pipe_replicated"),
+        ("def f(o):\n    return o.zero.loss_scale", "zero"),
+        ("def f(o):\n    return o.engine", "engine"),
+        ("FIELDS = ('cur_scale',)", "cur_scale"),
+        ("def f():\n    import deepspeed.ops", "import deepspeed"),
+        ("from deepspeed.runtime import engine", "import deepspeed"),
+    ],
+)
+def test_a_leak_is_found(tmp_path, code, name):
+    for folder in ("pretrain/model", "pretrain/optim"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "planted.py").write_text(code)
+    line = code.count("\n") + 1
+    assert leaks(tmp_path) == [f"pretrain/model/planted.py:{line}: {name}"]
