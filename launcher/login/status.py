@@ -142,7 +142,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
         paths = RunPaths(path)
         if paths.jobs.name in files or paths.attempts.name in folders:
             found.append(path)
-            # A run holds thousands of files, and no other run.
+            # Not searched any deeper: a run may hold thousands of files.
             folders.clear()
         elif len(path.relative_to(root).parts) >= SEARCH_DEPTH:
             folders.clear()

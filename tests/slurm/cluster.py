@@ -1,8 +1,9 @@
-"""A real Slurm of several nodes in one temporary directory: nothing in /etc, no service, gone without a trace.
+"""Run a real Slurm cluster of several nodes on this machine, in one temporary directory.
 
-Each node is a slurmd in PID, mount and UTS namespaces of its own: `hostname` is the node's, the nodes know each other by
-name, a node's processes are told from every other's, and killing a node kills all that runs on it, as a power cut does.
-The GPUs are clones of /dev/null that Slurm counts and hands out. Linux, as root.
+It needs no file in /etc and no system service, and leaves nothing behind. Each node is a slurmd in
+its own PID, mount and UTS namespaces. Therefore `hostname` is the node's, the nodes find each other
+by name, the processes of a node can be listed, and killing a node kills all that runs on it, as a
+power cut does. The GPUs are clones of /dev/null that Slurm counts and assigns. Linux only, as root.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ PROGRAMS = (
 )
 PACKAGES = "slurmctld slurmd slurm-client munge"
 START_SECONDS = 60
-STATE_SAVE_SECONDS = 6  # SAVE_MAX_WAIT (5) in Slurm's src/slurmctld/state_save.c, and the writing
+STATE_SAVE_SECONDS = 6
+"""SAVE_MAX_WAIT (5 s) in Slurm's src/slurmctld/state_save.c, and a second for the writing."""
 CONTROLLER = "controller"
-# What Linux gives to outgoing connections begins at 32768: a port below is still free when a killed daemon returns.
+# Linux takes the ports of outgoing connections from 32768 up. A lower one is still free when a
+# killed daemon is started again.
 PORTS = range(20_000, 32_000)
-# Bash stays as process 1, to bury the node's orphans as an init does; a container's /etc/hosts is a mount already.
+# Bash stays as process 1 to reap orphans, as an init does, so the command is not `exec`ed. A bind
+# mount also works in a container, where /etc/hosts is itself a mount and cannot be replaced.
 IN_NAMESPACE = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && "$@"; exit $?'
 
 
 def missing() -> str | None:
-    """Why no cluster can be started here; None when one can."""
+    """Return why no cluster can be started here, or None if one can."""
     if os.geteuid() != 0:
         return "a cluster in namespaces needs root"
     absent = [program for program in PROGRAMS if not shutil.which(program, path=_search_path())]
@@ -60,24 +64,32 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """`num_nodes` nodes n1, n2, ... in the partition "main", each with `gpus` fake GPUs and `cpus` processors."""
+    """A cluster of nodes n1, n2, ... in the partition "main"."""
 
     def __init__(self, num_nodes: int = 16, gpus: int = 8, cpus: int = 16) -> None:
+        """Make the cluster's directory; `start` starts it.
+
+        Args:
+            num_nodes: Number of nodes.
+            gpus: Fake GPUs per node.
+            cpus: Processors per node, as Slurm counts them.
+        """
         self.nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
         self.gpus, self.cpus = gpus, cpus
-        # Directly in /tmp: a UNIX socket's path has 108 bytes. Open to all: munged refuses a socket that others cannot reach.
+        # Directly in /tmp, because the path of a UNIX socket has at most 108 bytes. Accessible to
+        # all users, because munged refuses a socket that others cannot reach.
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.root.chmod(0o755)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command needs to find this cluster, beside the usual variables."""
+        """The variables with which a command finds this cluster."""
         return {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
 
-    # ---- the whole -------------------------------------------------------------------------------
+    # ---- the whole cluster ----
     def start(self) -> None:
-        """Starts everything; returns when every node is idle."""
+        """Start all daemons and wait until every node is idle."""
         self._write()
         self._spawn(
             "munged",
@@ -104,18 +116,18 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """Ends every process of the cluster, its jobs' too, and removes its files."""
+        """Kill every process of the cluster, including its jobs, and remove its files."""
         for name in [*self.nodes, CONTROLLER, "munged"]:
             self._kill(name)
         shutil.rmtree(self.root, ignore_errors=True)
 
-    # ---- its parts -------------------------------------------------------------------------------
+    # ---- its parts ----
     def kill_node(self, node: str) -> None:
-        """As a power cut: the node and all that runs on it are gone when this returns. Slurm finds out by itself."""
+        """Kill a node and all that runs on it, as a power cut does. Slurm is not told."""
         self._kill(node)
 
     def start_node(self, node: str) -> None:
-        """The node boots; returns when Slurm may use it again."""
+        """Boot a node and wait until Slurm may use it again."""
         self._spawn_node(node)
         self._wait(
             lambda: self.node_states().get(node) in ("idle", "mix", "alloc"),
@@ -124,7 +136,7 @@ class Cluster:
         )
 
     def restore(self) -> None:
-        """Starts what a test killed and left dead."""
+        """Start the daemons that a test has killed."""
         if CONTROLLER not in self._daemons:
             self.start_controller()
         for node in self.nodes:
@@ -132,15 +144,16 @@ class Cluster:
                 self.start_node(node)
 
     def kill_controller(self) -> None:
-        """SIGKILL to slurmctld, once what it knows now is on disk: it writes changes down some seconds late.
+        """Kill slurmctld (SIGKILL), after the seconds in which it saves its current state to disk.
 
-        One that comes back without a job's start starts the job a second time, and drains the node that has it already.
+        Without the wait, a job's start might not be saved. The next slurmctld would then start the
+        job a second time, and drain the node on which it already runs.
         """
         time.sleep(STATE_SAVE_SECONDS)
         self._kill(CONTROLLER)
 
     def start_controller(self) -> None:
-        """Starts slurmctld on the state that it saved; returns when it answers."""
+        """Start slurmctld from its saved state and wait until it answers."""
         self._spawn_in_namespace(
             CONTROLLER, ["slurmctld", "-D", "-f", str(self.root / "slurm.conf")]
         )
@@ -151,34 +164,38 @@ class Cluster:
         )
 
     def node_states(self) -> dict[str, str]:
-        """Node -> "idle", "mix", "alloc", "down", "down*", ... as sinfo calls it; {} while no controller answers."""
+        """Return each node's state as sinfo prints it: "idle", "mix", "alloc", "down", "down*", ...
+
+        The result is empty while no controller answers.
+        """
         lines = self.run("sinfo", "--Node", "--noheader", "--format=%N %t").stdout.splitlines()
-        return dict(line.split() for line in lines)  # type: ignore[misc]
+        return {node: state for node, state in map(str.split, lines)}
 
     def processes(self, node: str) -> dict[int, str]:
-        """What runs on the node beside slurmd: process id, as this machine counts, -> command line. {} for a dead node."""
+        """Return the processes on a node other than slurmd: process id on this machine -> command.
+
+        The result is empty for a dead node.
+        """
         try:
             namespace = os.readlink(f"/proc/{self._init(node)}/ns/pid")
         except (KeyError, OSError):
             return {}
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                words = (
-                    (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                )  # "" of a zombie
-                if (
-                    words[0] not in ("", "bash", "slurmd")
-                    and os.readlink(path / "ns/pid") == namespace
-                ):
+            # OSError: the process has ended meanwhile.
+            with contextlib.suppress(OSError):
+                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                # A zombie has an empty command line.
+                is_job = words[0] not in ("", "bash", "slurmd")
+                if is_job and os.readlink(path / "ns/pid") == namespace:
                     found[int(path.name)] = " ".join(words).strip()
         return found
 
-    # ---- commands and jobs -----------------------------------------------------------------------
+    # ---- commands and jobs ----
     def run(
         self, *command: object, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the cluster's "login node", which is this machine, and returns what it said."""
+        """Run a command on the cluster's login node, which is this machine, and wait for it."""
         variables = os.environ | self.environment | dict(environment or {})
         return subprocess.run(
             [str(word) for word in command],
@@ -190,18 +207,22 @@ class Cluster:
         )
 
     def job(self, job_id: str) -> dict[str, str]:
-        """The fields of `scontrol show job`, for example JobState, Restarts, NodeList, BatchHost; {} when it has none."""
+        """Return the fields of `scontrol show job`: JobState, Restarts, NodeList, BatchHost, ...
+
+        The result is empty when Slurm does not know the job.
+        """
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for_job(
         self, job_id: str, states: Iterable[str] = ("COMPLETED",), seconds: float = 120
     ) -> dict[str, str]:
-        """The job's fields as soon as it is in one of `states`. Fails when it ends in another, or after `seconds`."""
-        wanted, over = (
-            set(states),
-            {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"},
-        )
+        """Wait until a job is in one of `states` and return its fields.
+
+        The test fails when the job ends in another state, or after `seconds`.
+        """
+        wanted = set(states)
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
         deadline = time.monotonic() + seconds
         while (fields := self.job(job_id)).get("JobState") not in wanted:
             assert fields.get("JobState") not in over, (
@@ -214,7 +235,12 @@ class Cluster:
         return fields
 
     def step_processes(self, job_id: str, *words: str) -> dict[int, tuple[str, str]]:
-        """Processes of the job whose command lines hold all of `words`: process id -> (node, command line)."""
+        """Return the processes of a job: process id on this machine -> (node, command line).
+
+        Args:
+            job_id: The job.
+            words: Return only processes whose command lines contain all of these.
+        """
         found = {}
         for node in self.nodes:
             for pid, command in self.processes(node).items():
@@ -227,15 +253,16 @@ class Cluster:
         return found
 
     def report(self, lines: int = 40) -> str:
-        """For a test that failed: the queue, the nodes, and what the daemons said since they were up."""
+        """Return what may explain a failed test: queue, nodes, and the ends of daemons' logs."""
         parts = [self.run("squeue", "--states=all").stdout, self.run("sinfo").stdout]
         for log in sorted((self.root / "log").glob("*.log")):
             said = log.read_text(errors="replace").rpartition(" started on ")[2].splitlines()[2:]
             parts.append("\n".join([f"--- {log.name}", *said[-lines:]]) if said else "")
         return "\n".join(filter(None, parts))
 
-    # ---- behind it -------------------------------------------------------------------------------
+    # ---- internals ----
     def _write(self) -> None:
+        """Write the cluster's configuration, key, hosts file and device files."""
         for name in ("munge", "state", "log", "dev", *(f"spool/{node}" for node in self.nodes)):
             (self.root / name).mkdir(parents=True)
         key = os.open(self.root / "munge/key", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -259,6 +286,7 @@ class Cluster:
         )
 
     def _spawn_in_namespace(self, hostname: str, command: Sequence[str]) -> None:
+        """Start a daemon with its own hostname, /etc/hosts and process ids."""
         unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._spawn(
             hostname,
@@ -275,9 +303,10 @@ class Cluster:
         )
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:
+        """Start a daemon, whose output goes to log/NAME.out."""
         assert name not in self._daemons, f"{name} runs already"
         with open(self.root / f"log/{name}.out", "ab") as output:
-            # The kernel ends it when these tests end in any way.
+            # The kernel kills the daemon when the tests' process ends, however that happens.
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],
                 env=os.environ | self.environment,
@@ -289,20 +318,22 @@ class Cluster:
             )
 
     def _kill(self, name: str) -> None:
-        """SIGKILL to a daemon. One in a namespace takes all of the namespace with it, before this returns."""
+        """Kill a daemon (SIGKILL), with all processes of its namespace, and wait for its end."""
         if name not in self._daemons:
             return
+        # When process 1 of a PID namespace is killed, the kernel kills all others in it.
         with contextlib.suppress(OSError):
             os.kill(self._init(name), signal.SIGKILL)
         self._daemons.pop(name).wait()
 
     def _init(self, name: str) -> int:
-        """Process 1 of a daemon's namespace, or the daemon itself where it has none."""
+        """Return process 1 of a daemon's namespace, or the daemon itself if it has none."""
         pid = self._daemons[name].pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(children[0]) if children else pid
 
     def _wait(self, condition: Callable[[], bool], complaint: str, *daemons: str) -> None:
+        """Wait for a condition; fail when one of `daemons` ends, or after START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         while not condition():
             dead = [name for name in daemons if self._daemons[name].poll() is not None]
@@ -312,12 +343,12 @@ class Cluster:
 
 
 def _search_path() -> str:
-    """PATH with the folders of daemons, which a plain user's shell leaves out."""
+    """Return PATH with the sbin folders, where Debian has Slurm's daemons."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def _free_ports(count: int) -> list[int]:
-    """That many neighbouring ports, all free."""
+    """Return `count` consecutive ports, all free."""
     for _ in range(100):
         first = random.randrange(PORTS.start, PORTS.stop - count)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One cluster for all tests of the session, started by the first that asks for it."""
+"""Start one cluster for all tests of the session, when the first test asks for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ LOG_LINES = 40
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A real Slurm of 16 nodes with 8 fake GPUs each. Without one the test is skipped; where CI is set it fails."""
+    """Start a real Slurm of 16 nodes with 8 fake GPUs each.
+
+    Where that is impossible the test is skipped, but with $CI it fails: CI has to have a Slurm.
+    """
     reason = missing()
     if reason and os.environ.get("CI"):
         pytest.fail(f"no Slurm, and CI is set: {reason}")
@@ -32,7 +35,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def restored(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test finds all of the cluster alive, whatever the one before has killed."""
+    """Start whatever a test has killed, so that the next one finds the whole cluster alive."""
     slurm = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
     yield
     if slurm is not None:
@@ -41,7 +44,7 @@ def restored(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
-    """A test that failed shows the cluster's state and the ends of its runs' logs."""
+    """Add the cluster's state and the ends of the runs' logs to the report of a failed test."""
     report = yield
     values: dict[str, Any] = getattr(item, "funcargs", {})
     if report.failed and isinstance(values.get("cluster"), Cluster):

@@ -1,4 +1,4 @@
-"""Runs on the tests' cluster: sent with `launcher submit`, watched, disturbed, compared."""
+"""Submit runs to the tests' cluster, disturb them and compare their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.launcher.login.accounting import time_splits, total
-from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import (
     LAUNCHER,
@@ -89,7 +89,7 @@ STEPS = 60
 
 
 class Runs:
-    """Runs of one config on one site, each in its own directory."""
+    """Make runs of one config on one site, each in its own directory."""
 
     def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
         self.cluster, self.folder, self.data = cluster, folder, data
@@ -99,12 +99,12 @@ class Runs:
         self.job_ids: list[str] = []
 
     def launcher(self, *arguments: object) -> Done:
-        """`launcher` with these arguments."""
+        """Run `launcher` with these arguments."""
         done = self.cluster.run(*LAUNCHER, *arguments, environment=ON_CPU, cwd=ROOT)
         return Done(done.returncode, done.stdout, done.stderr)
 
     def options(self, name: str, *settings: str) -> list[str]:
-        """The options of `launcher submit` and `launcher local` that make it the run `name`."""
+        """Return the options of `launcher submit` and `launcher local` for the run `name`."""
         return [
             word
             for each in (f"run.directory={self.folder}/runs/{name}", *settings)
@@ -112,7 +112,7 @@ class Runs:
         ]
 
     def submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Run:
-        """Sends the run, on that many nodes."""
+        """Submit the run `name` on `nodes` nodes."""
         done = self.try_to_submit(name, *settings, nodes=nodes, config=config)
         assert done.code == 0, done.text
         run = Run(self.cluster, self.folder / "runs" / name)
@@ -122,7 +122,7 @@ class Runs:
     def try_to_submit(
         self, name: str, *settings: str, nodes: int = 2, config: object = None
     ) -> Done:
-        """How `launcher submit` ends."""
+        """Run `launcher submit` and return how it ended."""
         return self.launcher(
             "submit",
             config or self.config,
@@ -136,7 +136,11 @@ class Runs:
     def local(
         self, name: str, nproc: int, *settings: str, config: object = None
     ) -> Callable[[], Path]:
-        """Starts the run on this machine; what is returned waits for its end and gives its directory."""
+        """Start the run `name` on this machine, with `nproc` processes.
+
+        Returns:
+            A function that waits for the run's end and returns its directory.
+        """
         words = [
             *LAUNCHER,
             "local",
@@ -165,11 +169,12 @@ class Run:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """launch.json."""
-        return json.loads((self.directory / "launch/launch.json").read_text())  # type: ignore[no-any-return]
+        """The content of RUN/launch/launch.json."""
+        content: dict[str, Any] = json.loads((self.directory / "launch/launch.json").read_text())
+        return content
 
     def send_again(self) -> str:
-        """Sends the same script behind the launcher's back; the new job's id."""
+        """Submit the same script with plain sbatch, past the launcher; return the new job's id."""
         script = self.directory / "launch/train.sbatch"
         done = self.cluster.run("sbatch", "--parsable", *self.launch["sbatch"], script)
         assert done.returncode == 0, done.stderr
@@ -180,7 +185,7 @@ class Run:
         return read_attempts(self.directory)
 
     def wait_for_step(self, attempt: int, steps: int) -> None:
-        """Returns when attempt number `attempt` trains and has taken `steps` steps of its own."""
+        """Wait until attempt number `attempt` has taken `steps` steps of its own."""
 
         def reached() -> bool:
             records = self.attempts
@@ -198,53 +203,68 @@ class Run:
         wait_for(reached, 120)
 
     def wait_for_ranks(self, attempt: int, count: int = 2) -> None:
-        """Returns when attempt number `attempt` has its ranks' processes, which may do nothing yet."""
+        """Wait until the ranks of attempt number `attempt` have processes, which may do nothing."""
         wait_for(lambda: len(self.attempts) == attempt and len(self.ranks()) == count, 120)
 
-    def wait_for_end(self, attempt: int) -> AttemptRecord:
-        """The attempt with that number once it has ended."""
+    def wait_for_end(self, attempt: int) -> Ended:
+        """Wait for the end of attempt number `attempt` and return how it ended."""
         wait_for(lambda: len(self.attempts) >= attempt and self.attempts[attempt - 1].ended, 120)
-        return self.attempts[attempt - 1]
+        ended = self.attempts[attempt - 1].ended
+        assert ended is not None
+        return ended
+
+    @property
+    def outcomes(self) -> list[str | None]:
+        """How each attempt ended; None for one that was killed or goes on."""
+        return [attempt.ended.outcome if attempt.ended else None for attempt in self.attempts]
 
     def ranks(self) -> dict[int, tuple[int, str]]:
-        """The ranks' processes: rank -> (process id, node)."""
+        """Return the ranks' processes: rank -> (process id, node)."""
         found = {}
         for pid, (node, _) in self.cluster.step_processes(self.job_id, "-m pretrain train").items():
             with contextlib.suppress(OSError, KeyError):
                 words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
                 variables = dict(word.split("=", 1) for word in words if "=" in word)
-                if os.readlink(f"/proc/{pid}/exe") != os.readlink(
-                    f"/proc/{_parent(pid)}/exe"
-                ):  # no rank's helper
+                # A rank's own child processes run the same Python as their parent.
+                if _executable(pid) != _executable(_parent(pid)):
                     found[int(variables["SLURM_PROCID"])] = (pid, node)
         return found
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """To the process of one rank alone."""
+        """Send a signal to the process of one rank alone."""
         os.kill(self.ranks()[rank][0], number)
 
     def said(self, attempt: int) -> str:
-        """All that an attempt's ranks, and srun, have said."""
+        """Return what the ranks of an attempt, and srun, have printed."""
         return (self.directory / f"logs/attempt-{attempt:04d}.log").read_text()
 
     def job_said(self, job_id: str | None = None) -> str:
-        """What a job of this run has said: its script, the supervisor and rank 0."""
+        """Return what a job of this run has printed: its script, the supervisor and rank 0."""
         return (self.directory / f"logs/slurm-{job_id or self.job_id}.log").read_text()
 
 
+def _executable(pid: int) -> str:
+    """Return the program that a process runs."""
+    return os.readlink(f"/proc/{pid}/exe")
+
+
 def _parent(pid: int) -> int:
+    """Return the id of a process's parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
-    """The newest checkpoint, that of `step`, as its ranks wrote it: equal bytes are equal weights and Adam moments."""
+    """Return the files of the newest checkpoint, which has to be that of `step`.
+
+    Equal bytes are equal weights and Adam moments.
+    """
     checkpoint = complete_checkpoints(run)[-1]
     assert checkpoint.name == f"step-{step:08d}", checkpoint
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """(step, loss) of every step that metrics.jsonl has."""
+    """Return (step, loss) of every training step in metrics.jsonl."""
     return [
         (record["step"], record["loss_nats"])
         for record in metrics(run)
@@ -253,7 +273,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def parts(run: Path) -> dict[str, int]:
-    """Where the run's wall time went, in milliseconds, checked to sum to what its files say it took."""
+    """Return the run's milliseconds by part, after checking that they sum to its wall time."""
     attempts: Any = read_attempts(run)
     whole = total(time_splits(attempts))
     began, ended = attempts[0].owner.submitted_at, attempts[-1].ended.at

@@ -1,4 +1,4 @@
-"""The configuration files of the tests' cluster (slurm.conf(5), gres.conf(5), cgroup.conf(5))."""
+"""Make the configuration files of the tests' cluster: slurm.conf, gres.conf and cgroup.conf."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ from pathlib import Path
 
 NODE_TIMEOUT_SECONDS = 5
 MUNGE_SECONDS = 5
-"""How long a credential lives, at least 5. A requeued job waits for the old ones to expire before it starts again."""
+"""How long a credential is valid, 5 s at least.
+
+slurmctld starts a requeued job only after the credentials of its last start have expired.
+"""
 
 
 def slurm_conf(
     root: Path, controller: str, port: int, nodes: Mapping[str, int], cpus: int, gpus: int
 ) -> str:
-    """slurm.conf of a cluster in `root` whose daemons listen on 127.0.0.1, `nodes` (name -> port) in partition "main"."""
+    """Return the slurm.conf of a cluster whose daemons all listen on 127.0.0.1.
+
+    Args:
+        root: The cluster's directory.
+        controller: The hostname of slurmctld.
+        port: The port of slurmctld.
+        nodes: The port of each node's slurmd. All nodes are in the partition "main".
+        cpus: Processors per node.
+        gpus: GPUs per node.
+    """
+    resources = f"CPUs={cpus} RealMemory=64000 Gres=gpu:{gpus}"
     lines = [
-        f"NodeName={node} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=64000 Gres=gpu:{gpus} State=UNKNOWN"
+        f"NodeName={node} NodeAddr=127.0.0.1 Port={port} {resources} State=UNKNOWN"
         for node, port in nodes.items()
     ]
     return f"""\
@@ -33,7 +46,7 @@ SlurmctldPidFile={root}/slurmctld.pid
 SlurmdPidFile={root}/slurmd-%n.pid
 SlurmctldLogFile={root}/log/slurmctld.log
 SlurmdLogFile={root}/log/slurmd-%n.log
-# the machine is not what the nodes say they are
+# Nodes have the resources written here, whatever slurmd finds on this machine.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -44,7 +57,7 @@ AccountingStorageType=accounting_storage/none
 GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-# see a job, a death and a return at once
+# Notice a new job, a dead node and one that is back at once.
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 SlurmdTimeout={NODE_TIMEOUT_SECONDS}
@@ -58,7 +71,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def gres_conf(root: Path, gpus: int) -> str:
-    """gres.conf: the fake GPUs. Slurm numbers them in CUDA_VISIBLE_DEVICES."""
+    """Return gres.conf with the fake GPUs, whose numbers Slurm puts in CUDA_VISIBLE_DEVICES."""
     return (
         f"AutoDetect=off\nName=gpu File={root}/dev/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n"
         if gpus
@@ -67,5 +80,5 @@ def gres_conf(root: Path, gpus: int) -> str:
 
 
 def cgroup_conf() -> str:
-    """cgroup.conf, without which slurmd looks for the machine's; nothing here uses cgroups."""
+    """Return a cgroup.conf, without which slurmd uses the machine's. The cluster has no cgroups."""
     return "CgroupAutomount=no\n"

@@ -1,4 +1,4 @@
-"""The cluster itself: what every other test here relies on."""
+"""Check the cluster itself, on which all other tests here rely."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.slurm.cluster import Cluster
 
 
 def submit(cluster: Cluster, directory: Path, script: str, *options: str) -> str:
-    """Sends `script`, whose output goes to DIRECTORY/log; returns the job id."""
+    """Submit `script`, whose output goes to DIRECTORY/log, and return the job id."""
     path = directory / "script"
     path.write_text(f"#!/bin/bash\n{script}\n")
     words = [
@@ -25,7 +25,7 @@ def submit(cluster: Cluster, directory: Path, script: str, *options: str) -> str
     return done.stdout.strip()
 
 
-def test_tasks_run_on_their_nodes(cluster, tmp_path):
+def test_tasks_run_on_their_nodes(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(
         cluster,
         tmp_path,
@@ -41,12 +41,13 @@ def test_tasks_run_on_their_nodes(cluster, tmp_path):
     ), lines
 
 
-def test_a_killed_node_takes_its_processes_along(cluster, tmp_path):
+def test_a_killed_node_takes_its_processes_along(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, "sleep 600 & srun sleep 300", "--nodes=1", "--no-requeue")
     wait_for(lambda: cluster.step_processes(job, "sleep 300"), 30)
     node = cluster.job(job)["NodeList"]
     there = set(cluster.processes(node))
-    assert len(there) >= 6  # the script, two slurmstepd, srun, and the two that sleep
+    # The script, two slurmstepd, srun, and the two sleeping processes.
+    assert len(there) >= 6
     cluster.kill_node(node)
     assert cluster.processes(node) == {} and not any(
         os.path.exists(f"/proc/{pid}") for pid in there
@@ -57,7 +58,7 @@ def test_a_killed_node_takes_its_processes_along(cluster, tmp_path):
     assert cluster.processes(node) == {}
 
 
-def test_jobs_outlive_the_controller(cluster, tmp_path):
+def test_jobs_outlive_the_controller(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(
         cluster,
         tmp_path,
@@ -72,7 +73,7 @@ def test_jobs_outlive_the_controller(cluster, tmp_path):
     assert (tmp_path / "log").read_text() == "went on\n"
 
 
-def test_nothing_is_left_when_it_stops(cluster, tmp_path):
+def test_nothing_is_left_when_it_stops(cluster: Cluster, tmp_path: Path) -> None:
     other = Cluster(num_nodes=1, gpus=1)
     try:
         other.start()
@@ -89,7 +90,9 @@ def test_nothing_is_left_when_it_stops(cluster, tmp_path):
 
 
 def _holds(path: Path, words: str) -> bool:
+    """Return True if a file in /proc contains `words`."""
     try:
         return words.encode() in path.read_bytes()
-    except OSError:  # it has ended
+    except OSError:
+        # The process has ended meanwhile.
         return False

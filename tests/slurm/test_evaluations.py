@@ -1,4 +1,7 @@
-"""Proof 4, on a real Slurm: every checkpoint is evaluated, once, whatever is killed, and training waits for none of it."""
+"""Check on a real Slurm that every checkpoint is evaluated once, whatever is killed meanwhile.
+
+Training does not wait for any of it. This is proof 4.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ LENGTHS = (32, 64)
 
 
 class Desk:
-    """A researcher's directory on the login node: run.toml, site.toml, and the run in runs/alibi."""
+    """A user's directory on the login node, with run.toml, site.toml and the run runs/alibi."""
 
     def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / "runs/alibi"
@@ -57,7 +60,7 @@ class Desk:
         return Done(done.returncode, done.stdout, done.stderr)
 
     def submit(self, steps: int) -> str:
-        """Trains with a checkpoint, and in the loop the same evaluation, after every step; returns the job's id."""
+        """Submit training that saves and evaluates after every step; return the job's id."""
         settings = [
             f"train.num_steps={steps}",
             "checkpoint.interval_steps=1",
@@ -79,7 +82,7 @@ class Desk:
         )
 
     def jobs(self) -> dict[str, str]:
-        """The evaluation jobs on record: checkpoint -> job id."""
+        """Return the recorded evaluation jobs: checkpoint -> job id."""
         return {
             str(record.checkpoint): record.job_id
             for record in read_jobs(self.run)
@@ -91,10 +94,15 @@ class Desk:
         return fields["JobState"], fields["Reason"]
 
     def freeze(self, job_id: str, log: Path, *words: str) -> int:
-        """Freezes the job's process whose command line holds `words`, as soon as its step, which writes `log`, starts."""
-        wait_for(
-            log.exists
-        )  # to look for processes is slow, and takes the time from those that start
+        """Stop (SIGSTOP) a process of a job as soon as it has started; return its id.
+
+        Args:
+            job_id: The job.
+            log: A file that the process's job step writes when it starts.
+            words: Parts of the process's command line.
+        """
+        # Searching for processes is slow and would delay those that are starting.
+        wait_for(log.exists)
         found: dict[int, Any] = {}
 
         def is_there() -> bool:
@@ -113,12 +121,14 @@ def desk(cluster: Cluster, tmp_path: Path, tiny_data: Path) -> Desk:
 
 
 def outcomes(run: Path, name: str) -> list[str | None]:
-    return [a.ended and a.ended.reason for a in read_attempts(run / "evaluations/claims" / name)]
+    """Return how each attempt at evaluating a checkpoint ended; None for one that was killed."""
+    attempts = read_attempts(RunPaths(run).evaluation_claim(name))
+    return [attempt.ended.reason if attempt.ended else None for attempt in attempts]
 
 
-def test_every_checkpoint_is_evaluated_once(desk):
+def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     run, cluster = desk.run, desk.cluster
-    # The first checkpoint lands while nobody looks: the supervisor is frozen, then killed, and with it the job.
+    # The first checkpoint appears while its supervisor is frozen; killing it ends the job.
     training = desk.submit(steps=1)
     supervisor = desk.freeze(training, run / "logs/attempt-0001.log", "launcher", "attempt")
     wait_for((run / "checkpoints" / NAMES[0] / "manifest.json").exists)
@@ -126,7 +136,8 @@ def test_every_checkpoint_is_evaluated_once(desk):
     cluster.wait_for_job(training, ["FAILED"])
     assert desk.jobs() == {}
 
-    # The next one catches up. That evaluation is frozen, and two more checkpoints land: training waits for nothing.
+    # The next supervisor sends the missing evaluation. That job is frozen, and two more checkpoints
+    # appear: training does not wait.
     training = desk.submit(steps=3)
     wait_for(lambda: NAMES[0] in desk.jobs())
     first = desk.jobs()[NAMES[0]]
@@ -137,16 +148,15 @@ def test_every_checkpoint_is_evaluated_once(desk):
     assert desk.state(first)[0] == "RUNNING"
     assert [desk.state(desk.jobs()[name]) for name in NAMES[1:]] == [("PENDING", "Dependency")] * 2
 
-    # The last one's record is lost, as in a crash after sbatch; and the frozen evaluation is put back into the queue.
+    # The record of the last job is lost, as in a crash right after sbatch, and the frozen job is
+    # requeued. At its end it sends the job that is missing from the record a second time.
     last = desk.jobs()[NAMES[2]]
     lines = (RunPaths(run).jobs).read_text().splitlines(keepends=True)
     (RunPaths(run).jobs).write_text(
         "".join(line for line in lines if json.loads(line)["job_id"] != last)
     )
     assert cluster.run("scontrol", "requeue", first).returncode == 0
-    wait_for(
-        lambda: desk.jobs().get(NAMES[2], last) != last
-    )  # sent a second time, by the first evaluation at its end
+    wait_for(lambda: desk.jobs().get(NAMES[2], last) != last)
     again = desk.jobs()[NAMES[2]]
     wait_for((run / "evaluations" / NAMES[2]).exists)
     for job_id in (first, desk.jobs()[NAMES[1]], last, again):
@@ -165,7 +175,7 @@ def test_every_checkpoint_is_evaluated_once(desk):
         for r in curve["records"]
         if r["protocol"] == "nonoverlapping"
     }
-    # The loop's own evaluation of the same weights; sums in another order.
+    # The training loop evaluated the same weights, but sums the losses in another order.
     logged = {(r["step"], r["length"]): r["loss_nats"] for r in metrics(run) if r.get("evaluation")}
     assert found == pytest.approx(logged, rel=1e-6) and sorted(found) == [
         (s, n) for s in (1, 2, 3) for n in LENGTHS
@@ -183,7 +193,7 @@ def test_every_checkpoint_is_evaluated_once(desk):
     }
 
 
-def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(desk):
+def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(desk: Desk) -> None:
     checkpoint = desk.run / "checkpoints" / NAMES[0]
     explained(
         desk.launcher("evaluate-checkpoints", "runs/alibi"),

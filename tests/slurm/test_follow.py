@@ -1,6 +1,7 @@
-"""Following runs on a real Slurm: status, logs, cancel and requeue of jobs, arrays' tasks, and without a controller.
+"""Check `launcher status`, `logs`, `cancel` and `requeue` on a real Slurm.
 
-The ranks' Python is a script that counts instead of training: supervisor, signals, jobs and files are real.
+They are tried on jobs, on tasks of an array, and while slurmctld is down. The ranks' Python is a
+script that counts instead of training; supervisor, signals, jobs and files are real.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, Done, wait_for
 from tests.slurm.cluster import Cluster
 
-# Counts until it is signalled or RUN/enough is there; then saves as pretrain/train does.
+# Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/train does.
 RANK = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path
@@ -48,7 +49,8 @@ while not received and not (run / "enough").exists():
     print(f"{{run.name}}, attempt {{attempt.number}}: rank {{rank}} took step {{step}}", flush=True)
     if rank == 0:
         attempt.progress(step, "training")
-        record = {{"step": step, "loss_nats": 2.5, "step_seconds": 0.1, "tokens_per_second": 4000.0}}
+        record = {{"step": step, "loss_nats": 2.5, "step_seconds": 0.1}}
+        record["tokens_per_second"] = 4000.0
         with open(run / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\\n")
 if rank == 0:
@@ -56,7 +58,8 @@ if rank == 0:
     (run / f"checkpoints/step-{{step:08d}}").mkdir(parents=True, exist_ok=True)
     (run / f"checkpoints/step-{{step:08d}}/manifest.json").touch()
     attempt.phase("ending", step, saved=step)
-sys.exit({{signal.SIGUSR1: ExitCode.RESTART, signal.SIGTERM: ExitCode.STOPPED}}[received[0]] if received else 0)
+codes = {{signal.SIGUSR1: ExitCode.RESTART, signal.SIGTERM: ExitCode.STOPPED}}
+sys.exit(codes[received[0]] if received else 0)
 """
 
 
@@ -136,10 +139,9 @@ class Desk:
         return read_attempts(self.folder / run)[-1]
 
     def job_states(self) -> dict[str, str]:
-        lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %T").stdout.split(
-            "\n"
-        )
-        return dict(line.split() for line in lines if line)  # type: ignore[misc]
+        """Return the state of each job in the queue, an array's tasks separately."""
+        done = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %T")
+        return {job_id: state for job_id, state in map(str.split, done.stdout.splitlines())}
 
 
 @pytest.fixture
@@ -152,7 +154,10 @@ def desk(cluster: Cluster, tmp_path: Path) -> Iterator[Desk]:
 
 
 def fields(text: str) -> dict[str, str]:
-    """The table of one run: column -> value; a value begins or ends where its column's head does."""
+    """Parse a table of one run: column -> value.
+
+    A value begins or ends where the head of its column does.
+    """
     head, row = (
         [(m[0], m.start(), m.end()) for m in re.finditer(r"\S+(?: \S+)*", line)]
         for line in text.splitlines()[-2:]

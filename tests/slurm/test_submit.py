@@ -1,6 +1,7 @@
-"""`launcher submit` and `launcher sweep` on a real Slurm: what is asked of it, what is refused before, and hostile names.
+"""Check `launcher submit` and `launcher sweep` on a real Slurm.
 
-The ranks' Python is a script that notes how it was started: everything up to there is real.
+What is requested from Slurm, what is refused before that, and names and values that try to break
+out of quoting. The ranks' Python is a script that notes how it was started; all before it is real.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from tests.slurm.cluster import Cluster
 
 DEMO = ROOT / "configs/demo.toml"
 PAPER = ROOT / "configs/cc100_roberta/alibi_1024.toml"
-NUM_STEPS = 320  # of the demo
+NUM_STEPS = 320
+"""Steps of configs/demo.toml."""
 SECRET = "0123456789abcdef0123456789abcdef01234567"
-# Run as the ranks' Python: writes its working directory, arguments and environment, each between NULs.
+# Runs as the ranks' Python. Writes its working directory, arguments and environment, with a NUL
+# after each.
 NOTES = """#!/bin/sh
 { pwd | tr '\\n' '\\0'; printf '%s\\0' "$@"; } > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.arguments"
 env -0 > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.environment"
@@ -34,15 +37,11 @@ umask > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.umask"
 
 
 class Desk:
-    """A researcher's directory on the login node, with built data, a site file, and a home that should stay empty."""
+    """A user's directory on the login node, with built data, and a home that has to stay empty."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.work, self.home, self.notes = (
-            cluster,
-            folder / "work",
-            folder / "home",
-            folder / "notes",
-        )
+        self.cluster = cluster
+        self.work, self.home, self.notes = folder / "work", folder / "home", folder / "notes"
         for path in (self.work, self.home, self.notes):
             path.mkdir()
         self.python = folder / "python"
@@ -70,7 +69,7 @@ class Desk:
         return self.work / name
 
     def launcher(self, *words: object, **environment: str) -> Done:
-        """The command as a user types it, in the desk's directory."""
+        """Run `launcher` as a user does, in this directory."""
         done = self.cluster.run(
             sys.executable,
             "-m",
@@ -105,7 +104,7 @@ class Desk:
         wait_for(is_over)
 
     def noted(self, job_id: str, what: str = "arguments") -> dict[int, list[str]]:
-        """What each rank of a job noted."""
+        """Return what each rank of a job has noted."""
         files = self.notes.glob(f"{job_id}.*.{what}")
         return {
             int(path.suffixes[-2][1:]): path.read_bytes().decode().split("\0")[:-1]
@@ -120,9 +119,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk(cluster, tmp_path, monkeypatch):
+def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)  # for launcher.slurm in this process
+        # For pretrain.launcher.slurm in this process.
+        monkeypatch.setenv(name, value)
     return Desk(cluster, tmp_path)
 
 
@@ -140,9 +140,9 @@ def all_jobs(cluster: Cluster) -> list[str]:
     )
 
 
-# ---- proof 5 -------------------------------------------------------------------------------------
-def test_the_paper_s_run_fits_its_site_exactly(cluster, desk):
-    """The V100 site as it comes, but for the cores and memory that the tests' nodes have."""
+# ---- proof 5: the paper's run ----
+def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> None:
+    """Use the V100 site as shipped, with the cores and memory of the tests' nodes."""
     site = tomllib.loads((ROOT / "slurm/site.v100.toml").read_text()) | {
         "cpus_per_node": cluster.cpus,
         "memory_per_node": "48G",
@@ -176,8 +176,8 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster, desk):
     assert files(desk.work) == before and all_jobs(cluster) == jobs
 
 
-# ---- what is sent --------------------------------------------------------------------------------
-def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster, desk):
+# ---- what is submitted ----
+def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster: Cluster, desk: Desk) -> None:
     desk.site(gpus_per_node=2, tasks_per_node=2, cpus_per_node=4, environment={"COLOUR": "blue"})
     done = desk.submit(
         "runs/one",
@@ -219,7 +219,8 @@ def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster, desk):
             and variables["COLOUR"] == "blue"
             and "RANK" not in variables
         )
-        assert variables["WANDB_API_KEY"] == SECRET  # inherited, and written nowhere:
+        # Inherited by the ranks, but written nowhere, as the following lines check.
+        assert variables["WANDB_API_KEY"] == SECRET
     holders = [
         path
         for folder in (run, desk.home)
@@ -231,9 +232,12 @@ def test_every_rank_is_a_task_of_its_own_with_the_node_s_gpus(cluster, desk):
     assert not any(path.stat().st_mode & 0o007 for path in [run, *run.rglob("*")])
 
 
-def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(cluster, desk):
+def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(
+    cluster: Cluster, desk: Desk
+) -> None:
     desk.site()
-    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")  # what is sent waits
+    # Jobs that are submitted to a partition that is down stay pending.
+    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
         assert desk.submit("run").code == 0
         [job_id] = desk.job_ids("run")
@@ -258,7 +262,7 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(cluster, 
     desk.wait_until_over(desk.job_ids("run")[1])
 
 
-def test_what_slurm_refuses_leaves_no_trace(desk):
+def test_what_slurm_refuses_leaves_no_trace(desk: Desk) -> None:
     desk.site(partition="elsewhere")
     before = files(desk.work)
     explained(desk.submit("new/run"), 1, "sbatch", "invalid partition")
@@ -272,8 +276,11 @@ def test_what_slurm_refuses_leaves_no_trace(desk):
     assert files(desk.work) == before
 
 
-def test_while_slurmctld_is_away_nothing_is_sent_or_written(cluster, desk, tmp_path, monkeypatch):
-    desk.site()  # and a slurm.conf that names a port nobody listens on
+def test_while_slurmctld_is_away_nothing_is_sent_or_written(
+    cluster: Cluster, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.site()
+    # This slurm.conf names a port on which nobody listens.
     conf = Path(cluster.environment["SLURM_CONF"]).read_text()
     conf = re.sub(
         r"MessageTimeout=\d+",
@@ -298,13 +305,13 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(cluster, desk, tmp_p
     assert files(desk.work) == before
 
 
-def test_forgotten_and_unknown_jobs_are_over(desk):
+def test_forgotten_and_unknown_jobs_are_over(desk: Desk) -> None:
     assert slurm.jobs([]) == {} and slurm.jobs(["999999"]) == {} and slurm.is_over("999999") is True
     with pytest.raises(slurm.SlurmError, match="Invalid job id"):
         slurm.requeue("999999")
 
 
-def test_without_slurm_a_dry_run_still_shows_the_job(desk):
+def test_without_slurm_a_dry_run_still_shows_the_job(desk: Desk) -> None:
     desk.site()
     done = desk.submit("run", "--dry-run", PATH="/nowhere")
     assert (
@@ -313,8 +320,8 @@ def test_without_slurm_a_dry_run_still_shows_the_job(desk):
     explained(desk.submit("run", PATH="/nowhere"), 2, "sbatch: no such command", "launcher local")
 
 
-# ---- sweeps --------------------------------------------------------------------------------------
-def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
+# ---- sweeps ----
+def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, desk: Desk) -> None:
     site = desk.site()
     (finished := Attempt.begin(desk.work / "sw/rotary-64")).end(
         "finished", 0, "all steps done", NUM_STEPS
@@ -390,7 +397,7 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster, desk):
     )
 
 
-# ---- proof 7: hostile names and values -----------------------------------------------------------
+# ---- proof 7: hostile names and values ----
 RUN_AS_THEY_ARE = [
     "a b's",
     'a"b',
@@ -427,7 +434,7 @@ VALUES = {
     "H": " \t*",
     "I": "é\u202e",
 }
-REFUSED_BY_US = [
+REFUSED_BY_US: list[dict[str, Any]] = [
     {"environment": {"X;touch canary": "1"}},
     {"environment": {"BASH_ENV": "canary"}},
     {"environment": {"A\n": "1"}},
@@ -441,14 +448,14 @@ REFUSED_BY_US = [
     {"gpus_per_node": 1, "gpu_type": "a:1,b"},
     {"modules": ["a\nb"]},
 ]
-REFUSED_BY_SLURM = [
+REFUSED_BY_SLURM: list[dict[str, Any]] = [
     {"partition": "main; touch canary"},
     {"constraint": "$(touch canary)"},
     {"sbatch_arguments": ["--extra=`id`"]},
 ]
 
 
-def test_hostile_directories_are_used_exactly_or_refused(desk):
+def test_hostile_directories_are_used_exactly_or_refused(desk: Desk) -> None:
     hostile = "$(touch canary)"
     desk.build_data(hostile + " data")
     desk.site()
@@ -473,7 +480,9 @@ def test_hostile_directories_are_used_exactly_or_refused(desk):
     assert not [path for path in desk.work.rglob("*") if path.name == "canary"]
 
 
-def test_hostile_values_of_a_site_are_passed_exactly_or_refused(cluster, desk):
+def test_hostile_values_of_a_site_are_passed_exactly_or_refused(
+    cluster: Cluster, desk: Desk
+) -> None:
     contained = "$(touch canary) '\"\\"
     desk.site(
         environment=VALUES,
@@ -498,7 +507,8 @@ def test_hostile_values_of_a_site_are_passed_exactly_or_refused(cluster, desk):
         done = desk.submit("other")
         explained(done, code)
         assert files(desk.work) == before, values
-    desk.site(modules=["x; touch canary"])  # nowhere a module: the job ends there
+    # There is no such module, so the job ends where it loads it.
+    desk.site(modules=["x; touch canary"])
     assert desk.submit("modules").code == 0
     desk.wait_until_over(*desk.job_ids("modules"))
     assert (
@@ -510,7 +520,7 @@ def test_hostile_values_of_a_site_are_passed_exactly_or_refused(cluster, desk):
     ]
 
 
-def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk):
+def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk: Desk) -> None:
     site = desk.site("a $(touch canary).toml")
     config = desk.work / "-c `touch canary`.toml"
     config.write_text(DEMO.read_text())
@@ -560,13 +570,13 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk):
     assert len(set(directories)) == 4 and all(
         d.parent == desk.work / "s" and d.name.strip(".") for d in directories
     )
-    for wrong in (
+    for over in (
         "position.method=$(touch canary)",
         "x;y=1,2",
         "data.sequence_length=[1",
         "run.directory=../a,../b",
     ):
-        explained_or_usage(desk.launcher(*sweep, "--over", wrong, "--", config.name))
+        explained_or_usage(desk.launcher(*sweep, "--over", over, "--", config.name))
     desk.wait_until_over(*desk.job_ids("r"))
     assert not [
         path for path in [*desk.work.rglob("*"), *desk.home.rglob("*")] if path.name == "canary"
@@ -575,4 +585,5 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk):
 
 
 def explained_or_usage(done: Done) -> None:
+    """Check that a command was refused, by us or by typer, and without a traceback."""
     assert done.code == 2 and "Traceback" not in done.text and done.err.strip(), done.text

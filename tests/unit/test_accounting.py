@@ -16,7 +16,7 @@ BEGAN = 1_700_000_000.0
 
 
 class History:
-    """Write a run's attempts as the supervisor and rank 0 do, and keep the true part of each moment."""
+    """Write attempts as the supervisor and rank 0 do, and sum up the true time of each part."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.now, self.number = run, BEGAN, 0
