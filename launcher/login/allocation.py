@@ -20,6 +20,7 @@ from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import check_path, job_name
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.jobs import read_jobs
+from pretrain.rundir.paths import check_version
 from pretrain.rundir.states import JobKind
 
 DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
@@ -116,6 +117,7 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
     # It becomes the job's --chdir, since relative paths in the config begin there.
     check_path("the directory you are in", Path.cwd())
     for run in runs:
+        check_version(run.directory)
         if is_finished(run.directory, run.config.train.num_steps):
             raise ConfigError(
                 f"run.directory = {run.config.run.directory}: this run is finished. To train it "
