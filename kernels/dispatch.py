@@ -147,7 +147,7 @@ def _raise_refusal(backend: str, refusal: str | None) -> None:
 @cache
 def _log_once(message: str) -> None:
     """Log a message the first time it occurs in this process."""
-    logging.getLogger("kernels").info(message)
+    logging.getLogger("pretrain.kernels").info(message)
 
 
 def _check_arguments(

@@ -165,7 +165,7 @@ def test_a_run_directory_that_cannot_be_one(refused, workspace, config):
     done = fresh(
         [*LAUNCHER, "local", str(config), "--nproc", "2", "--set", f"run.directory={config}"]
     )
-    explained(done, 2, "run.directory: cannot make", config, "Choose another")
+    explained(done, 2, "run.directory: cannot create", config, "Choose another")
     assert contents(workspace) == before
 
 
@@ -292,7 +292,7 @@ def test_a_learned_table_has_an_end(refused, workspace):
     words = (
         "evaluation.lengths = 64",
         "the learned position table holds 32 positions",
-        "Evaluate within it",
+        "Choose a shorter length",
     )
     refused(["evaluate", learned, "--lengths", "32,64"], *words)
     assert pretrain("evaluate", learned, "--lengths", "16,32").code == 0

@@ -207,7 +207,7 @@ def test_dropout_replays_and_keeps_the_mean():
 def test_choice_is_logged_once_with_its_reason(caplog):
     (q, k, v), arguments = make("one block", torch.float32)
     _log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="kernels"):
+    with caplog.at_level(logging.INFO, logger="pretrain.kernels"):
         for _ in range(3):
             attention(q, k, v, **arguments)
     messages = [record.getMessage() for record in caplog.records]

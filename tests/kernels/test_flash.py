@@ -353,6 +353,6 @@ def test_dispatch_serves_by_triton_or_says_why_not(caplog, monkeypatch):
         with pytest.raises(ValueError, match="cannot serve: it needs a GPU"):
             attention(q, k, v, backend="triton")
         _log_once.cache_clear()
-        with caplog.at_level(logging.INFO, logger="kernels"):
+        with caplog.at_level(logging.INFO, logger="pretrain.kernels"):
             attention(q, k, v, slopes=bias.slopes)
         assert "through sdpa" in caplog.text
