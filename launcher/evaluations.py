@@ -139,7 +139,9 @@ def _is_time(run: Path, waiting: list[str]) -> bool:
     """Return True if it is time to ask Slurm about these checkpoints, and record the time."""
     asked = RunPaths(run).evaluation_asked
     before, now = read_json(asked), time.time()
-    if before.get("waiting") == waiting and 0 <= now - before.get("at", 0) < ASK_SECONDS:
+    at = before.get("at")
+    recent = isinstance(at, int | float) and 0 <= now - at < ASK_SECONDS
+    if before.get("waiting") == waiting and recent:
         return False
     replace_json(asked, {"at": now, "waiting": waiting})
     return True

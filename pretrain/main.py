@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import warnings
@@ -20,6 +21,8 @@ def main() -> None:
     130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
     own.
     """
+    # What a run writes is readable by its owner and group only, as under the launcher.
+    os.umask(0o027)
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
     warnings.simplefilter("ignore")
     interrupts = _record_interrupts()

@@ -22,7 +22,7 @@ from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
-from pretrain.rundir.metrics import is_evaluation, read_metrics
+from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
@@ -320,7 +320,7 @@ def read_num_steps(run: Path) -> int | None:
     for path in (paths.launch_config, paths.config):
         try:
             return int(tomllib.loads(path.read_text())["train"]["num_steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             continue
     return None
 
@@ -328,19 +328,22 @@ def read_num_steps(run: Path) -> int | None:
 def read_rates(path: Path) -> Rates | None:
     """Return the rates at the end of a metrics.jsonl; None if there is no step in it."""
     records = read_metrics(path, TAIL_BYTES)
-    steps = [r for r in records if not is_evaluation(r) and r.get("step_seconds")]
+    steps = [r for r in records if not is_evaluation(r) and _number(r, "step_seconds") > 0]
     if not steps:
         return None
     last, latest = steps[-1], steps[-RATE_STEPS:]
     seconds = sum(record["step_seconds"] for record in latest)
     # Weighted by time: the tokens of all these steps over the seconds of all these steps.
-    tokens = sum(
-        record["step_seconds"] * (record.get("tokens_per_second") or 0.0) for record in latest
-    )
-    loss = last.get("loss_nats")
+    tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
     return Rates(
         step=last["step"],
-        loss_nats=math.nan if loss is None else loss,
+        loss_nats=_number(last, "loss_nats", math.nan),
         tokens_per_second=tokens / seconds,
         step_seconds=seconds / len(latest),
     )
+
+
+def _number(record: Record, key: str, default: float = 0.0) -> float:
+    """Return a number of a record; `default` when it is missing or something else."""
+    value = record.get(key)
+    return value if isinstance(value, int | float) else default

@@ -188,7 +188,7 @@ def _read_manifest(checkpoint: Path) -> Files:
         }
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing. {_remedy(checkpoint)}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: not a manifest. {_remedy(checkpoint)}") from None
 
 

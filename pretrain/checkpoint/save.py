@@ -36,6 +36,7 @@ from pretrain.rundir.files import (
     flush_directory,
     partial_directory,
     publish_directory,
+    remove,
     remove_directory,
     replace_file,
     replace_json,
@@ -74,7 +75,7 @@ def save_checkpoint(
             # back first, because all hidden directories are removed next.
             recover(config.directory)
             for left_behind in final.parent.glob(".step-*"):
-                shutil.rmtree(left_behind)
+                remove(left_behind)
             partial.mkdir(parents=True)
         # No rank may write before the directory is there.
         dist.barrier()

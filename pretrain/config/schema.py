@@ -27,7 +27,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """[run]: where the run lives, and its seed."""
 
-    directory: str
+    directory: str = Field(min_length=1)
     """Directory of the run, relative to where the command is started: config.toml, metrics.jsonl,
     checkpoints/, attempts/ and logs/. Two runs never share one."""
 
@@ -167,7 +167,7 @@ class BatchSection(Section):
 class DataSection(Section):
     """[data]: the corpus, the tokenizer and the shards that `pretrain data build` makes of them."""
 
-    directory: str
+    directory: str = Field(min_length=1)
     """Directory of the built data set: tokenizer.model, train/ and validation/. `pretrain data
     build` writes it, and all other commands read it. Several runs may share one."""
 

@@ -64,7 +64,7 @@ def read_evaluations(directory: Path) -> Evaluated:
                 for r in curve["records"]
             ]
             train_length = int(curve["train_length"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             missing[folder.name] = (
                 f"{folder} cannot be read ({error}). Remove it to have the checkpoint evaluated "
                 "again"

@@ -18,8 +18,8 @@ from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
-from pretrain.rundir.checkpoints import find_checkpoint
-from pretrain.rundir.metrics import newest_evaluation
+from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint
+from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
 
 PARITY_ROWS = 4
@@ -114,10 +114,10 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
         config: The checkpoint's config.
         checkpoint: Checkpoint that is exported.
         curve: A curve.json, of which the records of this method and checkpoint are taken; None
-            takes the last evaluation in the run's metrics.jsonl.
+            takes the evaluation after the checkpoint's step in the run's metrics.jsonl.
 
     Returns:
-        Records of this checkpoint's position method; none where the run has not been evaluated.
+        Records of this checkpoint's position method; none where it has not been evaluated.
 
     Raises:
         ConfigError: `curve` is not a curve.json.
@@ -126,16 +126,22 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
     if curve is not None:
         try:
             records = json.loads(curve.read_text())["records"]
-        except (OSError, ValueError, KeyError) as error:
+            # RUN/evaluations/curve.json has all checkpoints of one run, told apart by a "step" in
+            # each record. A report of several runs has no "step", and one checkpoint of each run.
+            return [
+                record
+                for record in records
+                if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"
             ) from None
-        # RUN/evaluations/curve.json has all checkpoints of one run, told apart by a "step" in each
-        # record. A report of several runs has no "step", and one checkpoint of each run.
-        mine = [
-            r for r in records if "step" not in r or Path(r["checkpoint"]).name == checkpoint.name
-        ]
-        return [r for r in mine if r["method"] == method]
-    # A checkpoint's run is two folders up: RUN/checkpoints/step-########.
-    evaluation = newest_evaluation(RunPaths(checkpoint.parents[1]).metrics)
-    return [{"method": method, "checkpoint": str(checkpoint), **record} for record in evaluation]
+    # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
+    # of the run's evaluations only the one after this very step is of these weights.
+    step = checkpoint_step(checkpoint.name)
+    if step is None or checkpoint.absolute().parent.name != "checkpoints":
+        return []
+    metrics = RunPaths(checkpoint.absolute().parents[1]).metrics
+    common = {"method": method, "checkpoint": str(checkpoint)}
+    return [{**common, **record} for record in evaluation_records(metrics, step)]

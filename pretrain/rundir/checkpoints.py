@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from pretrain.config import ConfigError
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.paths import RunPaths, check_version
 
 MANIFEST = "manifest.json"
 """Written last, so a checkpoint that has it is complete."""
@@ -43,6 +43,10 @@ def named_by_step(directory: Path) -> list[Path]:
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
+        # A link to a file system that is not mounted is no empty folder: a run would start anew.
+        if directory.is_symlink():
+            target = os.readlink(directory)
+            raise ConfigError(f"{directory}: links to {target}, which is not there") from None
         return []
     steps = {name: step for name in names if (step := checkpoint_step(name)) is not None}
     return [directory / name for name in sorted(steps, key=steps.__getitem__)]
@@ -71,7 +75,9 @@ def find_checkpoint(path: Path) -> Path:
         ConfigError: It is neither, or the run has no complete checkpoint.
     """
     if is_complete(path):
+        check_version(path.absolute().parents[1])
         return path
+    check_version(path)
     if found := complete_checkpoints(path):
         return found[-1]
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"

@@ -9,20 +9,24 @@ under its final name.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import errno
 import json
+import math
 import os
 import shutil
+import types
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
 FILE_MODE = 0o640
 """What a run writes can be read by its owner and the owner's group."""
+MAX_NUMBER = 2**53
+"""Larger numbers in a record are damage; JSON readers agree on integers up to here."""
 PARTIAL = ".partial"
 """Ends the hidden name under which a file or folder is written before it is published."""
 REPLACED = ".replaced"
@@ -85,9 +89,9 @@ def publish_directory(partial: Path, final: Path, *, replace: bool = False) -> N
         OSError: `final` exists and `replace` is false, or the disk refused. `final` is as it was.
     """
     aside = None
-    if replace and final.exists():
+    if replace and os.path.lexists(final):
         aside = final.with_name(f".{final.name}{REPLACED}")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         final.rename(aside)
     try:
         partial.rename(final)
@@ -98,7 +102,8 @@ def publish_directory(partial: Path, final: Path, *, replace: bool = False) -> N
     flush_directory(final.parent)
     if aside is not None:
         # What cannot be removed is hidden, and the next replacement tries again.
-        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(aside)
 
 
 @contextlib.contextmanager
@@ -148,8 +153,16 @@ def partial_directory(final: Path) -> Path:
 
 def remove_directory(path: Path) -> None:
     """Remove a folder that readers look for, in such an order that they never see a part of it."""
-    # Killed half-way through rmtree, the rest of the folder must not still have its name.
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+    # Killed half-way through, the rest of the folder must not still have its name.
+    remove(path.rename(path.with_name(f".{path.name}.removed")))
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, a file, or a link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush_directory(directory: Path) -> None:
@@ -197,7 +210,10 @@ def append_json_line(path: Path, record: Json) -> None:
     try:
         size = os.fstat(descriptor).st_size
         is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * is_cut + json.dumps(record).encode() + b"\n")
+        line = b"\n" * is_cut + json.dumps(record).encode() + b"\n"
+        # A disk that becomes full takes a part of the line and reports no error.
+        if os.write(descriptor, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 
@@ -228,12 +244,35 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> Iterator[Json]
 
 
 def from_json(kind: type[T], content: Json) -> T | None:
-    """Make a dataclass from a JSON object; None when a key that it needs is missing.
+    """Make a dataclass from a JSON object.
 
     Keys of a later version are passed over, so that an older release can still read the run.
+
+    Returns:
+        The object; None when a key that it needs is missing or has a value of another type, as in a
+        file that another program wrote. JSON's lists become tuples.
     """
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # T is one
-    try:
-        return kind(**{k: v for k, v in content.items() if k in names}) if content else None
-    except TypeError:
+    hints = get_type_hints(kind)
+    known = {key: value for key, value in content.items() if key in hints}
+    if not known or not all(_has_type(value, hints[key]) for key, value in known.items()):
         return None
+    try:
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+    except TypeError:
+        # A key without a default is missing.
+        return None
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return True if a value from JSON may stand in a field with this annotation."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_has_type(value, each) for each in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(_has_type(v, get_args(hint)[0]) for v in value)
+    if hint is float:
+        # Times are computed with, so nan and infinity are no times.
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and abs(value) < MAX_NUMBER and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return isinstance(value, get_origin(hint) or hint)

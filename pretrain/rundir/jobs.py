@@ -80,14 +80,12 @@ def read_launch(run: Path) -> LaunchRecord:
     path = RunPaths(run).launch_record
     content = read_json(path)
     record = from_json(LaunchRecord, content)
-    if (
-        record is None
-        or not isinstance(record.command, list)
-        or not isinstance(record.sbatch, list)
-    ):
+    if record is None:
         names = {field.name for field in dataclasses.fields(LaunchRecord)}
-        missing = ", ".join(sorted(names - content.keys())) or "the whole file"
+        missing = (
+            ", ".join(sorted(names - content.keys())) or "none, but a value is of another type"
+        )
         raise ConfigError(
             f"{path}: not what `launcher submit` writes; missing: {missing}. Submit the run again"
         )
-    return dataclasses.replace(record, command=tuple(record.command), sbatch=tuple(record.sbatch))
+    return record

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from pretrain.rundir.files import PARTIAL, read_json_lines
 
 Record = dict[str, Any]
 
+KEY_TYPES = [str, int, int]
+"""Types of an evaluation's protocol, stride and length."""
 NON_FINITE = "non_finite"
 """The key under which a record says which of its values JSON could not hold."""
 
@@ -50,8 +53,9 @@ class MetricsFile:
             self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Raises RunFailed when the disk refuses what is still buffered."""
+        with writing(self._path):
+            self._file.close()
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
@@ -71,18 +75,19 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
 
 def evaluations_at(path: Path, step: int) -> set[tuple[str, int, int]]:
     """Return (protocol, stride, length) of every evaluation after `step` in a metrics.jsonl."""
-    return {
-        (record["protocol"], record["stride"], record["length"])
-        for record in read_metrics(path)
-        if record["step"] == step and is_evaluation(record)
-    }
+    found = set()
+    for record in read_metrics(path):
+        key = tuple(record.get(name) for name in ("protocol", "stride", "length"))
+        if record["step"] == step and is_evaluation(record) and list(map(type, key)) == KEY_TYPES:
+            found.add((str(key[0]), int(key[1] or 0), int(key[2] or 0)))
+    return found
 
 
-def newest_evaluation(path: Path) -> list[Record]:
-    """Return the records of the last evaluation in a metrics.jsonl; [] when there is none."""
-    evaluations = [record for record in read_metrics(path) if is_evaluation(record)]
-    last = max((record["step"] for record in evaluations), default=None)
-    return [record for record in evaluations if record["step"] == last]
+def evaluation_records(path: Path, step: int) -> list[Record]:
+    """Return the records of the evaluation after `step` in a metrics.jsonl; [] without one."""
+    return [
+        record for record in read_metrics(path) if record["step"] == step and is_evaluation(record)
+    ]
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -93,7 +98,10 @@ def _drop_after(path: Path, step: int) -> None:
         with partial.open("w") as file:
             for record in read_metrics(path):
                 if 0 < record["step"] <= step:
-                    file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+                    file.write(json.dumps(_to_json(record)) + "\n")
+            # The whole history is in this file: it must be on the disk before it is replaced.
+            file.flush()
+            os.fsync(file.fileno())
         shutil.copymode(path, partial)
         partial.replace(path)
     except BaseException:

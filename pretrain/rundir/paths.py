@@ -201,10 +201,13 @@ def claim_version(run: Path) -> None:
 
 def check_version(run: Path) -> None:
     """Raise ConfigError when a later release has laid out this run's directory in another way."""
-    found = read_json(RunPaths(run).version).get("run_directory_version", VERSION)
-    if not isinstance(found, int) or found > VERSION:
+    path = RunPaths(run).version
+    if not path.exists():
+        return
+    found = read_json(path).get("run_directory_version")
+    if type(found) is not int or not 1 <= found <= VERSION:
         raise ConfigError(
-            f"{RunPaths(run).version}: run_directory_version = {found!r}, this release reads up to "
+            f"{path}: run_directory_version = {found!r}, this release reads up to "
             f"{VERSION}. Use the release that made the run, or a newer one"
         )
 

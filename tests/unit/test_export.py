@@ -430,3 +430,15 @@ def test_the_model_card_reads_metrics_whose_last_line_was_cut_off(tmp_path):
     checkpoint = tmp_path / "checkpoints/step-00000004"
     [found] = _curve(tiny_config(), checkpoint, None)
     assert found == {"method": "alibi", "checkpoint": str(checkpoint), **lines[1]}
+
+
+def test_the_model_card_never_shows_another_checkpoints_numbers(tmp_path):
+    """Not a later evaluation's of the run, and not those of a run that a copy happens to lie in."""
+    record = {"evaluation": True, "length": 32, "protocol": "sliding", "stride": 16}
+    numbers = [{"step": s, **record, "loss_nats": 5.5, "perplexity": 100.0 + s} for s in (4, 8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(n) + "\n" for n in numbers))
+    for step in (4, 8):
+        [found] = _curve(tiny_config(), tmp_path / f"checkpoints/step-0000000{step}", None)
+        assert found["perplexity"] == 100.0 + step
+    assert _curve(tiny_config(), tmp_path / "checkpoints/step-00000006", None) == []
+    assert _curve(tiny_config(), tmp_path / "copies/step-00000004", None) == []

@@ -6,6 +6,8 @@ import math
 import multiprocessing
 import os
 import re
+import resource
+import signal
 from enum import Enum
 from pathlib import Path
 
@@ -29,11 +31,12 @@ from pretrain.rundir.files import (
     partial_directory,
     publish_directory,
     read_json_lines,
+    remove_directory,
     replace_file,
     restore_replaced,
 )
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.metrics import MetricsFile, evaluations_at, newest_evaluation, read_metrics
+from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
 from pretrain.rundir.paths import LAYOUT, VERSION, RunPaths, check_version, claim_version
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +162,25 @@ def test_an_exchange_that_a_kill_cut_short_is_finished(tmp_path, monkeypatch, se
     assert (final / "content").read_text() == ("new" if second_is_complete else "old")
 
 
+def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    for name in ("old", "final"):
+        (tmp_path / name).symlink_to(elsewhere)
+    remove_directory(tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    publish_directory(tmp_path / "new", tmp_path / "final", replace=True)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "final"]
+    assert (elsewhere / "kept").exists() and not (tmp_path / "final").is_symlink()
+
+
+def test_a_checkpoints_link_to_nowhere_is_no_fresh_start(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ConfigError, match=r"links to .*not mounted, which is not there"):
+        complete_checkpoints(tmp_path)
+
+
 # ---- damaged files ----
 DAMAGE = {
     "half a line": b'{"step": 3, "loss_n',
@@ -192,7 +214,7 @@ def test_metrics_are_read_and_continued_whatever_a_crash_left(tmp_path, damage):
     with path.open("ab") as damaged:
         damaged.write(damage)
     assert repr(list(read_metrics(path))) == repr(records)
-    assert [record["length"] for record in newest_evaluation(path)] == [128, 256]
+    assert [record["length"] for record in evaluation_records(path, 2)] == [128, 256]
     assert evaluations_at(path, 2) == {("sliding", 64, 128), ("sliding", 64, 256)}
     # A resume drops the damage and what came after the checkpoint.
     file = MetricsFile(path, 2)
@@ -223,6 +245,74 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path):
     assert list(read_json_lines(path)) == [{"a": 1}, {"a": 3}]
 
 
+def test_an_evaluation_without_its_keys_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    broken = {"step": 2, "evaluation": True, "stride": []}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (broken, evaluation(2))))
+    assert evaluations_at(path, 2) == {("sliding", 64, 128)}
+
+
+def test_a_nested_nan_does_not_stop_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "x": [NaN]}\n')
+    MetricsFile(path, 1).close()
+    assert repr(list(read_metrics(path))) == "[{'step': 1, 'x': [nan]}]"
+
+
+def test_a_line_that_the_disk_took_in_part_is_an_error(tmp_path):
+    """The job was sent, so a record that is cut off must not look like success."""
+    (tmp_path / "jobs.jsonl").write_text("x" * 1000)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1010, limit[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            append_json_line(tmp_path / "jobs.jsonl", {"job_id": "a job's number"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+OWNER = {"nonce": "n", "host": "h", "pid": 1, "began_at": 1.5, "num_processes": 2}
+WRONG = {
+    "owner.json": [("began_at", v) for v in ("x", None, [1], 1e30, float("nan"), True)]
+    + [("num_processes", v) for v in (None, "2", 1.5)],
+    "ended.json": [("at", "x"), ("outcome", 3), ("step", "20"), ("code", None)],
+    "progress": [("step", "20"), ("step", None), ("count", [1]), ("phase", 1)],
+}
+RIGHT = {
+    "owner.json": OWNER,
+    "ended.json": {"at": 1.0, "code": 0, "outcome": "finished", "reason": "", "step": 3},
+    "progress": {"count": 1, "step": 3, "phase": "training"},
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"), [(file, *wrong) for file in WRONG for wrong in WRONG[file]]
+)
+def test_a_value_of_another_type_is_like_a_damaged_file(tmp_path, file, key, value):
+    attempt = Attempt.begin(tmp_path)
+    for name, content in RIGHT.items():
+        (attempt.directory / name).write_text(json.dumps(content))
+    [good] = read_attempts(tmp_path)
+    assert good.owner.host == "h" and good.ended and good.progress and good.step == 3
+    (attempt.directory / file).write_text(json.dumps(RIGHT[file] | {key: value}))
+    [bad] = read_attempts(tmp_path)
+    found = {
+        "owner.json": bad.owner.host or None,
+        "ended.json": bad.ended,
+        "progress": bad.progress,
+    }
+    assert found[file] is None and sum(value is None for value in found.values()) == 1
+
+
+def test_a_job_id_that_is_a_number_is_passed_over(tmp_path):
+    job = jobs.JobRecord("7", "train", "a", 1.5, "s", 2, 4, "/r")
+    jobs.append_job(tmp_path, job)
+    append_json_line(RunPaths(tmp_path).jobs, dataclasses.asdict(job) | {"job_id": 8})
+    assert jobs.read_jobs(tmp_path) == [job]
+
+
 def test_a_launch_record_that_is_none_is_refused_by_name(tmp_path):
     RunPaths(tmp_path).launch.mkdir()
     for text in ("", "[]", '{"command": ["srun"]}', '{"command": 3, "python": "p"'):
@@ -237,9 +327,9 @@ def test_a_directory_of_a_later_release_is_refused(tmp_path):
     claim_version(tmp_path)
     written = json.loads(RunPaths(tmp_path).version.read_text())
     assert written["run_directory_version"] == VERSION
-    for version in (VERSION + 1, "2"):
+    for version in (VERSION + 1, "2", 0, True, None):
         RunPaths(tmp_path).version.write_text(json.dumps({"run_directory_version": version}))
-        for use in (check_version, claim_version, Attempt.begin):
+        for use in (check_version, claim_version, Attempt.begin, find_checkpoint):
             with pytest.raises(ConfigError, match=r"run\.json: run_directory_version = "):
                 use(tmp_path)
     assert read_attempts(tmp_path) == []
