@@ -68,6 +68,11 @@ class ZeroOptimizer:
             # Before `deepspeed.initialize`: hooks run in the order of their registration.
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks)
+        if self.stage == 1 and config.train.precision == "bf16" and topology.layout.data == 1:
+            # There is no rank to reduce with. BF16_Optimizer leaves the reduction to the engine,
+            # which copies and "reduces" all gradients on a single rank, too. In the other
+            # precisions this call also moves gradients to their partitions, so there it stays.
+            self.engine.allreduce_gradients = lambda *args, **kwargs: None
         if self.is_fp16:
             # Megatron's schedule multiplies the loss by `grad_scale_func` before the backward
             # pass. DeepSpeed must then not insist on scaling it: its engine raises unless
@@ -238,6 +243,11 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         # `update_hp_grads`), which never runs at stage 1.
         result["bf16"] = {"enabled": True, "immediate_grad_update": True}
         result["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.train.precision != "fp32":
+        # By default gradients are reduced in the model's dtype: the fp32 sums are cast to bf16,
+        # added over the ranks in bf16 and copied back (engine.py, `allreduce_bucket`). Measured,
+        # relative to a sum in fp64: 4e-3 on 4 ranks, and 2e-9 with this (tests/distributed).
+        result["communication_data_type"] = "fp32"
     if config.train.precision == "fp16":
         result["fp16"] = {
             "enabled": True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -338,3 +338,64 @@ def evaluate(
         schedule_module=optimizer.schedule_module if optimizer else None,
     )
     return [evaluator.evaluate(protocol) for protocol in protocols]
+
+
+def error_of_reduced_gradients(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, Any]:
+    """Compare the gradients that ZeRO 1 reduces over the data-parallel ranks with sums in fp64.
+
+    Args:
+        config: A run of data-parallel ranks alone, in bf16.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+
+    Returns:
+        "errors": norm of the difference over the norm of the fp64 mean, by global name; "dtypes":
+        the dtypes that were reduced.
+    """
+    import torch.distributed as dist
+
+    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.train.step import forward_backward, seed_step
+
+    topology, chunks = _build_model_with(config, state)
+    optimizer = ZeroOptimizer(config, topology, chunks)
+    seed_step(config, topology, 0)
+    forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
+    finalize_gradients(chunks)
+    expected = {}
+    for named in optimizer.parameters:
+        # This rank's gradient, accumulated in fp32 over its micro batches; fp64 from here on.
+        expected[named.name] = gradient(named.parameter).double() / topology.layout.data
+        dist.all_reduce(expected[named.name])
+    reduced: dict[str, Tensor] = {}
+    dtypes: set[torch.dtype] = set()
+
+    def recording_dtypes(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            dtypes.add(tensor.dtype)
+            return all_reduce(tensor, *args, **kwargs)
+
+        return recorded
+
+    def observed(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            all_reduce = dist.all_reduce
+            dist.all_reduce = recording_dtypes(all_reduce)
+            try:
+                reduce(*args, **kwargs)
+            finally:
+                dist.all_reduce = all_reduce
+            for named in optimizer.parameters:
+                reduced[named.name] = gradient(named.parameter).double()
+
+        return call
+
+    optimizer.wrap_gradient_reduction(observed)
+    optimizer.step(0.0)
+    errors = {
+        name: float((reduced[name] - mean).norm() / mean.norm()) for name, mean in expected.items()
+    }
+    return {"errors": errors, "dtypes": sorted(map(str, dtypes))}

@@ -131,3 +131,19 @@ def test_fp16_scales_its_loss(pools, layout):
     skipped = [n == float("inf") for n in overflowing["norms"]]
     assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
     assert overflowing["weights_after_first_step_unchanged"]
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_bf16_gradients_are_summed_over_ranks_in_fp32(pools, processes):
+    """The gradients of micro batches are added in fp32, and reducing them must keep that.
+
+    A mean of n fp32 values that are added one after the other has a relative error of at most about
+    n * 2^-24 in its norm. A sum in bf16, whose unit is 2^-8, would be off by some 3e-3 for 4 ranks.
+    """
+    config = tiny_config(
+        train={"precision": "bf16"}, batch={"micro_batch_size": 1, "global_batch_size": 8}
+    )
+    state, batches, *_ = _expected("alibi")
+    [result, *_] = pools(processes).run(tasks.error_of_reduced_gradients, config, state, batches[0])
+    assert max(result["errors"].values()) <= processes * 2.0**-24, result
+    assert result["dtypes"] == ([] if processes == 1 else ["torch.float32"])
