@@ -92,6 +92,7 @@ def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
     log = LogReader(path, label)
     while lines := log.read():
         _write(lines)
+    _write(log.last_line())
 
 
 def follow(run: Path, rank: int | None = None) -> str:
@@ -131,11 +132,15 @@ def follow(run: Path, rank: int | None = None) -> str:
             path, label = _find_log(run, newest, rank, False)
             # Without Slurm, a rank has one log of all attempts, which is simply read on.
             if log is None or path != log.path:
+                if log is not None:
+                    _write(log.last_line())
                 log = LogReader(path, label, FIRST_LINES if log is None else None)
             if attempt is not None:
                 print(f"attempt {newest.number}:", file=sys.stderr, flush=True)
             attempt = newest
         elif end and not lines:
+            if log is not None:
+                _write(log.last_line())
             return end
         elif not lines:
             time.sleep(POLL_SECONDS)
@@ -170,6 +175,13 @@ class LogReader:
             if lines := list(self._select(chunk)):
                 return lines
         return []
+
+    def last_line(self) -> list[bytes]:
+        """Return the last line if it has no end, or []; call it when nothing more is written.
+
+        It may be what a rank printed just before it was killed.
+        """
+        return list(self._select(b"\n")) if self._rest else []
 
     def _open(self) -> bool:
         """Open the log if it exists; return True if it is open."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.config.errors import ConfigError
+
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -34,7 +36,16 @@ def shipped_sites() -> list[ShippedFile]:
 
 
 def list_shipped() -> str:
-    """Return what `pretrain config --list` prints: path and description of each file."""
+    """Return what `pretrain config --list` prints: path and description of each file.
+
+    Raises:
+        ConfigError: The files are missing, as in a copy of the clone without its symbolic links.
+    """
+    if not shipped_configs():
+        raise ConfigError(
+            f"{PACKAGE / 'configs'}: no configs there. A copy of a clone has to keep its symbolic "
+            "links (pretrain/configs, kernels, launcher, slurm): use git clone, not a zip file"
+        )
     return "\n".join(
         [
             "Configs, for `pretrain` and `launcher` as CONFIG:",

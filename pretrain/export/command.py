@@ -131,7 +131,8 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             return [
                 record
                 for record in records
-                if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
+                if record["method"] == method
+                and ("step" not in record or Path(record["checkpoint"]).name == checkpoint.name)
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli import app
-from pretrain.config import load_config, num_parameters
+from pretrain.config import ConfigError, load_config, num_parameters, shipped
 from pretrain.config.shipped import shipped_configs, shipped_sites
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +120,11 @@ def test_the_version_is_the_projects():
 @pytest.mark.parametrize("command", [[], ["config"], ["train"], ["data", "build"], ["bench"]])
 def test_h_is_help(command):
     assert pretrain(*command, "-h") == pretrain(*command, "--help")
+
+
+def test_a_clone_without_its_links_is_named(monkeypatch, tmp_path):
+    """As from a zip file: pretrain/configs is then a small text file, and nothing is found."""
+    (tmp_path / "configs").write_text("../configs")
+    monkeypatch.setattr(shipped, "PACKAGE", tmp_path)
+    with pytest.raises(ConfigError, match="symbolic links"):
+        shipped.list_shipped()

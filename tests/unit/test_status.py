@@ -244,6 +244,17 @@ def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
         logs.show(run, 12)
 
 
+def test_the_last_words_of_a_killed_rank_need_no_end_of_line(capfdbinary):
+    run, attempt = make_run("a", job="7")
+    (run / "logs/attempt-0001.log").write_bytes(b"0: first\n1: last words")
+    for rank, text in ((None, b"0: first\n1: last words\n"), (0, b"first\n"), (1, b"last words\n")):
+        logs.show(run, rank)
+        assert capfdbinary.readouterr().out == text
+    attempt.end("gave_up", 1, "killed", 100)
+    assert logs.follow(run) == f"{run}: gave up: killed"
+    assert capfdbinary.readouterr().out == b"0: first\n1: last words\n"
+
+
 def test_a_local_run_has_logs_of_its_other_ranks(capfdbinary):
     run, _ = make_run("a")
     (run / "logs/rank-1.log").write_text("1: not a label\n")
