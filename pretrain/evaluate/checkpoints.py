@@ -19,6 +19,7 @@ from pretrain.evaluate import plots, report
 from pretrain.evaluate.plots import Series
 from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
 from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import check_version
 
 FIELDS = ("step", *report.FIELDS)
 """Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
@@ -90,8 +91,9 @@ def report_run(run: Path) -> str:
         The table of perplexities by training step and length, for the terminal.
 
     Raises:
-        ConfigError: No checkpoint has been evaluated.
+        ConfigError: No checkpoint has been evaluated, or the run's layout is of a later release.
     """
+    check_version(run)
     directory = run / "evaluations"
     written = None
     while written != (evaluated := read_evaluations(directory)).folders:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError
+from pretrain.evaluate.checkpoints import report_run
 from pretrain.rundir import attempts, jobs, states
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
@@ -329,7 +330,7 @@ def test_a_directory_of_a_later_release_is_refused(tmp_path):
     assert written["run_directory_version"] == VERSION
     for version in (VERSION + 1, "2", 0, True, None):
         RunPaths(tmp_path).version.write_text(json.dumps({"run_directory_version": version}))
-        for use in (check_version, claim_version, Attempt.begin, find_checkpoint):
+        for use in (check_version, claim_version, Attempt.begin, find_checkpoint, report_run):
             with pytest.raises(ConfigError, match=r"run\.json: run_directory_version = "):
                 use(tmp_path)
     assert read_attempts(tmp_path) == []
