@@ -89,12 +89,13 @@ class Attempt:
         check_version(run)
         attempts, owner = RunPaths(run).attempts, owner or Owner.here()
         prepared = attempts / f".{owner.nonce}"
-        with writing(run):
-            attempts.mkdir(parents=True, exist_ok=True)
-            _prepare(
-                prepared, dataclasses.replace(owner, checkpoint_step=newest_checkpoint_step(run))
-            )
         try:
+            with writing(run):
+                attempts.mkdir(parents=True, exist_ok=True)
+                _prepare(
+                    prepared,
+                    dataclasses.replace(owner, checkpoint_step=newest_checkpoint_step(run)),
+                )
             number = max(attempt_numbers(attempts), default=0)
             newest = attempt_directory(run, number)
             if number and _is_held(newest, owner, prepared, job_is_over):

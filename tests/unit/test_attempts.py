@@ -407,3 +407,13 @@ def test_a_run_is_finished_when_an_attempt_did_all_its_steps(tmp_path):
         (ROOT / "configs/demo.toml").read_text()
     )  # 320 steps
     assert is_finished(tmp_path)
+
+
+def test_a_disk_that_refuses_the_attempt_leaves_nothing_behind(tmp_path, monkeypatch):
+    def refuse(path, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pretrain.rundir.lock.append_json_line", refuse)
+    with pytest.raises(RunFailed, match="No space left"):
+        Attempt.begin(tmp_path)
+    assert list((tmp_path / "attempts").iterdir()) == []
