@@ -43,7 +43,7 @@ seconds, and slurmctld serves the whole cluster."""
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run's checkpoints are evaluated (plan.json)."""
+    """The plan by which a run's checkpoints are evaluated (plan.json)."""
 
     request: EvaluationRequest
     """What is measured."""

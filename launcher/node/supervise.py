@@ -57,7 +57,7 @@ IsOurs = Callable[[AttemptRecord], bool]
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended, and if another one follows."""
+    """The end of an attempt, and if another one follows."""
 
     attempt: Attempt
     outcome: Outcome
@@ -70,7 +70,7 @@ class End:
 
 
 class Verdict(NamedTuple):
-    """What the end of the ranks means by itself, before restarts are counted."""
+    """The meaning of the ranks' end by itself, before restarts are counted."""
 
     outcome: Outcome
     code: int

@@ -37,7 +37,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far training has come: its only state beside weights and optimizer state."""
+    """The progress of training, its only state beside weights and optimizer state."""
 
     step: int
     """Optimizer steps done."""

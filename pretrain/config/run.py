@@ -30,7 +30,7 @@ from pretrain.config.schema import (
 
 @dataclass(frozen=True)
 class Layout:
-    """How a number of processes share the work of a run."""
+    """The way in which a number of processes share the work of a run."""
 
     world_size: int
     """Number of processes: tensor x pipeline x data."""

@@ -139,7 +139,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended (ended.json)."""
+    """The end of an attempt (ended.json)."""
 
     at: float
     """Unix seconds."""

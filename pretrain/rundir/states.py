@@ -7,7 +7,7 @@ from enum import IntEnum, StrEnum
 
 
 class Phase(StrEnum):
-    """What an attempt is doing, as phases.jsonl and progress say it."""
+    """The phases of an attempt, as written in phases.jsonl and progress."""
 
     STARTING = "starting"
     """The processes start and find each other."""
@@ -21,7 +21,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How an attempt ended, as ended.json says it."""
+    """The ways in which an attempt ends, as written in ended.json."""
 
     FINISHED = "finished"
     """Every step of the config is done."""
@@ -77,7 +77,7 @@ def outcome_of(code: int) -> Outcome:
 
 
 class JobKind(StrEnum):
-    """What a Slurm job that was sent for a run does."""
+    """The kinds of Slurm jobs that are sent for a run."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"

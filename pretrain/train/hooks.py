@@ -27,7 +27,7 @@ from pretrain.train.stopping import Interrupted
 
 
 class Hook(Protocol):
-    """What the loop calls, on every rank."""
+    """The interface that the loop calls, on every rank."""
 
     def at_start(self, run: Run) -> None:
         """Finish the work that the previous attempt left undone at this step."""

@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 
 class Requests:
-    """What this process has been asked to do, and what all ranks have agreed to do."""
+    """Requests made to this process, and the one that all ranks have agreed to."""
 
     def __init__(self) -> None:
         self._noted: set[int] = set()
