@@ -185,6 +185,21 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
     """Check that every pipeline chunk has a layer, and that ZeRO works with pipeline stages."""
     p = c.parallel
     pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
+    if p.gradient_reduce_dtype != "fp32" and p.zero_stage > 1:
+        yield Refusal(
+            "parallel.gradient_reduce_dtype",
+            p.gradient_reduce_dtype,
+            f"at ZeRO {p.zero_stage} DeepSpeed would also add up in it, over all ranks",
+            'Set parallel.gradient_reduce_dtype = "fp32", or parallel.zero_stage = 1',
+        )
+    if p.gradient_reduce_dtype == "fp16" and c.train.precision != "fp16":
+        yield Refusal(
+            "parallel.gradient_reduce_dtype",
+            p.gradient_reduce_dtype,
+            f"gradients of train.precision = {c.train.precision} are not scaled to the range of "
+            "fp16",
+            'Choose "fp32" or "bf16"',
+        )
     if pp > 1 and p.zero_stage > 1:
         yield Refusal(
             "parallel.zero_stage",

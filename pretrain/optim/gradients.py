@@ -17,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from pretrain.model.parameters import TIED, Named
+
 
 def finalize_gradients(chunks: list[GPTModel]) -> None:
     """Sum every gradient of which several model-parallel ranks hold a part, in place.
@@ -49,14 +51,35 @@ def finalize_gradients(chunks: list[GPTModel]) -> None:
         dist.all_reduce(gradient(weight), group=parallel_state.get_embedding_group())
 
 
+def is_completed_late(named: Named) -> bool:
+    """Return True if `finalize_gradients` has to complete the gradient of a parameter.
+
+    A position method's parameters count as such in every layout. All layers share them, and where
+    layers are recomputed each layer's backward pass is one of its own (torch.utils.checkpoint), so
+    that the passes over them cannot be counted by the micro batch.
+    """
+    return (
+        named.name.startswith("position.")
+        or (
+            parallel_state.get_tensor_model_parallel_world_size() > 1
+            and _is_sequence_parallel(named.parameter)
+        )
+        or (
+            parallel_state.get_pipeline_model_parallel_world_size() > 1
+            and named.name == TIED
+            # Megatron's mark of weights that the first and the last stage share.
+            and hasattr(named.parameter, "shared_embedding")
+        )
+    )
+
+
 def gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient accumulated so far, or None if there is none.
 
-    DeepSpeed's bf16 optimizer adds every micro batch's gradient to an fp32 buffer and clears
-    `parameter.grad` (deepspeed/runtime/bf16_optimizer.py, `accumulate_hp_grads_and_remove_lp`);
-    the sum then stands in `_hp_grad`.
+    At ZeRO stage 1 it is summed in fp32 in `main_grad` (pretrain/optim/reduction.py), which is
+    Megatron's name for such a tensor.
     """
-    accumulated: Tensor | None = getattr(parameter, "_hp_grad", None)
+    accumulated: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if accumulated is None else accumulated
 
 

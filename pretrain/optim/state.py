@@ -3,7 +3,7 @@
 ZeRO flattens the parameters of a group, cuts the result over the data-parallel ranks and keeps the
 fp32 master weights and Adam's moments of one part per rank. This module finds, for each parameter,
 which range of it this rank keeps and where. The buffers' names are those of deepspeed 0.19
-(deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and zero/stage3.py).
+(deepspeed/runtime/zero/stage_1_and_2.py and stage3.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER_BUFFERS = (
     # ZeRO 3.
     "fp32_partitioned_groups_flat",
-    # BF16_Optimizer: ZeRO 1 in bf16 with fp32 gradients.
-    "fp32_groups_flat_partition",
-    # ZeRO 1 in fp32 and fp16, and ZeRO 2.
+    # ZeRO 1 and 2.
     "single_partition_of_fp32_groups",
 )
 """Attributes under which DeepSpeed's optimizers keep one flat fp32 master tensor per group."""
@@ -72,7 +70,8 @@ def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
     if not all(optimizer.zero.optimizer.state[flat] for flat in _flat_masters(optimizer)):
         for flat in _flat_masters(optimizer):
             moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
-            optimizer.zero.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
+            step = torch.zeros((), device=flat.device)
+            optimizer.zero.optimizer.state[flat] = {"step": step, **moments}
     find = _stage3_range if optimizer.stage == 3 else _stage12_range
     for named in optimizer.parameters:
         found = find(optimizer, named)
@@ -91,7 +90,9 @@ def adam_steps(optimizer: ZeroOptimizer) -> int:
 def set_adam_steps(optimizer: ZeroOptimizer, steps: int) -> None:
     """Set the number of updates made so far, which Adam's bias correction depends on."""
     for flat in _flat_masters(optimizer):
-        optimizer.zero.optimizer.state[flat]["step"] = torch.tensor(float(steps))
+        # On the device, where the fused AdamW keeps it.
+        step = torch.tensor(float(steps), device=flat.device)
+        optimizer.zero.optimizer.state[flat]["step"] = step
 
 
 def loss_scaler_state(optimizer: ZeroOptimizer) -> dict[str, float] | None:

@@ -1,14 +1,18 @@
-"""DeepSpeed ZeRO under Megatron's schedule: the engine, and one optimizer step.
+"""The optimizer: AdamW whose state DeepSpeed ZeRO shards, under Megatron's schedule.
 
-Megatron runs forward and backward passes, DeepSpeed owns the optimizer. How they meet depends on
-the ZeRO stage:
+Megatron runs forward and backward passes, DeepSpeed owns the optimizer's state. How they meet
+depends on the ZeRO stage:
 
 - Stage 1 shards the optimizer's state only. Megatron's schedule runs the raw model chunks, so any
-  schedule works (1F1B, interleaved), and DeepSpeed sees nothing before `engine.step()`, which
-  reduces the gradients over the data-parallel ranks.
+  schedule works (1F1B, interleaved). DeepSpeed lays out the weights and keeps this rank's masters;
+  gradients are reduced while the backward pass runs (pretrain/optim/reduction.py), the update
+  touches this rank's part alone, and updated weights are gathered while the next forward pass
+  begins (pretrain/optim/gather.py).
 - Stages 2 and 3 also shard gradients (and weights), which happens inside the backward pass. There
   the schedule has to call the engine instead of the model. The config refuses them with pipeline
   stages (pretrain/config/rules.py).
+
+On a single data-parallel rank there is nothing to shard, and every stage is stage 1.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +27,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from pretrain.config import RunConfig, RunFailed, num_parameters
-from pretrain.model.parameters import Named, is_pipeline_copy, named_parameters
-from pretrain.optim.gradients import finalize_gradients, reduce_sequence_parallel_on_accumulation
+from pretrain import platform
+from pretrain.config import RunConfig, num_parameters
+from pretrain.model.parameters import Named, named_parameters
+from pretrain.optim.buckets import Bucket, plan_buckets, plan_decay_groups
+from pretrain.optim.gradients import reduce_sequence_parallel_on_accumulation
+from pretrain.optim.sharded_step import ShardedStep
 from pretrain.optim.state import (
     OptimizerState,
     adam_steps,
@@ -45,34 +51,40 @@ DEFAULT_BUCKET_SIZE = 500_000_000
 class ZeroOptimizer:
     """AdamW whose state ZeRO shards over the data-parallel ranks."""
 
-    def __init__(self, config: RunConfig, topology: Topology, chunks: list[GPTModel]) -> None:
+    def __init__(
+        self, config: RunConfig, topology: Topology, chunks: list[GPTModel], overlap: bool = True
+    ) -> None:
         """Build DeepSpeed's engine around the model. All ranks together.
 
         Args:
-            config: The run; its [optimizer], parallel.zero_stage and train.precision.
+            config: The run; its [optimizer], [parallel] and train.precision.
             topology: The processes' layout.
-            chunks: This rank's model chunks. ZeRO 3 replaces their parameters' storage.
+            chunks: This rank's model chunks. ZeRO 1 moves their parameters into flat tensors, and
+                ZeRO 3 replaces their storage.
+            overlap: At stage 1, communicate while the model computes. False, for tests and
+                measurements, gives the same bits.
         """
-        self.chunks = chunks
-        self.stage = config.parallel.zero_stage
+        self.stage = _stage(config, topology)
         self.is_fp16 = config.train.precision == "fp16"
         # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
         self.parameters: list[Named] = list(named_parameters(chunks))
-        for named in self.parameters:
-            # Otherwise the global gradient norm would count parameters that several pipeline
-            # stages hold more than once (`get_global_norm_of_tensors`' callers in
-            # zero/stage_1_and_2.py and bf16_optimizer.py skip those with this mark).
-            if is_pipeline_copy(named.parameter, named.name):
-                named.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed
-        if self.stage > 1:
+        if self.stage == 1:
+            buckets = plan_buckets(config, self.parameters)
+        else:
+            buckets = plan_decay_groups(config, self.parameters)
             # Before `deepspeed.initialize`: hooks run in the order of their registration.
             reduce_sequence_parallel_on_accumulation(chunks)
-        self.engine = _build_engine(config, topology, chunks)
-        if self.stage == 1 and config.train.precision == "bf16" and topology.layout.data == 1:
-            # There is no rank to reduce with. BF16_Optimizer leaves the reduction to the engine,
-            # which copies and "reduces" all gradients on a single rank, too. In the other
-            # precisions this call also moves gradients to their partitions, so there it stays.
-            self.engine.allreduce_gradients = lambda *args, **kwargs: None
+        self.engine = _build_engine(config, topology, chunks, buckets)
+        self._sharded_step: ShardedStep | None = None
+        if self.stage == 1:
+            self._sharded_step = ShardedStep(
+                self.zero,
+                chunks,
+                buckets,
+                clip_grad=config.optimizer.clip_grad,
+                wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
+                overlap=overlap,
+            )
         if self.is_fp16:
             # Megatron's schedule multiplies the loss by `grad_scale_func` before the backward
             # pass. DeepSpeed must then not insist on scaling it: its engine raises unless
@@ -135,45 +147,58 @@ class ZeroOptimizer:
         if self.is_fp16 and loss_scaler:
             set_loss_scaler_state(self, loss_scaler)
 
-    def step(self, learning_rate: float) -> float:
-        """Reduce the gradients, clip them by their global norm, and update the weights.
+    def begin_step(self, num_microbatches: int) -> None:
+        """Prepare for the backward passes of a step.
+
+        Args:
+            num_microbatches: Number of backward passes.
+        """
+        if self._sharded_step is not None:
+            self._sharded_step.begin(num_microbatches)
+
+    def reduce_gradients(self) -> None:
+        """Complete the sums of gradients over the ranks, which the backward pass has begun.
+
+        At stages 2 and 3 there is nothing left to do.
+        """
+        if self._sharded_step is not None:
+            self._sharded_step.reduce()
+
+    def update(self, learning_rate: float) -> Tensor:
+        """Clip the reduced gradients by their global norm, and update the weights.
 
         Args:
             learning_rate: AdamW's learning rate for this step.
 
         Returns:
-            The global gradient norm before clipping. In fp16, inf when a gradient overflowed: the
-            update was skipped and the loss scale lowered.
-
-        Raises:
-            RunFailed: The norm is not finite, and the precision is not fp16. The weights in memory
-                are then worthless.
+            The global gradient norm before clipping, a scalar on the device. If it is not finite,
+            the weights have not been updated (stage 1, and fp16 at every stage), and in fp16 the
+            loss scale has been lowered.
         """
-        # At stages 2 and 3 the same sums were taken during the backward pass.
-        if self.stage == 1:
-            finalize_gradients(self.chunks)
         for group in self.zero.param_groups:
             group["lr"] = learning_rate
-        self.engine.step()
-        norm = float(self.engine.get_global_grad_norm())
-        if not math.isfinite(norm) and not self.is_fp16:
-            raise RunFailed(
-                f"the gradient norm is {norm}. Resume from the last checkpoint with a lower "
-                "optimizer.learning_rate, a longer schedule.lr_warmup_steps or a smaller "
-                "optimizer.clip_grad"
-            )
+        if self._sharded_step is None:
+            self.engine.step()
+            return torch.tensor(float(self.engine.get_global_grad_norm()), dtype=torch.float64)
+        norm = self._sharded_step.update(self.loss_scale or 1.0)
+        if self.is_fp16:
+            # The scale of the next step's loss depends on this one's overflow, so here the host
+            # has to wait. DeepSpeed reports the norm of a step that overflowed as infinite.
+            overflow = not math.isfinite(float(norm))
+            self.zero.loss_scaler.update_scale(overflow)
+            if overflow:
+                norm = torch.full_like(norm, math.inf)
         return norm
 
-    def wrap_gradient_reduction(
-        self, wrap: Callable[[Callable[..., None]], Callable[..., None]]
-    ) -> None:
-        """Replace the reduction over the data-parallel ranks by `wrap(reduction)`, to measure it.
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are still on their way, to read them outside a forward pass."""
+        if self._sharded_step is not None:
+            self._sharded_step.wait_for_weights()
 
-        At stage 1 it is one call in `step`. At stages 2 and 3 it runs in pieces within the backward
-        pass and cannot be told apart from it, so nothing is wrapped.
-        """
-        if self.stage == 1:
-            self.engine.allreduce_gradients = wrap(self.engine.allreduce_gradients)
+    def step(self, learning_rate: float) -> Tensor:
+        """Reduce the gradients and update the weights: `reduce_gradients`, then `update`."""
+        self.reduce_gradients()
+        return self.update(learning_rate)
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the dynamic loss scale."""
@@ -181,22 +206,9 @@ class ZeroOptimizer:
         return scaled
 
 
-def parameter_groups(config: RunConfig, chunks: list[GPTModel]) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups: matrices are decayed, everything else is not.
-
-    Not decayed are biases, layer norms and what a position method learns per head.
-    """
-    decayed: list[nn.Parameter] = []
-    not_decayed: list[nn.Parameter] = []
-    for named in named_parameters(chunks):
-        is_matrix = len(named.global_shape) == 2 and not named.name.startswith("position.")
-        (decayed if is_matrix else not_decayed).append(named.parameter)
-    groups = [
-        {"params": decayed, "weight_decay": config.optimizer.weight_decay},
-        {"params": not_decayed, "weight_decay": 0.0},
-    ]
-    # A pipeline stage may have no parameter of a kind; DeepSpeed cannot flatten an empty group.
-    return [group for group in groups if group["params"]]
+def _stage(config: RunConfig, topology: Topology) -> int:
+    """Return the ZeRO stage that the run takes: with one data-parallel rank all are stage 1."""
+    return 1 if topology.layout.data == 1 else config.parallel.zero_stage
 
 
 def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
@@ -206,7 +218,7 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         config: The run.
         topology: The processes' layout, which gives the samples per data-parallel rank.
     """
-    stage = config.parallel.zero_stage
+    stage = _stage(config, topology)
     # The default of 5e8 elements would take 2 GB of fp32 that a small model has no use for.
     bucket_size = min(DEFAULT_BUCKET_SIZE, num_parameters(config))
     result: dict[str, Any] = {
@@ -238,35 +250,46 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         },
     }
     if config.train.precision == "bf16":
-        # Gradients are added up in fp32 by hooks on each backward pass. Without
-        # immediate_grad_update the engine's backward pass would do it (bf16_optimizer.py,
-        # `update_hp_grads`), which never runs at stage 1.
+        # Stages 2 and 3 add gradients up in hooks on each backward pass, because of
+        # immediate_grad_update. Otherwise the engine's backward pass would do it, which never runs.
         result["bf16"] = {"enabled": True, "immediate_grad_update": True}
-        result["data_types"] = {"grad_accum_dtype": "fp32"}
-    if config.train.precision != "fp32":
-        # By default gradients are reduced in the model's dtype: the fp32 sums are cast to bf16,
-        # added over the ranks in bf16 and copied back (engine.py, `allreduce_bucket`). Measured,
-        # relative to a sum in fp64: 4e-3 on 4 ranks, and 2e-9 with this (tests/distributed).
-        result["communication_data_type"] = "fp32"
     if config.train.precision == "fp16":
         result["fp16"] = {
             "enabled": True,
             "initial_scale_power": config.optimizer.initial_loss_scale_power,
         }
+    if config.train.precision != "fp32" and stage > 1:
+        # By default gradients are added up and reduced in the dtype of the model: the sums of the
+        # micro batches are cast to bf16, added over the ranks in bf16 and copied back (engine.py,
+        # `allreduce_bucket`). Stage 1 has its own sums, and with grad_accum_dtype it would get
+        # another class than DeepSpeedZeroOptimizer (engine.py, `_do_optimizer_sanity_check`).
+        result["communication_data_type"] = "fp32"
+        result["data_types"] = {"grad_accum_dtype": "fp32"}
     return result
 
 
-def _build_engine(config: RunConfig, topology: Topology, chunks: list[GPTModel]) -> Any:
-    """Return DeepSpeed's engine over AdamW and this rank's chunks."""
+def _build_engine(
+    config: RunConfig, topology: Topology, chunks: list[GPTModel], buckets: list[Bucket]
+) -> Any:
+    """Return DeepSpeed's engine over AdamW and this rank's chunks.
+
+    Args:
+        config: The run.
+        topology: The processes' layout.
+        chunks: This rank's model chunks.
+        buckets: All their parameters; each bucket becomes a parameter group.
+    """
     # Imported late: DeepSpeed chooses its accelerator at import, from the environment that
     # `platform.prepare` has set.
     import deepspeed
 
     adam = torch.optim.AdamW(
-        parameter_groups(config, chunks),
+        [{"params": b.parameters, "weight_decay": b.weight_decay} for b in buckets],
         lr=config.optimizer.learning_rate,
         betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
         eps=config.optimizer.adam_eps,
+        # One launch a group, on the CPU as well.
+        fused=True,
     )
     # The bf16 optimizer prints the memory in use for every group (deepspeed/runtime/
     # bf16_optimizer.py calls `see_memory_usage` with force=True).

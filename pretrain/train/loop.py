@@ -103,7 +103,7 @@ def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
     seed_step(run.config, run.topology, step)
     losses = forward_backward(run.chunks, run.optimizer, micro_batches)
     try:
-        norm = run.optimizer.step(rate)
+        norm = float(run.optimizer.step(rate))
     except RunFailed as failure:
         raise RunFailed(f"step {step + 1}: {failure}") from None
     loss = average_loss(losses, run.topology, run.requests)

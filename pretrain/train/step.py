@@ -30,6 +30,7 @@ def forward_backward(
     Returns:
         The mean loss in nats of each micro batch, on the last pipeline stage; [] elsewhere.
     """
+    optimizer.begin_step(len(batches))
     return run_schedule(chunks, batches, _mean_loss, schedule_module=optimizer.schedule_module)
 
 

@@ -80,7 +80,7 @@ def train_steps(
     for step, tokens in enumerate(steps):
         seed_step(config, topology, step)
         kept = forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
-        norms.append(optimizer.step(learning_rate(config, step)))
+        norms.append(float(optimizer.step(learning_rate(config, step))))
         losses.append(average_loss(kept, topology))
     weights = full_weights(optimizer)
     # The engine is part of reference cycles. Collected now, its memory does not add up over tasks.
@@ -340,62 +340,133 @@ def evaluate(
     return [evaluator.evaluate(protocol) for protocol in protocols]
 
 
-def error_of_reduced_gradients(
+def reduce_gradients(
     config: RunConfig, state: dict[str, Tensor], tokens: Tensor
-) -> dict[str, Any]:
-    """Compare the gradients that ZeRO 1 reduces over the data-parallel ranks with sums in fp64.
+) -> list[dict[str, Any]]:
+    """Reduce a step's gradients over the data-parallel ranks at ZeRO 1, and compare with fp64.
 
     Args:
-        config: A run of data-parallel ranks alone, in bf16.
+        config: The run; its layout must fit the number of ranks.
         state: Full fp32 weights by global name.
         tokens: Token ids of the global batch, [global batch, S + 1].
 
     Returns:
-        "errors": norm of the difference over the norm of the fp64 mean, by global name; "dtypes":
-        the dtypes that were reduced.
+        For each part of a parameter whose sum this rank receives: "name"; "error", the norm of the
+        difference from the sum in fp64; "sum", the norm of that sum; "terms", the norm of the sum
+        of the terms' magnitudes, in which rounding errors are measured.
     """
-    import torch.distributed as dist
+    from megatron.core import parallel_state
 
     from pretrain.optim.gradients import finalize_gradients, gradient
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.train.step import forward_backward, seed_step
 
     topology, chunks = _build_model_with(config, state)
-    optimizer = ZeroOptimizer(config, topology, chunks)
+    # Not overlapped, so that this rank's own sums over its micro batches can be read.
+    optimizer = ZeroOptimizer(config, topology, chunks, overlap=False)
     seed_step(config, topology, 0)
     forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
+    group = parallel_state.get_data_parallel_group()
+    sums, magnitudes = {}, {}
+    own = {named.name: gradient(named.parameter).clone() for named in optimizer.parameters}
     finalize_gradients(chunks)
-    expected = {}
     for named in optimizer.parameters:
-        # This rank's gradient, accumulated in fp32 over its micro batches; fp64 from here on.
-        expected[named.name] = gradient(named.parameter).double() / topology.layout.data
-        dist.all_reduce(expected[named.name])
-    reduced: dict[str, Tensor] = {}
-    dtypes: set[torch.dtype] = set()
+        sums[named.name] = gradient(named.parameter).double()
+        magnitudes[named.name] = sums[named.name].abs()
+        dist.all_reduce(sums[named.name], group=group)
+        dist.all_reduce(magnitudes[named.name], group=group)
+        gradient(named.parameter).copy_(own[named.name])
+    optimizer.reduce_gradients()
+    found = []
+    for named in optimizer.parameters:
+        mapping = named.parameter._hp_mapping
+        if mapping is None:
+            continue
+        shard = optimizer._sharded_step._reducer.shards[mapping.param_group_index]
+        to, source = mapping.hp_fragment_address, mapping.lp_fragment_address
+        part = slice(source.start, source.start + to.numel)
+        expected = sums[named.name].flatten()[part]
+        error = shard[to.start : to.start + to.numel].double() - expected
+        terms = magnitudes[named.name].flatten()[part]
+        found.append(
+            {
+                "name": named.name,
+                "error": float(error.norm()),
+                "sum": float(expected.norm()),
+                "terms": float(terms.norm()),
+            }
+        )
+    return found
 
-    def recording_dtypes(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            dtypes.add(tensor.dtype)
-            return all_reduce(tensor, *args, **kwargs)
 
-        return recorded
+def reduce_gradients_in_fp16_on_cpu(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> Any:
+    """Run `reduce_gradients` in fp16."""
+    with fp16_on_cpu():
+        return reduce_gradients(config, state, tokens)
 
-    def observed(reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            all_reduce = dist.all_reduce
-            dist.all_reduce = recording_dtypes(all_reduce)
-            try:
-                reduce(*args, **kwargs)
-            finally:
-                dist.all_reduce = all_reduce
-            for named in optimizer.parameters:
-                reduced[named.name] = gradient(named.parameter).double()
 
-        return call
+def train_and_watch_reductions(
+    config: RunConfig, state: dict[str, Tensor], steps: list[Tensor], overlap: bool
+) -> dict[str, Any]:
+    """Train at ZeRO 1, and see when buckets are sent and weights awaited.
 
-    optimizer.wrap_gradient_reduction(observed)
-    optimizer.step(0.0)
-    errors = {
-        name: float((reduced[name] - mean).norm() / mean.norm()) for name, mean in expected.items()
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        steps: Token ids of the global batches, each [global batch, S + 1].
+        overlap: Communicate while the model computes.
+
+    Returns:
+        On every rank: "losses", "norms", "weights" (this rank's), and the counts.
+    """
+    from collections import Counter
+
+    from pretrain.optim.gather import WeightGather
+    from pretrain.optim.reduction import GradientReducer
+    from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.train.step import average_loss, forward_backward
+
+    topology, chunks = _build_model_with(config, state)
+    optimizer = ZeroOptimizer(config, topology, chunks, overlap=overlap)
+    counts: Counter[str] = Counter()
+    send, wait = GradientReducer._send, WeightGather._wait
+    in_forward = False
+
+    def counted_send(self: Any, bucket: Any) -> None:
+        # Autograd numbers the backward pass that is running; -1 means none.
+        is_within = torch._C._current_graph_task_id() != -1
+        counts["sent_within_backward" if is_within else "sent_after_backward"] += 1
+        send(self, bucket)
+
+    def counted_wait(self: Any, buckets: list[int]) -> None:
+        before = len(self._works)
+        wait(self, buckets)
+        counts["weights_awaited_in_forward"] += (before - len(self._works)) * in_forward
+
+    GradientReducer._send, WeightGather._wait = counted_send, counted_wait
+    try:
+        losses, norms = [], []
+        for step, tokens in enumerate(steps):
+            in_forward = True
+            kept = forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
+            in_forward = False
+            norms.append(float(optimizer.step(learning_rate(config, step))))
+            losses.append(average_loss(kept, topology))
+        optimizer.wait_for_weights()
+    finally:
+        GradientReducer._send, WeightGather._wait = send, wait
+    buckets = optimizer._sharded_step._buckets
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": [named.parameter.detach().clone() for named in optimizer.parameters],
+        "num_buckets": len(buckets),
+        "num_late_buckets": sum(bucket.is_late for bucket in buckets),
+        **{
+            key: counts[key]
+            for key in ("sent_within_backward", "sent_after_backward", "weights_awaited_in_forward")
+        },
     }
-    return {"errors": errors, "dtypes": sorted(map(str, dtypes))}

@@ -1,0 +1,106 @@
+"""Divide a rank's parameters into buckets, the units of reduction, update and gathering at ZeRO 1.
+
+A bucket becomes one parameter group of AdamW. DeepSpeed lays each group out in one flat tensor and
+cuts it evenly over the data-parallel ranks, so every rank owns a part of every bucket, and a bucket
+can be reduce-scattered as soon as its gradients are complete. Megatron's own distributed optimizer
+divides its buckets in the same way (megatron/core/distributed/param_and_grad_buffer.py), but its
+buckets mix parameters with and without weight decay, which DeepSpeed's groups cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from pretrain.config import RunConfig
+from pretrain.model.parameters import Named
+from pretrain.optim.gradients import is_completed_late
+
+LARGEST_BUCKET = 40_000_000
+"""Elements. Megatron's default (megatron/core/distributed/distributed_data_parallel_config.py):
+over 128 ranks in fp32 each then receives 1.25 MB, enough to use the network fully."""
+
+FEWEST_BUCKETS = 8
+"""What is left to send when the backward pass ends is about one bucket, so at most an eighth."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are laid out together, reduced together and updated alike."""
+
+    parameters: list[nn.Parameter]
+
+    weight_decay: float
+
+    is_late: bool
+    """True if the gradients are complete only after `finalize_gradients`, so that their reduction
+    cannot start within the backward pass."""
+
+    is_copy: bool
+    """True if another tensor rank or pipeline stage holds the same parameters, and counts them in
+    the global norm."""
+
+
+def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
+    """Return the buckets of a rank, in the order in which the backward pass completes them.
+
+    Args:
+        config: The run; its weight decay.
+        parameters: All parameters of this rank, in the order of its chunks. A backward pass
+            completes them in about the reverse order.
+    """
+    in_backward_order = list(parameters)[::-1]
+    kinds: dict[tuple[bool, bool, bool], list[Named]] = {}
+    for named in in_backward_order:
+        kind = (is_completed_late(named), not _is_decayed(named), named.is_copy)
+        kinds.setdefault(kind, []).append(named)
+    total = sum(named.parameter.numel() for named in in_backward_order)
+    largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))
+    # Sorted, so that every rank of a data-parallel group reduces in the same order: first what
+    # completes early, and of that first the matrices, which are nearly everything.
+    return [
+        Bucket(
+            parameters=[named.parameter for named in part],
+            weight_decay=0.0 if is_undecayed else config.optimizer.weight_decay,
+            is_late=is_late,
+            is_copy=is_copy,
+        )
+        for (is_late, is_undecayed, is_copy), members in sorted(kinds.items(), key=lambda k: k[0])
+        for part in _cut(members, largest)
+    ]
+
+
+def plan_decay_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
+    """Return the parameters in at most two groups, for ZeRO 2 and 3, which cut buckets themselves.
+
+    Args:
+        config: The run; its weight decay.
+        parameters: All parameters of this rank.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for named in parameters:
+        groups.setdefault(_is_decayed(named), []).append(named.parameter)
+    return [
+        Bucket(groups[decayed], decayed * config.optimizer.weight_decay, False, False)
+        for decayed in sorted(groups, reverse=True)
+    ]
+
+
+def _is_decayed(named: Named) -> bool:
+    """Return True for matrices; False for biases, norms and what is learned per head."""
+    return len(named.global_shape) == 2 and not named.name.startswith("position.")
+
+
+def _cut(members: list[Named], largest: int) -> list[list[Named]]:
+    """Cut a list of parameters into parts of at most `largest` elements, or of one parameter."""
+    parts: list[list[Named]] = []
+    size = 0
+    for named in members:
+        if not parts or size + named.parameter.numel() > largest:
+            parts.append([])
+            size = 0
+        parts[-1].append(named)
+        size += named.parameter.numel()
+    return parts

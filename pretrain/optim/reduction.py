@@ -1,0 +1,211 @@
+"""Add up gradients in fp32, and sum them over the data-parallel ranks while the backward pass runs.
+
+At ZeRO stage 1 every bucket (pretrain/optim/buckets.py) has one flat fp32 tensor of gradients. A
+hook adds each gradient to it as soon as the backward pass has computed it. During the last micro
+batch, a bucket whose gradients are complete is sent at once, so that the network works while the
+backward pass goes on. Each rank receives only its own part of a bucket, which is all that its share
+of the optimizer needs: (n - 1) / n of the bucket in the data type of the wire, where an all-reduce
+would take twice that.
+
+DeepSpeed's own reduction cannot be used here. Its hooks follow `engine.backward`, which Megatron's
+schedules do not call, and at stage 1 it all-reduces after the backward pass (deepspeed/runtime/
+engine.py, `allreduce_gradients`). Megatron's needs buckets of its own (pretrain/optim/buckets.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pretrain.optim.buckets import Bucket
+
+
+class GradientReducer:
+    """Accumulates the gradients of a step and sums them over the data-parallel ranks.
+
+    A step is `begin_step`, the backward passes, and `finish`. Sums do not depend on the moment at
+    which a bucket is sent, so overlapping changes no bit.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        flat_weights: list[Tensor],
+        group: dist.ProcessGroup,
+        wire_dtype: torch.dtype,
+        overlap: bool = True,
+    ) -> None:
+        """Allocate the gradients, and register a hook on every parameter.
+
+        Args:
+            buckets: The buckets, in the order in which they are sent.
+            flat_weights: The flat weights of each bucket, [padded elements]; gradients are laid out
+                like them. Each length is a multiple of the group's size.
+            group: The data-parallel ranks.
+            wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
+            overlap: Send a bucket as soon as it is complete. False sends all buckets in `finish`.
+        """
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self._wire_dtype = wire_dtype
+        self._overlap = overlap and self._size > 1
+        self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
+        self._num_microbatches = 0
+        self._num_sent = 0
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.parameter.main_grad = slot.gradient  # type: ignore[attr-defined]  # Megatron
+                slot.parameter.register_post_accumulate_grad_hook(
+                    lambda _, bucket=bucket, slot=slot: self._accumulate(bucket, slot)
+                )
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """This rank's part of every bucket's gradients, fp32 [padded elements / ranks].
+
+        After `finish`, they are the sums (not the means) over the ranks.
+        """
+        return [self._shard(bucket.gradients) for bucket in self._buckets]
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last step.
+
+        Args:
+            num_microbatches: Backward passes that will run, after which gradients are complete.
+        """
+        self._num_microbatches = num_microbatches
+        self._num_sent = 0
+        for bucket in self._buckets:
+            bucket.num_complete = 0
+            for slot in bucket.slots:
+                slot.num_accumulated = 0
+                # A micro batch that ended in an error may have left one.
+                slot.parameter.grad = None
+
+    def clear_unused(self) -> None:
+        """Set the gradients to zero that no backward pass has reached in this step."""
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if slot.num_accumulated == 0:
+                    slot.gradient.zero_()
+
+    def finish(self) -> None:
+        """Send what has not been sent yet, and wait until the sums in `shards` are complete."""
+        if self._size == 1:
+            return
+        for bucket in self._buckets[self._num_sent :]:
+            self._send(bucket)
+        self._num_sent = len(self._buckets)
+        for bucket in self._buckets:
+            self._receive(bucket)
+
+    def _accumulate(self, bucket: _FlatBucket, slot: _Slot) -> None:
+        """Add the gradient that the backward pass has just computed to the sum in fp32."""
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        # The first micro batch overwrites, so that nothing has to be set to zero between steps.
+        if slot.num_accumulated == 0:
+            slot.gradient.copy_(gradient)
+        else:
+            slot.gradient.add_(gradient)
+        slot.parameter.grad = None
+        slot.num_accumulated += 1
+        if bucket.is_late or slot.num_accumulated < self._num_microbatches:
+            return
+        if slot.num_accumulated > self._num_microbatches:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(slot.parameter.shape)} received more than one "
+                f"gradient for each of the {self._num_microbatches} micro batches, after its "
+                "bucket may have been sent"
+            )
+        bucket.num_complete += 1
+        if self._overlap:
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        """Send the buckets that are complete, in the order that all ranks keep."""
+        for bucket in self._buckets[self._num_sent :]:
+            if bucket.is_late or bucket.num_complete < len(bucket.slots):
+                return
+            self._send(bucket)
+            self._num_sent += 1
+
+    def _send(self, bucket: _FlatBucket) -> None:
+        """Start the reduction of one bucket."""
+        if self._wire_dtype == torch.float32:
+            bucket.work = dist.reduce_scatter_tensor(
+                self._shard(bucket.gradients), bucket.gradients, group=self._group, async_op=True
+            )
+            return
+        # A reduce-scatter would also add in the data type of the wire, once for each rank. Here
+        # every rank gets the others' parts unsummed and adds them itself (`sum_pieces`). The bytes
+        # sent are those of a reduce-scatter.
+        bucket.sent = bucket.gradients.to(self._wire_dtype)
+        bucket.received = torch.empty_like(bucket.sent)
+        bucket.work = dist.all_to_all_single(
+            bucket.received, bucket.sent, group=self._group, async_op=True
+        )
+
+    def _receive(self, bucket: _FlatBucket) -> None:
+        """Wait for the reduction of one bucket."""
+        bucket.work.wait()
+        bucket.work = None
+        if bucket.received is not None:
+            sum_pieces(bucket.received.view(self._size, -1), out=self._shard(bucket.gradients))
+            bucket.sent = bucket.received = None
+
+    def _shard(self, flat: Tensor) -> Tensor:
+        """Return this rank's part of a bucket's flat tensor, as a view."""
+        return flat.view(self._size, -1)[self._rank]
+
+
+def sum_pieces(pieces: Tensor, out: Tensor) -> None:
+    """Sum what the ranks have sent, in fp32.
+
+    Each piece has been rounded once to the data type of the wire, whose unit roundoff u is 2^-9 for
+    bf16 and 2^-12 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of
+    the result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would
+    round every partial sum and reach n u.
+
+    Args:
+        pieces: One piece per rank, [ranks, elements], in the data type of the wire.
+        out: Takes the sums, fp32 [elements].
+    """
+    torch.sum(pieces, dim=0, dtype=torch.float32, out=out)
+
+
+@dataclass
+class _Slot:
+    """The place of one parameter's gradient in its bucket."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    """A view of the bucket's gradients, in the shape of the parameter."""
+    num_accumulated: int = 0
+    """Gradients added in this step."""
+
+
+class _FlatBucket:
+    """The gradients of one bucket, and how far they have come in this step."""
+
+    def __init__(self, bucket: Bucket, flat_weights: Tensor) -> None:
+        # Zeros, because nothing ever writes to the padding at the end.
+        self.gradients = torch.zeros_like(flat_weights, dtype=torch.float32)
+        self.is_late = bucket.is_late
+        self.slots: list[_Slot] = []
+        start = 0
+        for parameter in bucket.parameters:
+            view = self.gradients[start : start + parameter.numel()].view(parameter.shape)
+            self.slots.append(_Slot(parameter, view))
+            start += parameter.numel()
+        self.num_complete = 0
+        """Parameters whose gradients are complete."""
+        self.work: Any = None
+        """The reduction under way."""
+        self.sent: Tensor | None = None
+        self.received: Tensor | None = None
+        """What travels in another data type than fp32, kept until it has arrived."""
