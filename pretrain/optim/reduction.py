@@ -165,8 +165,8 @@ class GradientReducer:
 def sum_pieces(pieces: Tensor, out: Tensor) -> None:
     """Sum what the ranks have sent, in fp32.
 
-    Each piece has been rounded once to the data type of the wire, whose unit roundoff u is 2^-9 for
-    bf16 and 2^-12 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of
+    Each piece has been rounded once to the data type of the wire, whose unit roundoff u is 2^-8 for
+    bf16 and 2^-11 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of
     the result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would
     round every partial sum and reach n u.

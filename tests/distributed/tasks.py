@@ -470,3 +470,36 @@ def train_and_watch_reductions(
             for key in ("sent_within_backward", "sent_after_backward", "weights_awaited_in_forward")
         },
     }
+
+
+def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
+    """Sum 128 ranks' gradients as the reducer does, and as other reductions do, beside fp64.
+
+    Args:
+        shared: Part of every rank's gradient that all ranks have in common, in [0, 1]; the rest is
+            noise of the rank's own.
+
+    Returns:
+        The norm of the error over the norm of the sum, by the way of summing, and "within bound":
+        1.0 if every element of the reducer's sum keeps to the bound that `sum_pieces` states.
+    """
+    from pretrain.optim.reduction import sum_pieces
+
+    ranks, elements = 128, 20_000
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(elements, generator=generator)
+    noise = torch.randn(ranks, elements, generator=generator)
+    # Gradients of different parameters differ by orders of magnitude.
+    size = torch.exp(2 * torch.randn(elements, generator=generator))
+    gradients = (shared * common + (1 - shared) * noise) * size
+    exact = gradients.double().sum(0)
+    sums = {"fp32": torch.zeros(elements), "bf16 ring": torch.zeros(elements)}
+    for gradient in gradients:
+        sums["fp32"] += gradient
+        sums["bf16 ring"] = (sums["bf16 ring"].bfloat16() + gradient.bfloat16()).float()
+    sums["bf16 wire"] = torch.empty(elements)
+    sum_pieces(gradients.bfloat16(), out=sums["bf16 wire"])
+    error = (sums["bf16 wire"].double() - exact).abs()
+    bound = (2.0**-8 + ranks * 2.0**-24) * gradients.double().abs().sum(0)
+    errors = {way: float((s.double() - exact).norm() / exact.norm()) for way, s in sums.items()}
+    return {**errors, "within bound": float((error <= bound).all())}
