@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import resource
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -69,6 +70,56 @@ def synchronize() -> None:
     """Wait for the device, so that a clock read afterwards includes the work queued before."""
     if has_cuda():
         torch.cuda.synchronize()
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a CPU tensor to the device without waiting for the work queued there.
+
+    From memory that is not pinned, a copy to the GPU would wait for all kernels launched before it
+    (aten/src/ATen/native/cuda/Copy.cu).
+    """
+    return tensor.pin_memory().to(device(), non_blocking=True) if has_cuda() else tensor
+
+
+class Moment:
+    """A point in the device's queue of work: it has passed when all work queued before is done."""
+
+    def __init__(self) -> None:
+        """Mark the present end of the queue. On a CPU that is now."""
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if has_cuda():
+            # torch declares no types here.
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the moment has passed. Work queued after it goes on."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Return the seconds between two moments that have passed, by the device's clock."""
+        if self._event is not None and earlier._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return self._seconds - earlier._seconds
+
+
+class Readback:
+    """Numbers on their way from the device to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Start to copy a tensor of one dimension, behind the work queued so far."""
+        self._host = tensor
+        if has_cuda():
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+        self.arrival = Moment()
+
+    def numbers(self) -> list[float]:
+        """Return the numbers, once they are here."""
+        self.arrival.wait()
+        return [float(number) for number in self._host.tolist()]
 
 
 def prepare(local_rank: int) -> None:

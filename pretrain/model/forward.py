@@ -57,7 +57,7 @@ def run_schedule(
     ) -> tuple[Tensor, LossFunction]:
         tokens, last = next(batch_iterator)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
-            tokens = tokens.to(platform.device(), non_blocking=True)
+            tokens = platform.to_device(tokens)
             return call_model(schedule_module or chunk, tokens, last), loss_function
 
     micro_batch_size, length = batches[0].shape[0], batches[0].shape[1] - 1

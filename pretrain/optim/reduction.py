@@ -14,6 +14,7 @@ engine.py, `allreduce_gradients`). Megatron's needs buckets of its own (pretrain
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +59,9 @@ class GradientReducer:
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.parameter.main_grad = slot.gradient  # type: ignore[attr-defined]  # Megatron
-                slot.parameter.register_post_accumulate_grad_hook(
-                    lambda _, bucket=bucket, slot=slot: self._accumulate(bucket, slot)
-                )
+                hook = functools.partial(self._accumulate, bucket, slot)
+                # torch declares no types here.
+                slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def shards(self) -> list[Tensor]:
@@ -102,7 +103,7 @@ class GradientReducer:
         for bucket in self._buckets:
             self._receive(bucket)
 
-    def _accumulate(self, bucket: _FlatBucket, slot: _Slot) -> None:
+    def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
         gradient = slot.parameter.grad
         assert gradient is not None

@@ -3,8 +3,8 @@
 DeepSpeed's `step` would copy, scale, clip and measure the norm of gradients by the parameter, in
 fp64, and wait for the device several times (deepspeed/runtime/zero/stage_1_and_2.py). Here the norm
 takes one launch for all buckets, and the update one per bucket: AdamW's fused kernel divides the
-gradients by a factor as it reads them. That factor holds the mean over ranks, the loss scale and the
-clipping. It stays on the device, so that nothing waits for it.
+gradients by a factor as it reads them. That factor holds the mean over ranks, the loss scale and
+the clipping. It stays on the device, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class ShardedStep:
         shards = self._reducer.shards
         # Gradients are sums over the data-parallel ranks, of a scaled loss.
         scale = self._data_size * loss_scale
-        norm = self._norm(shards) / scale
+        norm: Tensor = self._norm(shards) / scale
         divisor = torch.full_like(norm, scale)
         if self._clip_grad:
             # As torch.nn.utils.clip_grad_norm_ does, with its 1e-6 against a division by zero.
             divisor *= ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
         adam = self._zero.optimizer
-        # What torch.amp.GradScaler hands to a fused optimizer (torch/amp/grad_scaler.py): the kernel
-        # divides by the one and does nothing if the other is 1.
+        # What torch.amp.GradScaler hands to a fused optimizer (torch/amp/grad_scaler.py): the
+        # kernel divides by the one and does nothing if the other is 1.
         adam.grad_scale = divisor.float()
         adam.found_inf = (~norm.isfinite()).float()
         for master, shard in zip(self._masters, shards):
@@ -112,4 +112,5 @@ class ShardedStep:
         # Every element of the model is counted by one rank: its data-parallel owner, on the one
         # model-parallel rank for which it is no copy.
         dist.all_reduce(squares)
-        return squares.sqrt()
+        norm: Tensor = squares.sqrt()
+        return norm

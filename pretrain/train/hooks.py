@@ -1,5 +1,8 @@
 """What the loop calls around its steps: logging, evaluation and saving.
 
+Numbers of a step reach the hooks while the device works on the next one. A hook that needs the
+model as it stands after a step says that it is due, and is called between two steps.
+
 Hooks read the run and never steer it, with one exception: a request to stop has to be agreed on by
 all ranks, and where a hook runs for long it has the ranks agree in between. An evaluation does so
 before each of its passes and is broken off when they have agreed; a save does so when it is done.
@@ -10,15 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol
 
 from pretrain import platform
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.evaluate.perplexity import Evaluator
-from pretrain.evaluate.perplexity import Protocol as EvaluationProtocol
+from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.rundir.metrics import Record
 from pretrain.rundir.states import Phase
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
@@ -26,14 +28,21 @@ from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
 
 
-class Hook(Protocol):
-    """The interface that the loop calls, on every rank."""
+class Hook:
+    """What the loop calls, on every rank. Each hook overrides what it needs."""
 
     def at_start(self, run: Run) -> None:
         """Finish the work that the previous attempt left undone at this step."""
 
-    def after_step(self, run: Run, record: dict[str, float]) -> None:
-        """Act on the step just taken; `record` is what was measured (`loop.train_step`)."""
+    def after_step(self, run: Run, record: Record) -> None:
+        """Act on a step's numbers (`QueuedStep.read`), while the next step may be under way."""
+
+    def is_due(self, run: Run) -> bool:
+        """Return True if the hook has to act before the next step begins, alike on all ranks."""
+        return False
+
+    def between_steps(self, run: Run) -> None:
+        """Act with no step under way. Called on all hooks as soon as one of them is due."""
 
     def close(self) -> None:
         """Release what the hook holds; called once, also after a failure."""
@@ -52,7 +61,7 @@ def make_hooks(run: Run) -> list[Hook]:
     return [LoggingHook(run, writer), EvaluationHook(run, writer), CheckpointHook(run)]
 
 
-class LoggingHook:
+class LoggingHook(Hook):
     """Add rates to a step's record and pass it to the writer; on rank 0 alone."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
@@ -66,10 +75,7 @@ class LoggingHook:
             "_causal": flops_per_token(run.config, length, causal=True),
         }
 
-    def at_start(self, run: Run) -> None:
-        """Do nothing: a step was logged before it was saved."""
-
-    def after_step(self, run: Run, record: dict[str, float]) -> None:
+    def after_step(self, run: Run, record: Record) -> None:
         """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""
         if self.writer is None:
             return
@@ -83,9 +89,6 @@ class LoggingHook:
                     rate_per_device, flops, self.peak_tflops_per_second
                 )
         record["peak_memory_bytes"] = platform.peak_memory_bytes()
-        loss_scale = run.optimizer.loss_scale
-        if loss_scale is not None:
-            record["loss_scale"] = loss_scale
         self.writer.step(record)
 
     def close(self) -> None:
@@ -94,7 +97,7 @@ class LoggingHook:
             self.writer.close()
 
 
-class EvaluationHook:
+class EvaluationHook(Hook):
     """Measure perplexity at several lengths, every evaluation.interval_steps and at the end."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
@@ -114,12 +117,16 @@ class EvaluationHook:
         """Do the evaluations that the previous attempt was stopped in."""
         self._evaluate(run, run.start_point.pending_evaluations)
 
-    def after_step(self, run: Run, record: dict[str, float]) -> None:
+    def is_due(self, run: Run) -> bool:
+        """Return True if the step is to be evaluated."""
+        return is_evaluated_after(run.config, run.state.step)
+
+    def between_steps(self, run: Run) -> None:
         """Evaluate if it is due. All ranks score; rank 0 writes."""
-        if is_evaluated_after(run.config, run.state.step):
+        if self.is_due(run):
             self._evaluate(run, protocols(run.config))
 
-    def _evaluate(self, run: Run, pending: Sequence[EvaluationProtocol]) -> None:
+    def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
         """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
         if not pending or run.requests.agreed:
             return
@@ -142,11 +149,8 @@ class EvaluationHook:
                     [{"step": step, "evaluation": True, **result.record()} for result in results]
                 )
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
-
-class CheckpointHook:
+class CheckpointHook(Hook):
     """Save every checkpoint.interval_steps, after the last step, and when the run is stopped."""
 
     def __init__(self, run: Run) -> None:
@@ -160,10 +164,17 @@ class CheckpointHook:
         if run.requests.agreed:
             self._save(run)
 
-    def after_step(self, run: Run, record: dict[str, float]) -> None:
+    def is_due(self, run: Run) -> bool:
+        """Return True if the step is to be saved."""
+        step, config = run.state.step, run.config
+        is_last = step == config.train.num_steps
+        is_regular = step % config.checkpoint.interval_steps == 0
+        return bool(run.requests.agreed) or is_regular or is_last
+
+    def between_steps(self, run: Run) -> None:
         """Save if it is due. All ranks together."""
         step, last = run.state.step, run.config.train.num_steps
-        if run.requests.agreed or step % run.config.checkpoint.interval_steps == 0 or step == last:
+        if self.is_due(run):
             self._save(run)
         # A request may have come while saving, which can take minutes. The run then stops here,
         # rather than one step and a second save later.
@@ -178,6 +189,3 @@ class CheckpointHook:
         with run.reporter.during(Phase.SAVING, step, saved=step):
             save_checkpoint(run.config, run.topology, run.optimizer, run.state)
         self.saved_step = step
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""

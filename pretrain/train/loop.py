@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState
-from pretrain.config import RunConfig, RunFailed, dump_config, writing
+from pretrain.config import RunConfig, dump_config, writing
 from pretrain.data.loader import batches
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
-from pretrain.train.hooks import make_hooks
+from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
-from pretrain.train.step import agree, average_loss, forward_backward, seed_step
+from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step
 from pretrain.train.stopping import EXIT_CODES, Requests
 
 
@@ -62,7 +62,11 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
 
 
 def _train_steps(run: Run) -> None:
-    """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
+    """Take steps and call the hooks until the run is finished or all ranks agree to stop.
+
+    A step's numbers are read and logged when the next step has been queued, so that the device does
+    not wait for it. They are read at once where a hook is due, which needs the step to be over.
+    """
     steps = step_batches(run)
     hooks = make_hooks(run)
     try:
@@ -70,55 +74,57 @@ def _train_steps(run: Run) -> None:
         agree(run.requests)
         for hook in hooks:
             hook.at_start(run)
+        begin, unread = platform.Moment(), None
         while run.state.step < run.config.train.num_steps and not run.requests.agreed:
-            record = train_step(run, steps)
-            for hook in hooks:
-                hook.after_step(run, record)
-            run.reporter.progress(run.state.step)
+            queued = queue_step(run, steps, begin)
+            if unread is not None:
+                _report(run, hooks, unread)
+            begin, unread = queued.end, queued
+            if any(hook.is_due(run) for hook in hooks):
+                _report(run, hooks, unread)
+                for hook in hooks:
+                    hook.between_steps(run)
+                begin, unread = platform.Moment(), None
         run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
             hook.close()
 
 
-def train_step(run: Run, steps: Iterator[list[Tensor]]) -> dict[str, float]:
-    """Take one optimizer step. All ranks together.
+def _report(run: Run, hooks: Sequence[Hook], step: QueuedStep) -> None:
+    """Wait for a step's numbers, and pass them on."""
+    record = step.read()
+    for hook in hooks:
+        hook.after_step(run, record)
+    run.reporter.progress(record["step"])
+
+
+def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) -> QueuedStep:
+    """Queue one optimizer step on the device. All ranks together.
 
     Args:
-        run: The run; its `state` is replaced, and requests to stop are settled.
+        run: The run; its `state` is replaced.
         steps: This rank's micro batches, step by step.
+        begin: When the step before ended.
 
     Returns:
-        What was measured, with the unit in each name. `step` counts the steps done, this one
-        included; `loss_nats` is the mean over the global batch, before the update.
-
-    Raises:
-        RunFailed: The gradient norm is not finite.
+        The step, whose numbers are still to be read.
     """
-    begin = time.perf_counter()
+    asked = time.perf_counter()
     micro_batches = next(steps)
-    data_wait = time.perf_counter() - begin
+    data_wait = time.perf_counter() - asked
     step = run.state.step
     rate = learning_rate(run.config, step)
     seed_step(run.config, run.topology, step)
     losses = forward_backward(run.chunks, run.optimizer, micro_batches)
-    try:
-        norm = float(run.optimizer.step(rate))
-    except RunFailed as failure:
-        raise RunFailed(f"step {step + 1}: {failure}") from None
-    loss = average_loss(losses, run.topology, run.requests)
-    consumed_samples = run.state.consumed_samples + run.config.batch.global_batch_size
-    run.state = TrainerState(step + 1, consumed_samples)
-    # Kernels run asynchronously: without this the step's last ones would count to the next step.
-    platform.synchronize()
-    return {
-        "step": run.state.step,
-        "loss_nats": loss,
-        "gradient_norm": norm,
-        "learning_rate": rate,
-        "step_seconds": time.perf_counter() - begin,
-        "data_wait_seconds": data_wait,
-    }
+    norm = run.optimizer.step(rate)
+    run.state = TrainerState(
+        step + 1, run.state.consumed_samples + run.config.batch.global_batch_size
+    )
+    record = {"step": step + 1, "learning_rate": rate, "data_wait_seconds": data_wait}
+    if run.optimizer.loss_scale is not None:
+        record["loss_scale"] = run.optimizer.loss_scale
+    return QueuedStep(run, losses, norm, begin, record)
 
 
 def step_batches(run: Run) -> Iterator[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 A signal may reach one rank alone, or several ranks during different steps. A rank that acted on it
 by itself would leave the others waiting in their next collective. So a signal is only noted; the
-ranks' notes are summed in a reduction that takes place anyway (`step.average_loss`), and the sum,
+ranks' notes are summed in a reduction that takes place anyway (`step.QueuedStep`), and the sum,
 the same on every rank, is the decision.
 
 This module imports nothing slow, so that signals are noted also while torch is being imported.

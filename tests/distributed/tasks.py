@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -239,7 +239,7 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         None elsewhere.
     """
     from pretrain.checkpoint.save import save_checkpoint
-    from pretrain.train.loop import step_batches, train_step
+    from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
     from pretrain.train.start import find_start_point, load_run, prepare
     from pretrain.train.stopping import Requests
@@ -249,7 +249,7 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
     began = run.state.step
     steps = step_batches(run)
-    records = [train_step(run, steps) for _ in range(until - began)]
+    records = [queue_step(run, steps, platform.Moment()).read() for _ in range(until - began)]
     save_checkpoint(config, run.topology, run.optimizer, run.state)
     result = {
         "began": began,
