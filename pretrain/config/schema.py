@@ -322,7 +322,8 @@ class RecoverySection(Section):
 
     hang_seconds: float = Field(default=900, gt=0, allow_inf_nan=False)
     """Seconds without a finished training step, or a finished forward pass of an evaluation, after
-    which the processes are ended and started again. Must exceed the slowest step."""
+    which the processes are ended and started again. Must exceed two of the slowest steps, because a
+    step is reported while the next one runs."""
 
     startup_seconds: float = Field(default=1800, gt=0, allow_inf_nan=False)
     """The same limit for each of starting, loading a checkpoint and saving one, as a whole."""

@@ -503,3 +503,76 @@ def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
     bound = (2.0**-8 + ranks * 2.0**-24) * gradients.double().abs().sum(0)
     errors = {way: float((s.double() - exact).norm() / exact.norm()) for way, s in sums.items()}
     return {**errors, "within bound": float((error <= bound).all())}
+
+
+def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
+    """Train a run, and return when steps were queued, read and saved, each with its step."""
+    from pretrain.train import hooks, loop
+    from pretrain.train.step import QueuedStep
+
+    events: list[tuple[str, int]] = []
+    queue_step, read, save = loop.queue_step, QueuedStep.read, hooks.save_checkpoint
+
+    def queued(run: Any, *args: Any) -> Any:
+        step = queue_step(run, *args)
+        events.append(("queue", run.state.step))
+        return step
+
+    def counted_read(self: Any) -> Any:
+        record = read(self)
+        events.append(("read", record["step"]))
+        return record
+
+    def counted_save(config: Any, topology: Any, optimizer: Any, state: Any) -> Any:
+        events.append(("save", state.step))
+        return save(config, topology, optimizer, state)
+
+    loop.queue_step, QueuedStep.read, hooks.save_checkpoint = queued, counted_read, counted_save
+    try:
+        assert loop.train(config) == 0
+    finally:
+        loop.queue_step, QueuedStep.read, hooks.save_checkpoint = queue_step, read, save
+    return events
+
+
+def train_with_a_gradient_that_is_not_finite(config: RunConfig, bad_step: int) -> dict[str, Any]:
+    """Train a run in which the gradients of one step hold a NaN.
+
+    Args:
+        config: The run's config.
+        bad_step: The step, counted from 1.
+
+    Returns:
+        "error": the message that ended the run; "saved": names of its checkpoints;
+        "weights_unchanged": True if the weights are as they were before the bad step.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.rundir.paths import RunPaths
+    from pretrain.train.loop import train
+
+    update = ZeroOptimizer.update
+    seen: dict[str, Any] = {"calls": 0, "error": ""}
+
+    def poisoned(self: Any, *args: Any) -> Any:
+        seen["calls"] += 1
+        if seen["calls"] == bad_step:
+            self._sharded_step._reducer.shards[0][0] = float("nan")
+            seen["optimizer"] = self
+            seen["before"] = [named.parameter.detach().clone() for named in self.parameters]
+            norm = update(self, *args)
+            seen["after"] = [named.parameter.detach().clone() for named in self.parameters]
+            return norm
+        return update(self, *args)
+
+    ZeroOptimizer.update = poisoned
+    try:
+        train(config)
+    except RunFailed as failure:
+        seen["error"] = str(failure)
+    finally:
+        ZeroOptimizer.update = update
+    checkpoints = RunPaths(config.directory).checkpoints
+    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    same = all(torch.equal(a, b) for a, b in zip(seen["before"], seen["after"], strict=True))
+    return {"error": seen["error"], "saved": saved, "weights_unchanged": same}
