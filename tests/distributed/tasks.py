@@ -82,7 +82,7 @@ def train_steps(
         kept = forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
         norms.append(float(optimizer.step(learning_rate(config, step))))
         losses.append(average_loss(kept, topology))
-    weights = full_weights(optimizer)
+    weights = full_tensors(optimizer, "master")
     # The engine is part of reference cycles. Collected now, its memory does not add up over tasks.
     del optimizer, chunks
     gc.collect()
@@ -130,10 +130,15 @@ def fp16_on_cpu() -> Iterator[None]:
         platform.check_precision, accelerator.is_fp16_supported = check, supported
 
 
-def full_weights(optimizer: Any) -> dict[str, Tensor]:
-    """Return the fp32 master weights by global name, assembled from the fragments of every rank."""
+def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
+    """Return the optimizer's state by global name, assembled from the fragments of every rank.
+
+    Args:
+        optimizer: The optimizer.
+        kind: "master", "exp_avg" or "exp_avg_sq".
+    """
     fragments = optimizer.state().fragments
-    mine = [(f.named, f.start, f.tensors["master"].clone()) for f in fragments]
+    mine = [(f.named, f.start, f.tensors[kind].clone()) for f in fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         gathered, [(n.name, n.shape, n.global_shape, n.offset, start, t) for n, start, t in mine]
@@ -576,3 +581,39 @@ def train_with_a_gradient_that_is_not_finite(config: RunConfig, bad_step: int) -
     saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
     same = all(torch.equal(a, b) for a, b in zip(seen["before"], seen["after"], strict=True))
     return {"error": seen["error"], "saved": saved, "weights_unchanged": same}
+
+
+def gradients_seen_by_adam(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, Tensor] | None:
+    """Take one step, and return the gradients with which Adam was fed, at any ZeRO stage.
+
+    After its first step, Adam's first moment is (1 - beta1) times the gradient.
+
+    Args:
+        config: The run's config, without clipping.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+
+    Returns:
+        On rank 0, the means over the global batch by global name; None elsewhere.
+    """
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.train.step import forward_backward, seed_step
+
+    topology, chunks = _build_model_with(config, state)
+    optimizer = ZeroOptimizer(config, topology, chunks)
+    seed_step(config, topology, 0)
+    forward_backward(chunks, optimizer, _split_among_ranks(config, topology, tokens))
+    optimizer.step(0.0)
+    factor = 1 / (1 - config.optimizer.adam_beta1)
+    full = {n: t * factor for n, t in full_tensors(optimizer, "exp_avg").items()}
+    return full if topology.is_main else None
+
+
+def gradients_seen_by_adam_in_fp16_on_cpu(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> Any:
+    """Run `gradients_seen_by_adam` in fp16."""
+    with fp16_on_cpu():
+        return gradients_seen_by_adam(config, state, tokens)

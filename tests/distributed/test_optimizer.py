@@ -173,6 +173,33 @@ def test_gradients_are_summed_over_ranks_in_fp32(pools, layout, wire):
         assert max(part["error"] for rank in ranks for part in rank) > 0
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_zero_stage_adds_up_in_fp32(pools, stage, precision):
+    """DeepSpeed's reductions at stages 2 and 3 keep what those of stage 1 keep (tested above).
+
+    4 ranks with 2 micro batches each: 8 terms. Sums in bf16 or fp16 would differ by some 1e-3.
+    """
+    task = {
+        "bf16": tasks.gradients_seen_by_adam,
+        "fp16": tasks.gradients_seen_by_adam_in_fp16_on_cpu,
+    }[precision]
+
+    def gradients(zero_stage: int):
+        config = tiny_config(
+            train={"precision": precision},
+            parallel={"zero_stage": zero_stage},
+            batch={"micro_batch_size": 1, "global_batch_size": 8},
+            optimizer={"clip_grad": 0.0, "initial_loss_scale_power": 12},
+        )
+        state, batches, *_ = _expected("alibi")
+        return pools(4).run(task, config, state, batches[0])[0]
+
+    expected, actual = gradients(1), gradients(stage)
+    for name, value in expected.items():
+        assert float((actual[name] - value).norm()) <= 8 * UNIT["fp32"] * float(value.norm()), name
+
+
 def test_a_wire_of_fp16_stays_within_its_own_rounding(pools):
     config = tiny_config(
         train={"precision": "fp16"},
