@@ -242,6 +242,9 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
             # Refused without managed accumulation, except at stage 2 (engine.py).
             "overlap_comm": False,
             "reduce_scatter": True,
+            # Stage 2: otherwise reduce_scatter is an all-reduce, of which each rank keeps its part
+            # (zero/stage_1_and_2.py, `average_tensor`). A reduction to the owner halves the bytes.
+            "use_multi_rank_bucket_allreduce": False,
             "reduce_bucket_size": bucket_size,
             "allgather_bucket_size": bucket_size,
             # Parameters below the threshold would stay gathered, and `load_state`, which writes to

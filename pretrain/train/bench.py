@@ -59,6 +59,7 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
         clock.timed("optimizer step", optimizer.update)(config.optimizer.learning_rate)
         average_loss(losses, topology)
         clock.add("step", clock.now() - begin)
+    optimizer.wait_for_weights()
     medians = {name: statistics.median(times) for name, times in clock.times.items()}
     rate = config.tokens_per_step / medians["step"]
     result = {

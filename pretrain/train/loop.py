@@ -85,6 +85,8 @@ def _train_steps(run: Run) -> None:
                 for hook in hooks:
                     hook.between_steps(run)
                 begin, unread = platform.Moment(), None
+        # The processes part after this. No message may still be on its way then.
+        run.optimizer.wait_for_weights()
         run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
