@@ -111,6 +111,10 @@ def attention_folded(
     if kernel == SDPBackend.FLASH_ATTENTION:
         # Unlike the memory-efficient kernel, it needs values as wide as the keys.
         v_SBGD = torch.nn.functional.pad(v_SBGD, (0, q.shape[3] - width))
+    else:
+        # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a
+        # view of the fused qkv projection, it would keep all of that in memory, too.
+        v_SBGD = v_SBGD.contiguous()
 
     outputs = []
     for start in range(0, num_queries, QUERY_CHUNK):
