@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ class Choice(NamedTuple):
     """Why this backend, and what it computes in."""
 
 
+# Asked for each layer of each micro batch, with few different calls.
+@lru_cache(maxsize=1024)
 def choose_backend(call: Call) -> Choice:
     """Return the best backend for a call.
 
