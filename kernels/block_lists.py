@@ -2,10 +2,10 @@
 
 The bound is that of `pretrain.kernels.skipping` (read its docstring first), computed here by a few
 batched torch operations on the device of q, since kernels of other projects take lists that exist
-before they run. Three things differ, all on the careful side:
+before they run.
 
 - A tile's own keys are those at the positions of its queries, in tiles of 128. For the floor, a
-  query counts those of its own 128 alone.
+  query counts those of its own 128 alone, which is careful: a logsumexp only grows with more keys.
 - Far keys and values are compared with those at the first position of the tile of queries, which
   all of its queries see. So what a later token of the tile contains cannot make an earlier query
   lose more than 2^-24 of what it sees itself.

@@ -6,9 +6,8 @@ It holds no tensors and asks no GPU, so decisions for any GPU can be tested on a
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ PACKAGES = ("triton", "flash_attn", "flash_attn.cute")
 """Optional packages that backends need: Triton, FlashAttention-2 and FlashAttention-4."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The properties of an attention call on which the choice of a backend depends."""
 
     dtype: torch.dtype

@@ -36,7 +36,8 @@ def refusal(call: Call) -> str | None:
         return "it needs a GPU of compute capability 9.x or 10.x"
     if "flash_attn.cute" not in call.installed:
         return "the package flash-attn-4 is not installed"
-    if "BACKEND" not in getattr(torch_flex.FlexKernelOptions, "__annotations__", {}):
+    options = getattr(torch_flex, "FlexKernelOptions", None)
+    if "BACKEND" not in getattr(options, "__annotations__", {}):
         return f"FlexAttention of torch {torch.__version__} has no option BACKEND"
     if not call.is_half:
         return f"it serves fp16 and bf16, this is {call.dtype_name}"

@@ -102,7 +102,8 @@ def test_rows_are_written_when_a_case_is_done(run, tmp_path):
         written.append((tmp_path / "report.md").read_text().count("\n"))
 
     run([contestant("a", attend)], FakeTime(0.0, 1.0), lengths=(64,), seconds=1000.0)
-    # It is called once a case, for the fake clock calls nothing: before that, the rows of all earlier cases stand in the file.
+    # It is called once a case, since the fake clock calls nothing. The rows of all earlier cases
+    # stand in the file by then.
     assert written == [written[0] + number for number in range(4)]
 
 

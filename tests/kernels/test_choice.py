@@ -1,12 +1,11 @@
 """Test which backend serves which call on which GPU: the choice takes a description, no GPU."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from pretrain.kernels import flash2, flash4, flex, folded
-from pretrain.kernels.call import Call, installed_packages
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import Call, describe_call, installed_packages
 from pretrain.kernels.choice import choose_backend
 
 V100, A100, H100, B200 = (7, 0), (8, 0), (9, 0), (10, 0)
@@ -27,7 +26,7 @@ ALIBI = Call(
 
 
 def call(**changes):
-    return dataclasses.replace(ALIBI, **changes)
+    return ALIBI._replace(**changes)
 
 
 # What differs from ALiBi, bf16, width 128 and Triton on an H100; the backend; words of the reason.
@@ -149,3 +148,30 @@ def test_named_backends_refuse_what_they_cannot_serve(refuses, changes, reason):
 def test_packages_are_looked_for_without_an_import():
     found = installed_packages()
     assert found <= {"triton", "flash_attn", "flash_attn.cute"}
+
+
+@pytest.mark.parametrize(
+    ("slopes", "table", "kind"),
+    [
+        (None, None, "none"),
+        (torch.ones(4), None, "slopes"),
+        (torch.ones(4, requires_grad=True), None, "trained slopes"),
+        (None, torch.ones(4, 32), "table"),
+    ],
+)
+def test_a_call_is_described_as_it_is(slopes, table, kind):
+    q, k = torch.zeros(3, 1, 4, 20, dtype=FP16), torch.zeros(7, 1, 2, 20, dtype=FP16)
+    described = describe_call(q, k, ScoreBias(slopes, table, 128, kind != "table"), 0.1)
+    assert described == Call(
+        dtype=FP16,
+        head_dim=20,
+        num_queries=3,
+        num_keys=7,
+        heads=4,
+        groups=2,
+        bias=kind,
+        causal=kind != "table",
+        dropout=True,
+        capability=None,
+        installed=installed_packages(),
+    )
