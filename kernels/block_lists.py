@@ -105,9 +105,9 @@ def skipping_lists(
     distance = query_tiles[:, None] * query_tile - (key_tiles * KEY_TILE + KEY_TILE - 1)
     slope = slopes.float()[None, :, None, None] * LOG2E
     most = abs(scale) * LOG2E * longest_q[..., None] * longest_k[:, :, None] * NORM_SLACK
-    floor = (floor_BHT - floor_BHT.abs() * RELATIVE_SLACK)[..., None]
+    floor = (floor_BHT - floor_BHT.abs() * (2 * RELATIVE_SLACK))[..., None]
     gap = floor - (most - slope * distance * (1 - RELATIVE_SLACK))
-    need = torch.full_like(gap, NEEDED_BITS + math.log2(length) + ABSOLUTE_SLACK)
+    need = torch.full_like(gap, NEEDED_BITS + math.log2(length) + 2 * ABSOLUTE_SLACK)
     for longest, seen in ((longest_k, seen_k), (longest_v, seen_v)):
         # A row of zeros makes this infinite, and nothing is skipped.
         ratio = longest[:, :, None] / seen[..., None]

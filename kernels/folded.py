@@ -39,11 +39,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.call import Call
-from pretrain.kernels.sdpa import causal_sdpa
+from pretrain.kernels.sdpa import causal_sdpa, only_fused
 
 QUERY_CHUNK = 2048
 """Most queries that one call serves. It bounds the rounding error of steep heads (see
@@ -107,14 +106,12 @@ def attention_folded(
     scale = width**-0.5 if scale is None else scale
     assert bias.slopes is not None  # `refusal` has seen to it
     q = _widened(q_SBHD, query_columns(bias.slopes, scale, q_SBHD.dtype))
-    kernel = _kernel(q)
-    if kernel == SDPBackend.FLASH_ATTENTION:
-        # Unlike the memory-efficient kernel, it needs values as wide as the keys.
-        v_SBGD = torch.nn.functional.pad(v_SBGD, (0, q.shape[3] - width))
-    else:
+    if _takes_narrow_values(q):
         # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a
         # view of the fused qkv projection, it would keep all of that in memory, too.
         v_SBGD = v_SBGD.contiguous()
+    else:
+        v_SBGD = torch.nn.functional.pad(v_SBGD, (0, q.shape[3] - width))
 
     outputs = []
     for start in range(0, num_queries, QUERY_CHUNK):
@@ -122,7 +119,7 @@ def attention_folded(
         keys = num_keys - num_queries + start + queries
         columns_SE = key_columns(keys, keys - queries // 2, q.dtype, q.device)
         k = _widened(k_SBGD[:keys], columns_SE[:, None, None])
-        with sdpa_kernel([kernel]):
+        with only_fused():
             out = causal_sdpa(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
         outputs.append(out[..., :width])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -206,15 +203,16 @@ def score_error_bound(
     return sums + slope * distance * 2.0 ** -(24 if dtype == torch.bfloat16 else 33)
 
 
-def _kernel(q_SBHD: Tensor) -> SDPBackend:
-    """Return the kernel that is to serve the widened queries. If it cannot, torch raises."""
+def _takes_narrow_values(q_SBHD: Tensor) -> bool:
+    """Return True if the kernel that will serve the widened queries takes values of another width.
+
+    The memory-efficient kernel does. It serves GPUs below compute capability 8.0 and widths above
+    256; elsewhere torch takes cuDNN's or the flash kernel, which want values as wide as the keys.
+    """
     if not q_SBHD.is_cuda:
-        return SDPBackend.FLASH_ATTENTION
-    flash_width = 256
-    new_enough = torch.cuda.get_device_capability(q_SBHD.device) >= (8, 0)
-    if new_enough and q_SBHD.shape[3] <= flash_width:
-        return SDPBackend.FLASH_ATTENTION
-    return SDPBackend.EFFICIENT_ATTENTION
+        return False
+    old = torch.cuda.get_device_capability(q_SBHD.device) < (8, 0)
+    return old or q_SBHD.shape[3] > 256
 
 
 def _widened(x_SBHD: Tensor, columns: Tensor) -> Tensor:

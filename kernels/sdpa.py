@@ -10,24 +10,17 @@ serves on a GPU, where q, k and v are then cast to fp32 (the log of the start sa
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.call import Call
 
-FUSED = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-]
-"""Kernels that do not store the scores. Among those that can serve, torch takes the one that is
-first in its own order of preference (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
 QUERY_BLOCK = 256
 """Queries served by one call of torch's kernel. A block is not given the keys after its last query,
 which halves the work of long causal sequences. Of 64, 128, 256 and 512, 256 was the fastest at
@@ -125,6 +118,23 @@ def refusal(call: Call) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def only_fused() -> Iterator[None]:
+    """Make torch raise an error where it would otherwise compute by its unfused path.
+
+    That path stores all scores and, on a CPU, rounds them to half precision. Among the fused
+    kernels torch takes the first that can serve, in its own order of preference
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). This is the flag that torch's
+    `sdpa_kernel` sets as one of five, in 1.6 us for 11.6.
+    """
+    enabled = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_math_sdp(enabled)
+
+
 def causal_sdpa(
     q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scale: float | None, dropout_p: float
 ) -> Tensor:
@@ -179,8 +189,7 @@ def _without_mask(
         The output, [queries, B, H, D].
     """
     # On a CPU, torch serves dropout by its unfused path alone.
-    only_fused = sdpa_kernel(FUSED) if q_SBHD.is_cuda else contextlib.nullcontext()
-    with only_fused:
+    with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
         if causal:
             return causal_sdpa(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p)
         q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
@@ -194,9 +203,9 @@ def _without_mask(
 def _with_equal_heads(q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, ...]:
     """Return q, k and v, with key heads repeated where torch's kernel cannot share them.
 
-    The memory-efficient kernel, which serves fp32 and GPUs below compute capability 8.0, has no
-    grouped queries (torch 2.13, sdp_utils.cpp), and neither has the kernel for fewer queries than
-    keys.
+    The memory-efficient kernel, which serves fp32, heads wider than 256 and GPUs below compute
+    capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the kernels
+    for fewer queries than keys.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -206,6 +215,7 @@ def _with_equal_heads(q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[T
     repeats = q_SBHD.shape[2] // k_SBGD.shape[2]
     shares = not q_SBHD.is_cuda or (
         q_SBHD.dtype in (torch.float16, torch.bfloat16)
+        and q_SBHD.shape[3] <= 256
         and q_SBHD.shape[0] == k_SBGD.shape[0]
         and torch.cuda.get_device_capability(q_SBHD.device) >= (8, 0)
     )

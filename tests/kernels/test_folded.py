@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.kernels import folded
 from pretrain.kernels.alibi import alibi_slopes
@@ -163,6 +164,14 @@ def test_far_end_of_sixteen_times_the_training_length(dtype):
         assert error <= 1.05 * unfolded, f"head {head}: {error:.3g}, with a mask {unfolded:.3g}"
 
 
+def test_torch_s_unfused_path_is_never_taken():
+    """It would round scores to the dtype of q. Without the fused path there is an error instead."""
+    qkv, arguments = make("one chunk", torch.float16)
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match=r"[Nn]o viable backend"):
+        attention(*qkv, backend="folded", **arguments)
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
 def test_custom_scale():
     (q, k, v), arguments = make("one chunk", torch.float16)
     for scale in (0.1, 1.0):
@@ -209,13 +218,15 @@ def test_cuda_outputs_and_gradients(case, dtype, kernel, monkeypatch):
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0) and (dtype == torch.bfloat16 or kernel == "FLASH_ATTENTION"):
         pytest.skip("this GPU has neither bf16 nor a flash kernel")
-    monkeypatch.setattr(folded, "_kernel", lambda q: getattr(folded.SDPBackend, kernel))
+    narrow = kernel == "EFFICIENT_ATTENTION"
+    monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
     qkv, arguments = make(case, dtype, "cuda")
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=dtype)
     bias = ScoreBias(arguments["slopes"], None, 128, True)
 
     def attend(q, k, v, slopes):
-        return folded.attention_folded(q, k, v, bias, None, 0.0)
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return folded.attention_folded(q, k, v, bias, None, 0.0)
 
     assert_as_good_as_plain_torch(run(attend, qkv, arguments), plain, exact, dtype)
