@@ -37,6 +37,8 @@ add in the order of the columns: the sum q . k is complete before anything large
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -105,7 +107,7 @@ def attention_folded(
     num_queries, num_keys, width = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[3]
     scale = width**-0.5 if scale is None else scale
     assert bias.slopes is not None  # `refusal` has seen to it
-    q = _widened(q_SBHD, query_columns(bias.slopes, scale, q_SBHD.dtype))
+    q = _widened(q_SBHD, _cached_query_columns(bias.slopes, scale, q_SBHD.dtype))
     if _takes_narrow_values(q):
         # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a
         # view of the fused qkv projection, it would keep all of that in memory, too.
@@ -123,6 +125,29 @@ def attention_folded(
             out = causal_sdpa(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
         outputs.append(out[..., :width])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return `query_columns`, made once for the slopes that all layers and steps share.
+
+    Args:
+        slopes: [H], fp32.
+        scale: Factor that the kernel applies to q k^T.
+        dtype: Dtype of q: fp16 or bf16.
+    """
+    if slopes.is_inference():
+        # Such a tensor has no version, by which a change of its values would be seen.
+        return query_columns(slopes, scale, dtype)
+    return _query_columns_of_version(slopes, slopes._version, scale, dtype)
+
+
+@lru_cache(maxsize=16)
+def _query_columns_of_version(
+    slopes: Tensor, version: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    # A tensor is a key by its identity.
+    with torch.inference_mode(False):
+        return query_columns(slopes, scale, dtype)
 
 
 def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -144,6 +169,9 @@ def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
+# The same for all layers and, in training, for all steps.
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the extra columns of k, which hold the position of each key relative to `centre`.
 

@@ -172,6 +172,24 @@ def test_torch_s_unfused_path_is_never_taken():
     assert torch.backends.cuda.math_sdp_enabled()
 
 
+def test_columns_are_made_once_and_follow_the_slopes():
+    qkv, arguments = make("one chunk", torch.float16)
+    slopes = arguments["slopes"]
+    first = folded._cached_query_columns(slopes, 0.25, torch.float16)
+    assert folded._cached_query_columns(slopes, 0.25, torch.float16) is first
+    slopes.mul_(0.5)
+    again = folded._cached_query_columns(slopes, 0.25, torch.float16)
+    assert torch.equal(again[:, 0], first[:, 0] / 2)
+    # Made in inference mode, as an evaluation would, they serve training, too.
+    with torch.inference_mode():
+        fixed = torch.full((8,), 0.3)
+        attention(*(x.detach()[:40] for x in qkv), slopes=slopes, backend="folded")
+        attention(*(x.detach()[:40] for x in qkv), slopes=fixed, backend="folded")
+    for used in (slopes, fixed):
+        out = attention(*(x[:40] for x in qkv), slopes=used, backend="folded")
+        torch.autograd.grad(out.sum(), qkv)
+
+
 def test_custom_scale():
     (q, k, v), arguments = make("one chunk", torch.float16)
     for scale in (0.1, 1.0):
