@@ -4,20 +4,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from pretrain.kernels import flash2, flash4, flex, folded, sdpa
 from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.flash2 import attention_flash2
-from pretrain.kernels.flash2 import refusal as flash2_refusal
-from pretrain.kernels.flex import attention_flex
-from pretrain.kernels.flex import refusal as flex_refusal
+from pretrain.kernels.call import Call, describe_call, installed_packages
+from pretrain.kernels.choice import choose_backend
 from pretrain.kernels.reference import attention_reference
-from pretrain.kernels.sdpa import attention_sdpa, needs_mask
+
+REFUSALS: dict[str, Callable[[Call], str | None]] = {
+    "flash2": flash2.refusal,
+    "flash4": flash4.refusal,
+    "flex": flex.refusal,
+    "folded": folded.refusal,
+    "sdpa": sdpa.refusal,
+}
+"""Backends that decide from a call's description. The Triton kernel decides from the tensors, since
+its interpreter serves those of a CPU; the reference serves everything."""
 
 
 def attention(
@@ -51,9 +59,10 @@ def attention(
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
-        backend: "triton", "flash2", "flex", "sdpa" or "reference", which then serves or fails; or
-            "auto", which chooses one and logs the choice and its reason once per process.
-        skip: For the Triton kernel only: skip tiles of keys too far away to matter
+        backend: "triton", "flash2", "flash4", "flex", "folded", "sdpa" or "reference", which then
+            serves or fails; or "auto", which chooses one (`pretrain.kernels.choice`) and logs the
+            choice and its reason once per process.
+        skip: For "triton" and "flash4": skip tiles of keys too far away to matter
             (`pretrain.kernels.skipping`). True at any length, False never, None where it pays.
 
     Returns:
@@ -65,23 +74,25 @@ def attention(
     """
     _check_arguments(q_SBHD, k_SBGD, v_SBGD, slopes, relative_attention_bias, causal, dropout_p)
     bias = ScoreBias(slopes, relative_attention_bias, relative_attention_max_distance, causal)
+    call = describe_call(q_SBHD, k_SBGD, bias, dropout_p)
     if backend == "auto":
-        backend, reason = _choose(q_SBHD, k_SBGD, bias, dropout_p)
+        backend, reason = choose_backend(call)
         _log_once(f"attention through {backend}: {reason}")
+    elif backend in REFUSALS:
+        _raise_refusal(backend, REFUSALS[backend](call))
     if backend == "triton":
-        _raise_refusal(backend, _triton_refusal(q_SBHD))
-        # Imported here because triton may not be installed.
-        from pretrain.kernels.flash.host import attention_triton
-
-        return attention_triton(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip)
+        return _attention_triton(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip)
     if backend == "flash2":
-        _raise_refusal(backend, flash2_refusal(q_SBHD, bias))
-        return attention_flash2(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
-    if backend == "sdpa":
-        return attention_sdpa(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
+        return flash2.attention_flash2(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
+    if backend == "flash4":
+        _log_once(f"attention through flash4: {flash4.caveat(call)}")
+        return flash4.attention_flash4(q_SBHD, k_SBGD, v_SBGD, bias, scale, skip)
     if backend == "flex":
-        _raise_refusal(backend, flex_refusal(q_SBHD, dropout_p))
-        return attention_flex(q_SBHD, k_SBGD, v_SBGD, bias, scale)
+        return flex.attention_flex(q_SBHD, k_SBGD, v_SBGD, bias, scale)
+    if backend == "folded":
+        return folded.attention_folded(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
+    if backend == "sdpa":
+        return sdpa.attention_sdpa(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "reference":
         return attention_reference(
             q_SBHD,
@@ -95,45 +106,38 @@ def attention(
             dropout_p=dropout_p,
         ).to(q_SBHD.dtype)
     raise ValueError(
-        f"attention backend {backend!r}: there are auto, triton, flash2, flex, sdpa and reference"
+        f"attention backend {backend!r}: there are auto, triton, flash2, flash4, flex, folded, "
+        "sdpa and reference"
     )
 
 
-def _choose(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias, dropout_p: float) -> tuple[str, str]:
-    """Return the first backend, in order of preference, that can serve the call, and the reason.
+def _attention_triton(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
+    skip: bool | None,
+) -> Tensor:
+    """Call the Triton kernel, or raise ValueError if it cannot serve.
 
     Args:
         q_SBHD: Queries.
         k_SBGD: Keys.
+        v_SBGD: Values.
         bias: Score bias and causality.
+        scale: Factor of the products q k^T.
         dropout_p: Probability that a weight is dropped.
-
-    Returns:
-        The name of the backend, and a sentence for the log.
+        skip: As in `attention`.
     """
-    # Triton's interpreter serves CPU tensors, too, but is for tests only and never chosen.
-    if q_SBHD.is_cuda and _triton_refusal(q_SBHD) is None:
-        return (
-            "triton",
-            "it makes the bias inside the kernel, and one kernel for every method compares methods",
-        )
-    if flash2_refusal(q_SBHD, bias) is None:
-        return "flash2", "it adds ALiBi inside its kernel"
-    if not needs_mask(q_SBHD, k_SBGD, bias):
-        return "sdpa", "nothing is added to the scores, so torch's fused kernel needs no mask"
-    refusal = flex_refusal(q_SBHD, dropout_p)
-    if refusal is None:
-        return "flex", "it adds the bias inside the kernel and skips masked tiles"
-    return "sdpa", f"with a float mask; flex cannot serve, {refusal}"
+    if "triton" not in installed_packages():
+        _raise_refusal("triton", "the package triton is not installed")
+    # Imported here because triton may not be installed.
+    from pretrain.kernels.flash.host import attention_triton, refusal
 
-
-def _triton_refusal(q_SBHD: Tensor) -> str | None:
-    """Return the reason why the Triton kernel cannot serve these queries, or None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    from pretrain.kernels.flash.host import refusal
-
-    return refusal(q_SBHD)
+    _raise_refusal("triton", refusal(q_SBHD))
+    return attention_triton(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip)
 
 
 def _raise_refusal(backend: str, refusal: str | None) -> None:

@@ -5,31 +5,28 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
-import torch
 from torch import Tensor
 
 from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import Call
 
 
-def refusal(q_SBHD: Tensor, bias: ScoreBias) -> str | None:
+def refusal(call: Call) -> str | None:
     """Return the reason why FlashAttention-2 cannot serve this call, or None if it can."""
-    if not q_SBHD.is_cuda:
+    if not call.is_cuda:
         return "it runs on CUDA only"
-    if importlib.util.find_spec("flash_attn") is None:
+    if "flash_attn" not in call.installed:
         return "the package flash_attn is not installed"
-    if torch.cuda.get_device_capability(q_SBHD.device) < (8, 0):
+    if call.older_than(8, 0):
         return "it needs a GPU of compute capability 8.0 or more"
-    if q_SBHD.dtype not in (torch.float16, torch.bfloat16):
-        return f"it does not support {q_SBHD.dtype}"
-    if q_SBHD.shape[3] > 256 or q_SBHD.shape[3] % 8:
-        return (
-            f"it needs a head width that is a multiple of 8 and at most 256, not {q_SBHD.shape[3]}"
-        )
-    if bias.table is not None:
+    if not call.is_half:
+        return f"it does not support {call.dtype_name}"
+    if call.head_dim > 256 or call.head_dim % 8:
+        return f"it needs a head width that is a multiple of 8 and at most 256, not {call.head_dim}"
+    if call.bias == "table":
         return "it has no bias other than ALiBi"
-    if bias.slopes is not None and bias.slopes.requires_grad:
+    if call.bias == "trained slopes":
         return "it does not compute a gradient for slopes"
     return None
 

@@ -13,18 +13,23 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import Call
 
 
-def refusal(q_SBHD: Tensor, dropout_p: float) -> str | None:
+def refusal(call: Call) -> str | None:
     """Return the reason why FlexAttention cannot serve this call, or None if it can."""
-    if not q_SBHD.is_cuda:
+    if not call.is_cuda:
         return "it has no backward on CPU (torch 2.13)"
-    if torch.cuda.get_device_capability(q_SBHD.device) < (8, 0):
+    if "triton" not in call.installed:
+        return "the package triton is not installed"
+    if call.older_than(8, 0):
         return "it needs a GPU of compute capability 8.0 or more"
-    if dropout_p > 0:
+    if call.dropout:
         return "it has no dropout"
-    if q_SBHD.shape[3] < 16:
-        return f"it needs heads of width 16 or more, these have {q_SBHD.shape[3]}"
+    if not 16 <= call.head_dim <= 256:
+        return f"it is used with heads of width 16 to 256, these have {call.head_dim}"
+    if not (call.is_half or call.dtype == torch.float32):
+        return f"it is used in bf16, fp16 and fp32, this is {call.dtype_name}"
     return None
 
 
@@ -53,8 +58,8 @@ def attention_flex(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBGD, v_SBGD))
     num_queries, num_keys = q.shape[2], k.shape[2]
     # The queries are the last positions of the keys.
-    first_position = _scalar(num_keys - num_queries, q.device)
-    attend = _compiled() if compiled else flex_attention
+    first_position = scalar(num_keys - num_queries, q.device)
+    attend = compiled_flex_attention() if compiled else flex_attention
     out: Tensor = attend(
         q,
         k,
@@ -79,14 +84,14 @@ def _score_mod(first_position: Tensor, bias: ScoreBias) -> Callable[..., Tensor]
         # head holds every bias.
         reach = bias.max_distance
         row = bias.at(torch.arange(-reach, reach + 1, device=first_position.device))
-        far = _scalar(reach, first_position.device)
+        far = scalar(reach, first_position.device)
         return lambda score, b, h, i, j: (
             score + row[h, torch.clamp(first_position + i - j, -far, far) + far]
         )
     return None
 
 
-def _scalar(value: int, device: torch.device) -> Tensor:
+def scalar(value: int, device: torch.device) -> Tensor:
     """Return `value` as a tensor that a score_mod may capture."""
     # With a captured int, the compiler would make a new kernel for each value, or fail (torch
     # 2.13).
@@ -99,7 +104,7 @@ def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) ->
 
     Making it takes queries * keys bytes for a moment, hence the cache.
     """
-    first_position = _scalar(num_keys - num_queries, device)
+    first_position = scalar(num_keys - num_queries, device)
     return create_block_mask(
         lambda b, h, i, j: j <= first_position + i,
         None,
@@ -111,7 +116,8 @@ def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) ->
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Any:
+def compiled_flex_attention() -> Any:
+    """Return torch's FlexAttention, compiled."""
     # With fullgraph, what cannot be compiled fails. Without it, FlexAttention would silently fall
     # back to its dense implementation.
     return torch.compile(flex_attention, fullgraph=True)

@@ -1,19 +1,25 @@
-"""Attention through torch's scaled_dot_product_attention with a float mask.
+"""Attention through torch's scaled_dot_product_attention.
 
-This serves every CPU, and the GPUs that no other backend serves.
+Without a bias this is the fastest that torch has: cuDNN's, the flash or the memory-efficient kernel
+on a GPU. With a bias it takes a float mask, which serves every CPU and what no other backend
+serves on a GPU, where q, k and v are then cast to fp32 (the log of the start says so).
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import Call
 
 QUERY_BLOCK = 256
 """Queries served by one call of torch's kernel. A block is not given the keys after its last query,
@@ -45,21 +51,21 @@ def attention_sdpa(
     Returns:
         The output, [queries, B, H, D] in the dtype of q.
     """
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBGD, v_SBGD))
+    if not needs_mask(q_SBHD, k_SBGD, bias):
+        return _without_mask(q_SBHD, k_SBGD, v_SBGD, bias.causal, scale, dropout_p)
+    dtype = q_SBHD.dtype
+    if q_SBHD.is_cuda:
+        # On CUDA the fused kernel for masks needs mask and q in one dtype, and a mask in half
+        # precision cannot tell far keys apart. On a CPU it takes an fp32 mask with half-precision q
+        # (torch 2.13, FlashAttentionKernel.cpp).
+        q_SBHD, k_SBGD, v_SBGD = q_SBHD.float(), k_SBGD.float(), v_SBGD.float()
+    q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
     attend = partial(
         scaled_dot_product_attention,
         scale=scale,
         dropout_p=dropout_p,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    if not needs_mask(q_SBHD, k_SBGD, bias):
-        return attend(q, k, v, is_causal=bias.causal).permute(2, 0, 1, 3)
-    if q.is_cuda:
-        # On CUDA the fused kernel for masks needs mask and q in one dtype, and a mask in half
-        # precision cannot tell far keys apart. On a CPU it takes an fp32 mask with half-precision q
-        # (torch 2.13, FlashAttentionKernel.cpp).
-        q, k, v = q.float(), k.float(), v.float()
-
     num_queries, num_keys = q.shape[2], k.shape[2]
     # The bias depends on the distance only, so [H, distances] contains all of it. With the queries
     # in reverse order, the mask row of query r is entries r .. r + num_keys - 1, so `unfold` gives
@@ -71,7 +77,7 @@ def attention_sdpa(
     if num_queries <= QUERY_BLOCK:
         # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
-        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(q_SBHD.dtype)
+        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(dtype)
     reversed_q, blocks = q.flip(2), []
     for start in range(0, num_queries, QUERY_BLOCK):
         queries = min(QUERY_BLOCK, num_queries - start)
@@ -83,14 +89,15 @@ def attention_sdpa(
             mask = mask.contiguous()
         block = reversed_q[:, :, start : start + queries]
         blocks.append(attend(block, k[:, :, :keys], v[:, :, :keys], attn_mask=mask))
-    return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3).to(q_SBHD.dtype)
+    return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3).to(dtype)
 
 
 def needs_mask(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias) -> bool:
-    """Return True if torch's `is_causal` flag alone cannot express the call.
+    """Return True if the call has a bias, or a causal mask that the device's kernels do not have.
 
-    The flag takes the queries for the first positions of the keys. Here they are the last ones, so
-    the two agree only if there are as many queries as keys.
+    Torch's flag `is_causal` takes the queries for the first positions of the keys. Here they are
+    the last ones. With fewer queries than keys the two differ; on CUDA there are kernels for that,
+    too, on a CPU there are none.
 
     Args:
         q_SBHD: Queries.
@@ -98,4 +105,121 @@ def needs_mask(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias) -> bool:
         bias: Score bias and causality.
     """
     biased = bias.slopes is not None or bias.table is not None
-    return biased or (bias.causal and q_SBHD.shape[0] != k_SBGD.shape[0])
+    fewer_queries = bias.causal and q_SBHD.shape[0] != k_SBGD.shape[0]
+    return biased or (fewer_queries and not q_SBHD.is_cuda)
+
+
+def refusal(call: Call) -> str | None:
+    """Return the reason why torch's kernels cannot serve this call, or None if they can."""
+    if call.is_cuda and call.dtype == torch.float64:
+        return "no fused kernel computes in fp64 on a GPU"
+    if call.bias == "none" and call.dtype == torch.bfloat16 and call.older_than(8, 0):
+        return "bf16 needs a GPU of compute capability 8.0 or more"
+    return None
+
+
+@contextlib.contextmanager
+def only_fused() -> Iterator[None]:
+    """Make torch raise an error where it would otherwise compute by its unfused path.
+
+    That path stores all scores and, on a CPU, rounds them to half precision. Among the fused
+    kernels torch takes the first that can serve, in its own order of preference
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). This is the flag that torch's
+    `sdpa_kernel` sets as one of five, in 1.6 us for 11.6.
+    """
+    enabled = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_math_sdp(enabled)
+
+
+def causal_sdpa(
+    q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scale: float | None, dropout_p: float
+) -> Tensor:
+    """Compute causal attention without a bias, the queries being the last positions of the keys.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+
+    Returns:
+        The output, [queries, B, H, D].
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
+    attend = partial(
+        scaled_dot_product_attention,
+        scale=scale,
+        dropout_p=dropout_p,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    if q.shape[2] == k.shape[2]:
+        out = attend(q, k, v, is_causal=True)
+    else:
+        # A mask that torch knows by its name: on CUDA it is never made
+        # (torch/nn/attention/bias.py).
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        out = attend(q, k, v, attn_mask=mask)
+    return out.permute(2, 0, 1, 3)
+
+
+def _without_mask(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """Compute attention without a bias. On a GPU, only by kernels that do not store the scores.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        causal: Apply a causal mask.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+
+    Returns:
+        The output, [queries, B, H, D].
+    """
+    # On a CPU, torch serves dropout by its unfused path alone.
+    with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
+        if causal:
+            return causal_sdpa(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
+        gqa = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(
+            q, k, v, scale=scale, dropout_p=dropout_p, enable_gqa=gqa
+        )
+        return out.permute(2, 0, 1, 3)
+
+
+def _with_equal_heads(q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, ...]:
+    """Return q, k and v, with key heads repeated where torch's kernel cannot share them.
+
+    The memory-efficient kernel, which serves fp32, heads wider than 256 and GPUs below compute
+    capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the kernels
+    for fewer queries than keys.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D].
+        v_SBGD: Values, [keys, B, G, D].
+    """
+    repeats = q_SBHD.shape[2] // k_SBGD.shape[2]
+    shares = not q_SBHD.is_cuda or (
+        q_SBHD.dtype in (torch.float16, torch.bfloat16)
+        and q_SBHD.shape[3] <= 256
+        and q_SBHD.shape[0] == k_SBGD.shape[0]
+        and torch.cuda.get_device_capability(q_SBHD.device) >= (8, 0)
+    )
+    if repeats == 1 or shares:
+        return q_SBHD, k_SBGD, v_SBGD
+    k_SBHD, v_SBHD = (x.repeat_interleave(repeats, dim=2) for x in (k_SBGD, v_SBGD))
+    return q_SBHD, k_SBHD, v_SBHD

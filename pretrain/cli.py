@@ -8,6 +8,7 @@ refused at once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
@@ -346,13 +347,14 @@ def bench_train(
 @bench.command("attention")
 def bench_attention(
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens, comma-separated; default: 512 to 65536.")
+        str | None,
+        typer.Option(help="Tokens, comma-separated, the most important first; 512 to 65536."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="About how long it may take, compilation apart.")
-    ] = 480,
+        float, typer.Option(min=1, help="How long it may take in all, compilation included.")
+    ] = 400,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")
+        Path | None, typer.Option(metavar="FILE", help="Also write each row there, as Markdown.")
     ] = None,
 ) -> None:
     """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
@@ -365,7 +367,5 @@ def bench_attention(
         chosen = attention_bench.parse_lengths(lengths) if lengths else None
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    text = attention_bench.bench_attention(chosen, seconds)
-    if write is not None:
-        with writing(write):
-            write.write_text(text)
+    with writing(write) if write is not None else contextlib.nullcontext():
+        attention_bench.bench_attention(chosen, seconds, write)

@@ -85,10 +85,12 @@ class ModelSection(Section):
     on the layout, so that a checkpoint fits every layout; tensor parallelism must divide the
     result."""
 
-    attention_backend: Literal["auto", "triton", "flash2", "flex", "sdpa", "reference"] = "auto"
+    attention_backend: Literal[
+        "auto", "triton", "flash2", "flash4", "flex", "folded", "sdpa", "reference"
+    ] = "auto"
     """The attention kernel. auto takes the fastest that can serve the model on this device and logs
-    which and why; any other value is used or is an error, never replaced. Change it to compare
-    kernels or to rule one out."""
+    which, why, and in which dtype it multiplies; any other value is used or is an error, never
+    replaced. Change it to compare kernels or to rule one out."""
 
 
 class PositionSection(Section):

@@ -211,9 +211,10 @@ def test_choice_is_logged_once_with_its_reason(caplog):
         for _ in range(3):
             attention(q, k, v, **arguments)
     messages = [record.getMessage() for record in caplog.records]
-    assert (
-        len(messages) == 1 and "through sdpa" in messages[0] and "flex cannot serve" in messages[0]
-    )
+    assert messages == [
+        "attention through sdpa: torch's kernel for CPUs with an fp32 mask in blocks; "
+        "q, k and v in fp32; no other backend serves a CPU"
+    ]
 
 
 def test_forced_backend_serves_or_refuses():
@@ -223,7 +224,8 @@ def test_forced_backend_serves_or_refuses():
     with pytest.raises(ValueError, match="flex cannot serve: it has no backward on CPU"):
         attention(q, k, v, backend="flex", **arguments)
     with pytest.raises(
-        ValueError, match="'flash': there are auto, triton, flash2, flex, sdpa and reference"
+        ValueError,
+        match="'flash': there are auto, triton, flash2, flash4, flex, folded, sdpa and reference",
     ):
         attention(q, k, v, backend="flash", **arguments)
 

@@ -1,0 +1,256 @@
+"""Causal ALiBi folded into extra columns of q and k, for kernels that take no bias.
+
+Torch's memory-efficient kernel (the only fused one that a V100 has), its flash kernel and cuDNN's
+compute softmax(scale * q k^T) v under a causal mask, but accept ALiBi only as a mask in memory.
+They need no mask, because a softmax does not change when a row of scores is shifted:
+
+    -slope * (i - j) = slope * (j - c) - slope * (i - c)
+
+The second term is the same for all keys j of query i and drops out, for any c. The first is a
+product of something that belongs to the head and something that belongs to the key, so it can be
+written as products of a few more columns:
+
+    scale * (q . k + sum over columns of a_h * b_j) = scale * q . k + slope * (j - c)
+
+**Exact positions.** A position j - c is an integer; fp16 holds integers exactly up to 2^11, bf16 up
+to 2^8. So it is split into `high`, a multiple of a power of two, and `low`, the rest. Both are
+exact up to MAX_POSITION.
+
+**Exact slopes.** a_h stands for slope / scale, which is irrational in general. It is split into
+three parts, each the rounded remainder of the one before. In bf16 the three hold 24 bits, as many
+as the fp32 slope itself, in fp16 33. Each remainder is multiplied by a power of two and its columns
+of k are divided by it, so that no part falls below the smallest fp16 number.
+
+That makes three times two columns: each part of the slope times `high` and `low`. A product of two
+fp16 or bf16 numbers is exact in fp32, in which the kernels add (tensor cores included).
+
+**What remains** is rounding in these fp32 sums. A term slope * (j - c) / scale is as large as its
+key is far from c, and adding to a large number costs absolute precision. Hence c is the middle of
+the queries, and at most QUERY_CHUNK queries are served by a call: near the diagonal, where weights
+are large, |j - c| is at most QUERY_CHUNK / 2. The extra columns are the last ones, since kernels
+add in the order of the columns: the sum q . k is complete before anything large is added to it. See
+`score_error_bound`.
+"""
+
+# Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
+# E extra columns.
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import Call
+from pretrain.kernels.sdpa import causal_sdpa, only_fused
+
+QUERY_CHUNK = 2048
+"""Most queries that one call serves. It bounds the rounding error of steep heads (see
+`score_error_bound`); training lengths up to this take one call."""
+SLOPE_PARTS = 3
+"""Numbers of the dtype of q that add up to one slope."""
+POSITION_BASES = {torch.float16: 2**6, torch.bfloat16: 2**8}
+"""`high` is a multiple of this and `low` at most half of it. A small base keeps the sum
+|high| + |low| close to |high + low|; bf16 holds multiples of 2^8 exactly up to 2^16, fp16 multiples
+of 2^6 up to its largest number."""
+SLOPE_FACTORS = {torch.float16: 2**11, torch.bfloat16: 2**8}
+"""Factor on each remainder of a slope: what its rounding to the dtype leaves is smaller by it."""
+MAX_POSITION = 60_000
+"""Largest |j - c|: fp16 ends at 65,504."""
+ALIGNMENT = 8
+"""Widths must be multiples of this for the fused kernels' 16-byte loads."""
+
+
+def refusal(call: Call) -> str | None:
+    """Return the reason why folding cannot serve this call, or None if it can."""
+    if call.dtype not in POSITION_BASES:
+        return f"it serves fp16 and bf16, this is {call.dtype_name}"
+    if call.bias != "slopes":
+        return "it folds ALiBi with fixed slopes, and nothing else"
+    if not call.causal:
+        return "the symmetric bias -slope * |i - j| does not fold; it needs a causal mask"
+    if call.num_keys > MAX_POSITION:
+        return f"it serves {MAX_POSITION} keys at most, these are {call.num_keys}"
+    if call.dtype == torch.bfloat16 and call.older_than(8, 0):
+        return "bf16 needs a GPU of compute capability 8.0 or more"
+    if not call.is_cuda and call.dropout:
+        return "torch's CPU kernel for dropout rounds scores to the dtype of q"
+    return None
+
+
+def attention_folded(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """Compute causal ALiBi attention by a kernel that takes no bias.
+
+    Nothing is cast: products are of fp16 or bf16 numbers, sums are in fp32. The extra columns are
+    constants and get no gradient.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D], fp16 or bf16. They are the last positions of the keys.
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        bias: Fixed slopes of this rank's heads; causal.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+
+    Returns:
+        The output, [queries, B, H, D] in the dtype of q.
+    """
+    num_queries, num_keys, width = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[3]
+    scale = width**-0.5 if scale is None else scale
+    assert bias.slopes is not None  # `refusal` has seen to it
+    q = _widened(q_SBHD, _cached_query_columns(bias.slopes, scale, q_SBHD.dtype))
+    if _takes_narrow_values(q):
+        # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a
+        # view of the fused qkv projection, it would keep all of that in memory, too.
+        v_SBGD = v_SBGD.contiguous()
+    else:
+        v_SBGD = torch.nn.functional.pad(v_SBGD, (0, q.shape[3] - width))
+
+    outputs = []
+    for start in range(0, num_queries, QUERY_CHUNK):
+        queries = min(QUERY_CHUNK, num_queries - start)
+        keys = num_keys - num_queries + start + queries
+        columns_SE = key_columns(keys, keys - queries // 2, q.dtype, q.device)
+        k = _widened(k_SBGD[:keys], columns_SE[:, None, None])
+        with only_fused():
+            out = causal_sdpa(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
+        outputs.append(out[..., :width])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return `query_columns`, made once for the slopes that all layers and steps share.
+
+    Args:
+        slopes: [H], fp32.
+        scale: Factor that the kernel applies to q k^T.
+        dtype: Dtype of q: fp16 or bf16.
+    """
+    if slopes.is_inference():
+        # Such a tensor has no version, by which a change of its values would be seen.
+        return query_columns(slopes, scale, dtype)
+    return _query_columns_of_version(slopes, slopes._version, scale, dtype)
+
+
+@lru_cache(maxsize=16)
+def _query_columns_of_version(
+    slopes: Tensor, version: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    # A tensor is a key by its identity.
+    with torch.inference_mode(False):
+        return query_columns(slopes, scale, dtype)
+
+
+def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return the extra columns of q, which hold slope / scale of each head.
+
+    Args:
+        slopes: [H], fp32.
+        scale: Factor that the kernel applies to q k^T.
+        dtype: Dtype of q: fp16 or bf16.
+
+    Returns:
+        [H, E] in `dtype`: each part of the slope twice, for `high` and for `low`.
+    """
+    remainder, parts = slopes.detach().double() / scale, []
+    for _ in range(SLOPE_PARTS):
+        part = remainder.to(dtype)
+        remainder = (remainder - part.double()) * SLOPE_FACTORS[dtype]
+        parts += [part, part]
+    return torch.stack(parts, dim=1)
+
+
+# The same for all layers and, in training, for all steps.
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the extra columns of k, which hold the position of each key relative to `centre`.
+
+    Args:
+        num_keys: Number of keys; the first has position 0.
+        centre: The position that is represented by 0.
+        dtype: Dtype of k: fp16 or bf16.
+        device: Where to make them.
+
+    Returns:
+        [S, E] in `dtype`: `high` and `low` for each part of the slope, divided by the factor that
+        the part was multiplied by.
+    """
+    base, factor = POSITION_BASES[dtype], SLOPE_FACTORS[dtype]
+    position = torch.arange(-centre, num_keys - centre, device=device)
+    high = torch.div(position + base // 2, base, rounding_mode="floor") * base
+    both_SE = torch.stack([high, position - high], dim=1)
+    # Dividing by powers of two is exact, in fp16 too: no result is below 2^-22, and fp16 holds
+    # multiples of 2^-24.
+    parts = [both_SE.double() / factor**part for part in range(SLOPE_PARTS)]
+    return torch.cat(parts, dim=1).to(dtype)
+
+
+def score_error_bound(
+    slope: float,
+    scale: float,
+    width: int,
+    dtype: torch.dtype,
+    distance: int,
+    largest_product: float,
+) -> float:
+    """Return a bound on the error of the difference of two scores of a row, in nats.
+
+    A score is a sum of n = D + E exact products. Adding n numbers in fp32, in any order, errs by at
+    most (n - 1) u times the sum of their sizes, u = 2^-24 (Higham, "Accuracy and Stability of
+    Numerical Algorithms", 2nd edition, section 4.2, to first order in u). Tensor cores may cut off
+    where fp32 rounds, which makes it 2^-23. The sizes of the extra products sum to
+    slope (|j - c| + base) / scale, and those of later parts of the slope are below 2^-7 of it. What
+    the parts of the slope leave out changes the slope by 2^-24 (bf16) or 2^-33 (fp16) of itself,
+    which errs in proportion to the distance of the two keys.
+
+    Args:
+        slope: Slope of the head.
+        scale: Factor of the products q k^T.
+        width: Width of a head, D.
+        dtype: Dtype of q: fp16 or bf16.
+        distance: Largest distance between the query and either key.
+        largest_product: Largest sum over the columns of |q_d k_d|.
+
+    Returns:
+        The bound. It assumes that all roundings go one way and are of the whole sum; errors that
+        occur are 200 times smaller and below 1.1e-4 nats (tests/kernels/test_folded.py).
+    """
+    furthest = distance + QUERY_CHUNK // 2
+    sizes = scale * largest_product + slope * (furthest + POSITION_BASES[dtype]) * (1 + 2.0**-7)
+    sums = 2 * (width + 2 * SLOPE_PARTS) * 2.0**-23 * sizes
+    return sums + slope * distance * 2.0 ** -(24 if dtype == torch.bfloat16 else 33)
+
+
+def _takes_narrow_values(q_SBHD: Tensor) -> bool:
+    """Return True if the kernel that will serve the widened queries takes values of another width.
+
+    The memory-efficient kernel does. It serves GPUs below compute capability 8.0 and widths above
+    256; elsewhere torch takes cuDNN's or the flash kernel, which want values as wide as the keys.
+    """
+    if not q_SBHD.is_cuda:
+        return False
+    old = torch.cuda.get_device_capability(q_SBHD.device) < (8, 0)
+    return old or q_SBHD.shape[3] > 256
+
+
+def _widened(x_SBHD: Tensor, columns: Tensor) -> Tensor:
+    """Return x with the columns, and zeros up to the next multiple of ALIGNMENT, appended.
+
+    Args:
+        x_SBHD: [S, B, H, D].
+        columns: [..., E], broadcast over the dimensions that it lacks.
+    """
+    extra = columns.shape[-1]
+    zeros = -(x_SBHD.shape[3] + extra) % ALIGNMENT
+    columns = torch.nn.functional.pad(columns, (0, zeros))
+    return torch.cat([x_SBHD, columns.expand(*x_SBHD.shape[:3], -1)], dim=3)

@@ -1,0 +1,219 @@
+"""Test the benchmark of attention kernels without a GPU: budget, order, report, what is timed."""
+
+import statistics
+
+import pytest
+import torch
+
+from pretrain.kernels import bench, bench_contestants
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bench_clock import CALLS_PER_READING, summarize
+from pretrain.kernels.bench_contestants import Case, Contestant, cpu_contestants, gpu_contestants
+
+CASE = Case(length=64, head_dim=64, inputs="gaussian", backward=True, tokens=64)
+
+
+class FakeTime:
+    """A clock that the test moves, in place of time.monotonic and of a device's clock."""
+
+    def __init__(self, compile_seconds, call_seconds):
+        self.now = 0.0
+        self.compile_seconds, self.call_seconds = compile_seconds, call_seconds
+        self.compiled = 0
+
+    def monotonic(self):
+        return self.now
+
+    def warm_up(self, call):
+        call()
+        self.compiled += 1
+        self.now += self.compile_seconds
+        return 10**6
+
+    def measure(self, call):
+        self.now += CALLS_PER_READING * self.call_seconds
+        return [self.call_seconds] * CALLS_PER_READING
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Return a function that runs the benchmark with fake contestants and times."""
+
+    def go(contestants, fake, lengths=(64, 128), seconds=400.0):
+        monkeypatch.setattr(bench, "time", fake)
+        monkeypatch.setattr(bench, "CpuClock", lambda: fake)
+        monkeypatch.setattr(bench, "cpu_contestants", lambda dtype: contestants)
+        monkeypatch.setattr(bench, "_inputs", lambda *arguments: [])
+        path = tmp_path / "report.md"
+        text = bench.bench_attention(lengths, seconds, path)
+        assert path.read_text() == text
+        rows = [
+            dict(zip(bench.COLUMNS, (cell.strip() for cell in line.split("|")[1:-1])))
+            for line in text.splitlines()
+            if line.startswith("| 64") or line.startswith("| 128")
+        ]
+        return rows
+
+    monkeypatch.setattr(bench, "_call", lambda attend, leaves, backward: attend(None, None, None))
+    return go
+
+
+def contestant(name, function=lambda q, k, v: None, **options):
+    return Contestant(name, lambda case, slopes: function, **options)
+
+
+def test_widths_alternate_and_the_most_important_length_comes_first():
+    cases = bench.list_cases(bench.GPU_LENGTHS, cuda=True)
+    assert [case.head_dim for case in cases[:4]] == [128, 64, 128, 64]
+    assert [case.length for case in cases[::8]] == list(bench.GPU_LENGTHS)
+    assert cases[0].length == 1024 and cases[0].backward
+    assert all(case.tokens >= 65_536 for case in cases)
+    assert len(cases) == len(set(cases)) == 2 * 2 * 2 * len(bench.GPU_LENGTHS)
+
+
+@pytest.mark.parametrize("compile_seconds", [0.1, 8.0, 60.0])
+def test_the_budget_includes_compilation(run, compile_seconds):
+    """It ends in time, but for what is begun, and what matters most is measured."""
+    fake = FakeTime(compile_seconds, call_seconds=0.02)
+    rows = run([contestant("a"), contestant("b"), contestant("c", has_bias=False)], fake)
+    assert len(rows) == 3 * 2 * 2 * 2
+    one_turn = 3 * CALLS_PER_READING * fake.call_seconds
+    assert fake.now <= 400 + compile_seconds + len(rows) * one_turn
+    assert all(row["ms"] == "20.000" for row in rows[:3])
+    out = [row["ms"] == bench.OUT_OF_TIME for row in rows]
+    # Whatever is out of time comes last.
+    assert out == sorted(out) and (sum(out) > 0) == (compile_seconds == 60)
+
+
+def test_time_is_shared_and_calls_are_bounded(run):
+    fake = FakeTime(compile_seconds=1.0, call_seconds=0.5)
+    rows = run([contestant("a"), contestant("b")], fake, lengths=(64,), seconds=100.0)
+    calls = [int(row["spread"].rpartition(" of ")[2]) for row in rows]
+    assert max(calls) - min(calls) <= 2 * CALLS_PER_READING and max(calls) <= 50
+    fast = FakeTime(compile_seconds=0.0, call_seconds=1e-6)
+    rows = run([contestant("a")], fast, lengths=(64,), seconds=100.0)
+    assert {row["spread"] for row in rows} == {"±0.0 % of 50"} and fast.now < 1
+
+
+def test_rows_are_written_when_a_case_is_done(run, tmp_path):
+    written = []
+
+    def attend(q, k, v):
+        written.append((tmp_path / "report.md").read_text().count("\n"))
+
+    run([contestant("a", attend)], FakeTime(0.0, 1.0), lengths=(64,), seconds=1000.0)
+    # It is called once a case, since the fake clock calls nothing. The rows of all earlier cases
+    # stand in the file by then.
+    assert written == [written[0] + number for number in range(4)]
+
+
+def test_a_failure_is_a_row(run, capsys):
+    def fails(q, k, v):
+        raise RuntimeError("no kernel | for this\nand more")
+
+    refused = Contestant("refused", lambda case, slopes: "the bias is too large")
+    rows = run(
+        [contestant("a", fails), refused, contestant("b", missing="it is absent")],
+        FakeTime(0.0, 1.0),
+        lengths=(64,),
+        seconds=1.0,
+    )
+    assert [row["ms"] for row in rows[:2]] == [
+        "RuntimeError: no kernel / for this",
+        "the bias is too large",
+    ]
+    assert {row["kernel"] for row in rows} == {"a", "refused"}
+    captured = capsys.readouterr()
+    assert "- b: absent, it is absent" in captured.out and "and more" in captured.err
+
+
+def test_alibi_is_compared_with_the_best_kernel_without_a_bias(monkeypatch):
+    entries = [
+        bench.Entry(contestant("alibi", visited=lambda qkv, slopes: 0.5), seconds=[3e-3]),
+        bench.Entry(contestant("slow", has_bias=False), seconds=[4e-3]),
+        bench.Entry(contestant("fast", has_bias=False), seconds=[2e-3]),
+    ]
+    entries[0].visited, entries[0].allocated = 0.5, 3 * 10**6
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in bench._rows(CASE, entries)]
+    assert [row[8] for row in rows] == ["1.50", "2.00", "1.00"]
+    assert rows[0][9:] == ["50 %", "3"] and rows[1][9:] == ["", ""]
+    # 7 products of 2 x 64 x 16 heads x 64 x 64 tokens, half of them under the causal mask.
+    assert float(rows[0][7]) == pytest.approx(7 * 64 * 16 * 64 * 64 / 3e-3 / 1e12, rel=1e-2)
+
+
+def test_spread_is_half_the_distance_of_the_quartiles():
+    seconds = [1.0, 2.0, 3.0, 4.0, 5.0]
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    assert summarize(seconds) == (middle, (high - low) / 2 / middle, 5)
+    assert summarize([2.0]) == (2.0, 0.0, 1)
+
+
+def test_peaked_inputs_are_timed_where_they_matter(monkeypatch):
+    monkeypatch.setattr(bench, "_inputs", lambda *arguments: [])
+    monkeypatch.setattr(bench, "_call", lambda attend, leaves, backward: None)
+    both = [contestant("fixed"), contestant("skips", visited=lambda qkv, slopes: 0.25)]
+    peaked = Case(64, 64, "peaked", True, 64)
+    fake = FakeTime(0.0, 1.0)
+    monkeypatch.setattr(bench, "time", fake)
+    rows = bench.compare(peaked, both, torch.float32, fake, 1.0, 1.0)
+    assert len(rows) == 1 and "skips" in rows[0] and "25 %" in rows[0]
+
+
+def test_gpu_contestants_are_what_their_names_say(monkeypatch):
+    """Record the arguments with which each backend would be called."""
+    calls = {}
+
+    def record(*qkv, backend, slopes, **rest):
+        calls[current] = (backend, slopes, rest)
+
+    monkeypatch.setattr(bench_contestants, "attention", record)
+    slopes = alibi_slopes(bench_contestants.HEADS)
+    everyone = {each.name: each for each in gpu_contestants(torch.bfloat16)}
+    for current, each in everyone.items():
+        if "SDPA flash" in current or "FlashAttention-3" in current:
+            continue
+        made = each.make(CASE, slopes)
+        if hasattr(made, "func") and made.func is record:
+            made(None, None, None)
+    assert torch.equal(calls["Triton, zero slopes"][1], torch.zeros(16))
+    assert calls["Triton, no bias"][1] is None
+    assert calls["Triton, ALiBi"][1] is slopes and calls["Triton, ALiBi"][2] == {}
+    assert calls["Triton, ALiBi, no skipping"][2] == {"skip": False}
+    assert calls["folded, ALiBi"][0] == "folded"
+    assert calls["FlashAttention-4, ALiBi"][0] == "flash4"
+    assert calls["SDPA as auto takes it, no bias"][:2] == ("auto", None)
+    names = set(everyone)
+    assert {"SDPA flash, no bias", "SDPA cuDNN, no bias", "FlexAttention, ALiBi"} <= names
+    for name, each in everyone.items():
+        assert each.has_bias == ("no bias" not in name)
+
+
+def test_shares_that_are_reported_are_those_of_the_lists():
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(4096, 1, 2, 16, generator=generator) for _ in range(3)]
+    share = bench_contestants._visited_by_flash4(qkv, torch.tensor([0.9, 0.3]))
+    # Of 32 tiles of queries each visits its own and, where there is one, the tile before.
+    assert share == pytest.approx(2 * 32 / (32 * 33 / 2), rel=0.1)
+
+
+@torch.no_grad()
+def test_cpu_contestants_compute_attention():
+    q, k, v = (torch.randn(64, 1, 16, 64) for _ in range(3))
+    slopes = alibi_slopes(16)
+    outputs = {
+        each.name: each.make(CASE, slopes)(q, k, v)
+        for each in cpu_contestants(torch.float32)
+        if each.missing is None
+    }
+    exact = outputs.pop("SDPA flash, no bias")
+    assert len(outputs) == 2
+    for output in outputs.values():
+        assert (output - exact).abs().max() > 0.1
+        torch.testing.assert_close(output, next(iter(outputs.values())), rtol=0, atol=1e-5)
+
+
+def test_lengths_are_parsed():
+    assert bench.parse_lengths("1024,16384") == [1024, 16_384]
+    for text in ("", "1024,", "0", "-5", "a"):
+        with pytest.raises(ValueError, match="--lengths"):
+            bench.parse_lengths(text)

@@ -1,0 +1,177 @@
+"""Test which backend serves which call on which GPU: the choice takes a description, no GPU."""
+
+import pytest
+import torch
+
+from pretrain.kernels import flash2, flash4, flex, folded
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import Call, describe_call, installed_packages
+from pretrain.kernels.choice import choose_backend
+
+V100, A100, H100, B200 = (7, 0), (8, 0), (9, 0), (10, 0)
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ALIBI = Call(
+    dtype=BF16,
+    head_dim=128,
+    num_queries=1024,
+    num_keys=1024,
+    heads=16,
+    groups=16,
+    bias="slopes",
+    causal=True,
+    dropout=False,
+    capability=H100,
+    installed=frozenset({"triton"}),
+)
+
+
+def call(**changes):
+    return ALIBI._replace(**changes)
+
+
+# What differs from ALiBi, bf16, width 128 and Triton on an H100; the backend; words of the reason.
+CHOICES = [
+    # Each method's best kernel: no mask, no bias, no Triton kernel where nothing is added.
+    ({"bias": "none"}, "sdpa", ["cuDNN or flash", "bf16 numbers are added in fp32"]),
+    ({"bias": "none", "capability": A100, "num_queries": 3}, "sdpa", ["cuDNN or flash"]),
+    ({"bias": "none", "causal": False}, "sdpa", ["needs no mask"]),
+    ({"bias": "none", "dtype": FP32}, "sdpa", ["memory-efficient", "fp32 numbers"]),
+    ({"bias": "none", "head_dim": 320}, "sdpa", ["memory-efficient"]),
+    ({"bias": "none", "dtype": FP16, "capability": V100}, "sdpa", ["memory-efficient", "fp16"]),
+    # ALiBi.
+    ({}, "triton", ["inside the kernel", "bf16 numbers are added in fp32"]),
+    ({"capability": A100, "dropout": True}, "triton", []),
+    ({"bias": "trained slopes"}, "triton", []),
+    ({"causal": False}, "triton", []),
+    ({"dtype": FP32}, "triton", ["fp32 numbers"]),
+    ({"dtype": FP16, "capability": V100}, "folded", ["exact in fp16", "no mask", "8.0 or more"]),
+    ({"dtype": FP16, "capability": V100, "dropout": True}, "folded", []),
+    ({"dtype": FP16, "capability": V100, "num_queries": 5}, "folded", []),
+    ({"head_dim": 320}, "folded", ["width 256 at most", "exact in bf16"]),
+    ({"installed": frozenset()}, "folded", ["triton is not installed"]),
+    ({"installed": frozenset({"flash_attn"})}, "flash2", ["ALiBi inside"]),
+    # Faster than the Triton kernel perhaps, but untimed and not deterministic: by name only.
+    ({"installed": frozenset({"triton", "flash_attn", "flash_attn.cute"})}, "triton", []),
+    # What only a mask expresses is cast to fp32 on a GPU, and the log says so.
+    (
+        {"dtype": FP16, "capability": V100, "bias": "trained slopes"},
+        "sdpa",
+        ["float mask", "cast from fp16, products are in fp32", "fixed slopes, and nothing else"],
+    ),
+    ({"dtype": FP16, "capability": V100, "causal": False}, "sdpa", ["cast from fp16"]),
+    ({"dtype": BF16, "capability": V100}, "sdpa", ["cast from bf16"]),
+    ({"dtype": FP32, "capability": V100}, "sdpa", ["slow: products are in fp32"]),
+    ({"head_dim": 320, "bias": "trained slopes"}, "sdpa", ["cast from bf16"]),
+    # T5.
+    ({"bias": "table"}, "triton", []),
+    ({"bias": "table", "dtype": FP16, "capability": V100}, "sdpa", ["cast from fp16"]),
+    ({"bias": "table", "head_dim": 320}, "sdpa", ["width 256 at most", "cast from bf16"]),
+    # CPUs.
+    ({"capability": None, "dtype": FP32}, "sdpa", ["fp32 mask in blocks", "q, k and v in fp32"]),
+    ({"capability": None, "bias": "none"}, "sdpa", ["needs no mask", "q, k and v in bf16"]),
+    ({"capability": None, "bias": "none", "num_queries": 5}, "sdpa", ["fp32 mask in blocks"]),
+    ({"capability": None, "dtype": FP64, "head_dim": 320}, "sdpa", []),
+]
+
+
+@pytest.mark.parametrize(("changes", "backend", "words"), CHOICES)
+def test_choice(changes, backend, words):
+    choice = choose_backend(call(**changes))
+    assert choice.backend == backend, choice
+    for word in words:
+        assert word in choice.reason
+    # A cast is said, and only a cast.
+    masked = "mask in blocks; slow" in choice.reason
+    is_cast = masked and call(**changes).dtype != FP32
+    assert ("cast from" in choice.reason) == is_cast
+
+
+@pytest.mark.parametrize("bias", ["none", "slopes", "trained slopes", "table"])
+@pytest.mark.parametrize("capability", [V100, A100, H100, B200])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("head_dim", [20, 128, 320])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_chosen_backend_does_not_refuse(bias, capability, dtype, head_dim, causal):
+    described = call(
+        bias=bias, capability=capability, dtype=dtype, head_dim=head_dim, causal=causal
+    )
+    if bias == "none" and dtype == BF16 and capability == V100:
+        with pytest.raises(ValueError, match="bf16 on this GPU"):
+            choose_backend(described)
+        return
+    chosen = choose_backend(described).backend
+    refusals = {"flash2": flash2.refusal, "folded": folded.refusal}
+    assert chosen in ("sdpa", "triton") or refusals[chosen](described) is None
+
+
+@pytest.mark.parametrize("bias", ["none", "slopes", "table"])
+def test_double_precision_on_a_gpu_is_refused(bias):
+    with pytest.raises(ValueError, match=r"fp64 on this GPU: no fused kernel .* reference"):
+        choose_backend(call(dtype=FP64, bias=bias))
+
+
+FLASH4 = {"installed": frozenset({"triton", "flash_attn.cute"})}
+
+
+@pytest.mark.parametrize(
+    ("refuses", "changes", "reason"),
+    [
+        (flash4, {}, "flash-attn-4 is not installed"),
+        (flash4, FLASH4 | {"capability": A100}, "9.x or 10.x"),
+        (flash4, FLASH4 | {"capability": None}, "9.x or 10.x"),
+        (flash4, FLASH4 | {"dtype": FP32}, "this is fp32"),
+        (flash4, FLASH4 | {"head_dim": 192}, "at most 128, not 192"),
+        (flash4, FLASH4 | {"head_dim": 20}, "multiple of 8"),
+        (flash4, FLASH4 | {"bias": "trained slopes"}, "no gradient for a bias"),
+        (flash4, FLASH4 | {"bias": "table"}, "no gradient for a bias"),
+        (flash4, FLASH4 | {"causal": False}, "causal mask only"),
+        (flash4, FLASH4 | {"dropout": True}, "no dropout"),
+        (flash4, FLASH4 | {"groups": 4}, "as many key heads"),
+        (flash4, FLASH4, None),
+        (flash4, FLASH4 | {"capability": B200, "bias": "none"}, None),
+        (flex, {"capability": V100}, "8.0 or more"),
+        (flex, {"installed": frozenset()}, "triton is not installed"),
+        (flex, {"dtype": FP64}, "this is fp64"),
+        (flex, {"head_dim": 320}, "16 to 256, these have 320"),
+        (flex, {"dropout": True}, "no dropout"),
+        (flex, {"bias": "table"}, None),
+        (flash2, {"installed": frozenset({"flash_attn"}), "bias": "trained slopes"}, "gradient"),
+        (flash2, {"installed": frozenset({"flash_attn"}), "capability": V100}, "8.0 or more"),
+        (folded, {"dtype": BF16, "capability": V100}, "8.0 or more"),
+    ],
+)
+def test_named_backends_refuse_what_they_cannot_serve(refuses, changes, reason):
+    refusal = refuses.refusal(call(**changes))
+    assert (refusal is None) if reason is None else (reason in refusal)
+
+
+def test_packages_are_looked_for_without_an_import():
+    found = installed_packages()
+    assert found <= {"triton", "flash_attn", "flash_attn.cute"}
+
+
+@pytest.mark.parametrize(
+    ("slopes", "table", "kind"),
+    [
+        (None, None, "none"),
+        (torch.ones(4), None, "slopes"),
+        (torch.ones(4, requires_grad=True), None, "trained slopes"),
+        (None, torch.ones(4, 32), "table"),
+    ],
+)
+def test_a_call_is_described_as_it_is(slopes, table, kind):
+    q, k = torch.zeros(3, 1, 4, 20, dtype=FP16), torch.zeros(7, 1, 2, 20, dtype=FP16)
+    described = describe_call(q, k, ScoreBias(slopes, table, 128, kind != "table"), 0.1)
+    assert described == Call(
+        dtype=FP16,
+        head_dim=20,
+        num_queries=3,
+        num_keys=7,
+        heads=4,
+        groups=2,
+        bias=kind,
+        causal=kind != "table",
+        dropout=True,
+        capability=None,
+        installed=installed_packages(),
+    )

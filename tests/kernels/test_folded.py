@@ -1,0 +1,269 @@
+"""Test that ALiBi in extra columns of q and k is the bias itself, to a stated error.
+
+Columns, sums and bound are compared in double precision; outputs and gradients with the dense
+reference, to the tolerance of tests/kernels/test_dispatch.py.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pretrain.kernels import folded
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.dispatch import attention
+from pretrain.kernels.reference import attention_reference
+from tests.kernels.test_dispatch import CUDA, assert_as_good_as_plain_torch, run
+
+DTYPES = [torch.bfloat16, torch.float16]
+# Slopes of 16 and of 12 heads (most are no powers of two), a very shallow one and one above 1.
+SLOPES = torch.cat([alibi_slopes(16), alibi_slopes(12), torch.tensor([1e-5, 1.7])])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [1, 1023, 16_384, 50_000])
+@pytest.mark.parametrize("chunk", [1, 1024, folded.QUERY_CHUNK])
+def test_positions_are_exact(dtype, keys, chunk):
+    """16 x 1024 and beyond: high + low is the position, in every copy of the two columns."""
+    centre = keys - min(chunk, keys) // 2
+    columns = folded.key_columns(keys, centre, dtype, torch.device("cpu")).double()
+    exact = torch.arange(keys, dtype=torch.float64) - centre
+    base, factor = folded.POSITION_BASES[dtype], folded.SLOPE_FACTORS[dtype]
+    for part in range(folded.SLOPE_PARTS):
+        high, low = columns[:, 2 * part], columns[:, 2 * part + 1]
+        assert torch.equal((high + low) * factor**part, exact)
+        # The two do not cancel by more than a base, so neither is much larger than the position.
+        assert ((high.abs() + low.abs()) * factor**part <= exact.abs() + base).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 64**-0.5, 128**-0.5, 20**-0.5])
+def test_slopes_are_exact_to_fp32(dtype, scale):
+    columns = folded.query_columns(SLOPES, scale, dtype)
+    assert columns.dtype == dtype and columns.isfinite().all()
+    factors = folded.SLOPE_FACTORS[dtype] ** -torch.arange(folded.SLOPE_PARTS).double()
+    for copy in (0, 1):
+        held = (columns[:, copy::2].double() * factors).sum(dim=1) * scale
+        error = (held / SLOPES.double() - 1).abs().max()
+        # Three roundings to 8 or 11 bits: half a unit in the last place of the third.
+        assert error <= 2.0 ** -(24 if dtype == torch.bfloat16 else 33), error
+
+
+def scores_in_fp32(q, k, order):
+    """Return q k^T where products are added one after the other in fp32, in the given order."""
+    total = torch.zeros(len(q), len(k))
+    for column in order:
+        # A product of two half-precision numbers is exact in fp32.
+        total += q[:, column, None].float() * k[:, column].float()
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slope", [2**-0.5, 0.04, 2**-8])
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_scores_in_fp32_are_within_the_bound(dtype, slope, order):
+    """A chunk of queries at the end of 16 x 1024 keys, width 128.
+
+    Keys so far away that their weight is below 2^-24 of the row do not count. Largest errors, in
+    nats: 1.0e-4, 1.2e-5 and 5.7e-6 for the three slopes, and 1.2e-3, 9.7e-5 and 4.2e-5 were the
+    extra columns the first ones. Rounding a weight to fp16 errs by 4.9e-4 of it, to bf16 by 3.9e-3.
+    """
+    width, keys, queries = 128, 16_384, 64
+    scale = width**-0.5
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(queries, width, generator=generator).to(dtype)
+    k = torch.randn(keys, width, generator=generator).to(dtype)
+    # The first queries of the chunk, which are furthest from its centre.
+    positions = torch.arange(queries) + keys - folded.QUERY_CHUNK
+    centre = keys - folded.QUERY_CHUNK // 2
+    columns = folded.key_columns(keys, centre, dtype, torch.device("cpu"))
+    slope_columns = folded.query_columns(torch.tensor([slope]), scale, dtype)
+    wide_q = torch.cat([q, slope_columns.expand(queries, -1)], dim=1)
+    wide_k = torch.cat([k, columns], dim=1)
+    indices = range(wide_q.shape[1])
+    summed = scores_in_fp32(wide_q, wide_k, indices if order == "forward" else reversed(indices))
+
+    exact = scale * (q.double() @ k.double().T)
+    distance = positions[:, None] - torch.arange(keys)
+    slope32 = float(torch.tensor(slope))
+    exact -= slope32 * distance
+    error = summed.double() * scale - exact
+    # Within a row a constant does not matter: compare with the key at the query's own position.
+    error -= error.gather(1, positions[:, None])
+    reach = min(keys, math.ceil((24 * math.log(2) + math.log(keys) + 12) / slope))
+    counts = (distance >= 0) & (distance <= reach)
+    largest = float((q.double().abs() @ k.double().abs().T).max())
+    bound = folded.score_error_bound(slope, scale, width, dtype, reach, largest)
+    worst = float(error[counts].abs().max())
+    assert worst <= bound, (worst, bound)
+    # The extra columns are the last ones for this: nothing small is added to what is already large.
+    if order == "forward":
+        assert worst <= 2.0**-13, worst
+
+
+# queries, keys, batch, heads, key heads, width
+CASES = {
+    "one chunk": (331, 331, 1, 8, 8, 16),
+    "no padding needed": (100, 100, 2, 4, 4, 18),
+    "twelve heads, odd width": (65, 65, 2, 12, 12, 20),
+    "published width": (257, 257, 1, 16, 16, 128),
+    "grouped queries": (97, 97, 2, 8, 2, 16),
+    "keys from before": (37, 301, 1, 8, 4, 16),
+    "one query": (1, 77, 3, 8, 8, 16),
+}
+
+
+def make(case, dtype, device="cpu"):
+    queries, keys, batch, heads, groups, width = CASES[case]
+    generator = torch.Generator().manual_seed(queries * keys)
+    shapes = [(queries, batch, heads), (keys, batch, groups), (keys, batch, groups)]
+    return [
+        torch.randn(*shape, width, generator=generator).to(device, dtype).requires_grad_()
+        for shape in shapes
+    ], {"slopes": alibi_slopes(heads).to(device)}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_and_gradients(case, dtype):
+    qkv, arguments = make(case, dtype)
+    exact = run(attention_reference, qkv, arguments)
+    plain = run(attention_reference, qkv, arguments, dtype=dtype)
+    ours = run(attention, qkv, arguments, backend="folded")
+    assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_chunks(dtype, monkeypatch):
+    """Chunks of 64: outputs and gradients as good as with one, also with keys from before."""
+    monkeypatch.setattr(folded, "QUERY_CHUNK", 64)
+    for case in ("one chunk", "keys from before", "grouped queries"):
+        qkv, arguments = make(case, dtype)
+        exact = run(attention_reference, qkv, arguments)
+        plain = run(attention_reference, qkv, arguments, dtype=dtype)
+        ours = run(attention, qkv, arguments, backend="folded")
+        assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_end_of_sixteen_times_the_training_length(dtype):
+    """The last chunk of 16,384 keys: no worse than an fp32 bias, for steep and shallow heads."""
+    keys, queries, heads, width = 16_384, 256, 4, 64
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(queries, 1, heads, width, generator=generator).to(dtype)
+    k, v = (torch.randn(keys, 1, heads, width, generator=generator).to(dtype) for _ in range(2))
+    slopes = torch.tensor([2**-0.5, 0.1, 0.0131, 2**-8])
+    exact = attention_reference(q, k, v, slopes=slopes)
+    masked = attention(q, k, v, slopes=slopes, backend="sdpa").double()
+    ours = attention(q, k, v, slopes=slopes, backend="folded").double()
+    for head in range(heads):
+        error, unfolded = ((x - exact)[:, :, head].square().mean().sqrt() for x in (ours, masked))
+        assert error <= 1.05 * unfolded, f"head {head}: {error:.3g}, with a mask {unfolded:.3g}"
+
+
+def test_torch_s_unfused_path_is_never_taken():
+    """It would round scores to the dtype of q. Without the fused path there is an error instead."""
+    qkv, arguments = make("one chunk", torch.float16)
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match=r"[Nn]o viable backend"):
+        attention(*qkv, backend="folded", **arguments)
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_the_fused_qkv_projection_is_not_kept(narrow, monkeypatch):
+    """The backward pass keeps what the kernel is given, and that is no view of the projection."""
+    given = []
+
+    def record(q, k, v, scale, dropout_p):
+        given.extend((q, k, v))
+        return v
+
+    monkeypatch.setattr(folded, "causal_sdpa", record)
+    monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
+    q, k, v = torch.zeros(10, 1, 4, 3, 18, dtype=torch.float16).unbind(3)
+    bias = ScoreBias(alibi_slopes(4), None, 128, True)
+    folded.attention_folded(q, k, v, bias, None, 0.0)
+    assert [x.shape[3] for x in given] == [24, 24, 18 if narrow else 24]
+    for x in given:
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def test_columns_are_made_once_and_follow_the_slopes():
+    qkv, arguments = make("one chunk", torch.float16)
+    slopes = arguments["slopes"]
+    first = folded._cached_query_columns(slopes, 0.25, torch.float16)
+    assert folded._cached_query_columns(slopes, 0.25, torch.float16) is first
+    slopes.mul_(0.5)
+    again = folded._cached_query_columns(slopes, 0.25, torch.float16)
+    assert torch.equal(again[:, 0], first[:, 0] / 2)
+    # Made in inference mode, as an evaluation would, they serve training, too.
+    with torch.inference_mode():
+        fixed = torch.full((8,), 0.3)
+        attention(*(x.detach()[:40] for x in qkv), slopes=slopes, backend="folded")
+        attention(*(x.detach()[:40] for x in qkv), slopes=fixed, backend="folded")
+    for used in (slopes, fixed):
+        out = attention(*(x[:40] for x in qkv), slopes=used, backend="folded")
+        torch.autograd.grad(out.sum(), qkv)
+
+
+def test_custom_scale():
+    (q, k, v), arguments = make("one chunk", torch.float16)
+    for scale in (0.1, 1.0):
+        exact = attention_reference(q.detach(), k, v, scale=scale, **arguments)
+        plain = attention_reference(q, k, v, scale=scale, dtype=torch.float16, **arguments)
+        ours = attention(q, k, v, scale=scale, backend="folded", **arguments)
+        bound = 2 * (plain.double() - exact).abs().max() + 4 * 2.0**-10
+        assert (ours.double() - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, "it serves fp16 and bf16, this is fp32"),
+        ({"trained": True}, "fixed slopes, and nothing else"),
+        ({"slopes": None}, "fixed slopes, and nothing else"),
+        ({"causal": False}, "does not fold; it needs a causal mask"),
+        ({"dropout_p": 0.1}, "rounds scores to the dtype of q"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused(change, message):
+    """Trained slopes above all: their gradient would be dropped."""
+    (q, k, v), arguments = make("one chunk", change.pop("dtype", torch.bfloat16))
+    if change.pop("trained", False):
+        arguments["slopes"].requires_grad_()
+    with pytest.raises(ValueError, match=f"folded cannot serve: .*{message}"):
+        attention(q, k, v, backend="folded", **(arguments | change))
+
+
+def test_more_keys_than_fp16_has_positions_are_refused():
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    k = torch.zeros(folded.MAX_POSITION + 1, 1, 1, 8, dtype=torch.float16)
+    with pytest.raises(ValueError, match="60000 keys at most"):
+        attention(q, k, k, slopes=torch.ones(1), backend="folded")
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
+def test_cuda_outputs_and_gradients(case, dtype, kernel, monkeypatch):
+    """The memory-efficient kernel is the one of a V100, and runs on newer GPUs, too."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0) and (dtype == torch.bfloat16 or kernel == "FLASH_ATTENTION"):
+        pytest.skip("this GPU has neither bf16 nor a flash kernel")
+    narrow = kernel == "EFFICIENT_ATTENTION"
+    monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
+    qkv, arguments = make(case, dtype, "cuda")
+    exact = run(attention_reference, qkv, arguments)
+    plain = run(attention_reference, qkv, arguments, dtype=dtype)
+    bias = ScoreBias(arguments["slopes"], None, 128, True)
+
+    def attend(q, k, v, slopes):
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return folded.attention_folded(q, k, v, bias, None, 0.0)
+
+    assert_as_good_as_plain_torch(run(attend, qkv, arguments), plain, exact, dtype)
