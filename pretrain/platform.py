@@ -8,9 +8,11 @@ two it runs on.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import resource
+import shutil
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +57,18 @@ def check_precision(precision: str) -> None:
         raise ConfigError(
             "train.precision = fp16: DeepSpeed does not support it on a CPU. Use bf16 or fp32"
         )
+
+
+def can_compile() -> bool:
+    """Return True if torch.compile can generate code for `device()`.
+
+    It generates Triton on a GPU, which needs compute capability 8.0, and C++ on a CPU, which needs
+    a compiler.
+    """
+    if has_cuda():
+        capable = torch.cuda.get_device_capability() >= (8, 0)
+        return capable and importlib.util.find_spec("triton") is not None
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
 def peak_memory_bytes() -> int:
