@@ -1,0 +1,118 @@
+"""Define the tasks of test_fusion.py that worker processes run, as tasks.py does for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.config import RunConfig
+from tests.distributed import tasks
+
+
+def run_uncompiled(task: str, *args: Any) -> Any:
+    """Run a task of tasks.py with compiled regions executed as plain Python.
+
+    Compilation costs many seconds. Everything else about the fused model stays as it is.
+
+    Args:
+        task: Name of the task.
+        *args: Its arguments.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        return getattr(tasks, task)(*args)
+
+
+def gradients_in_main_grad(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, Tensor] | None:
+    """Compute gradients in fp32 buffers that layers and hooks add to, as the optimizer does.
+
+    Args:
+        config: The run's config.
+        state: Full fp32 weights by global name.
+        tokens: Token ids of the global batch, [global batch, S + 1].
+
+    Returns:
+        On rank 0 the full gradients by global name; None elsewhere.
+    """
+    from pretrain.model.forward import run_schedule
+    from pretrain.model.fusion import choose_fusion
+    from pretrain.model.parameters import named_parameters
+    from pretrain.model.weight_gradients import accumulate_in_layers
+    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.train.step import _mean_loss
+
+    topology, chunks = tasks._build_model_with(config, state)
+    named = list(named_parameters(chunks))
+    hooks_added: set[str] = set()
+    for each in named:
+        each.parameter.main_grad = torch.zeros(each.shape)
+        each.parameter.register_post_accumulate_grad_hook(_adder(each.name, hooks_added))
+    if choose_fusion(config).weight_gradients:
+        in_layers = {id(parameter) for parameter in accumulate_in_layers(chunks)}
+    else:
+        in_layers = set()
+    with torch.compiler.set_stance("force_eager"):
+        run_schedule(chunks, tasks._split_among_ranks(config, topology, tokens), _mean_loss)
+    for each in named:
+        assert each.parameter.grad is None
+        if each.parameter.dtype == torch.float32:
+            each.parameter.grad = each.parameter.main_grad
+        else:
+            # DeepSpeed's name of the same thing, which `gradient` knows.
+            each.parameter._hp_grad = each.parameter.main_grad
+        # Every matrix of a linear layer was added by the layer, and nothing else was.
+        is_linear = "linear_" in each.name or each.name in (
+            "output_layer.weight",
+            "embedding.word_embeddings.weight",
+        )
+        expected = is_linear and each.name.endswith("weight") and config.train.fusion == "on"
+        by_embedding = each.name == "embedding.word_embeddings.weight"
+        if not by_embedding:
+            assert (id(each.parameter) in in_layers) == expected, each.name
+            assert (each.name not in hooks_added) == expected, each.name
+    finalize_gradients(chunks)
+    full = tasks._assemble(chunks, lambda p: gradient(p).float(), topology.layout.data)
+    return full if topology.is_main else None
+
+
+def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
+    """Add two micro batches' weight gradients to a buffer, and compute the same sum in fp64.
+
+    Args:
+        precision: A value of train.precision.
+    """
+    from pretrain import platform
+    from pretrain.model.weight_gradients import add_weight_gradient
+
+    generator = torch.Generator().manual_seed(2)
+    total, expected = torch.zeros(48, 24), torch.zeros(48, 24, dtype=torch.float64)
+    for _ in range(2):
+        inputs, grad_output = (
+            torch.randn(32, size, generator=generator).to(platform.DTYPES[precision])
+            for size in (24, 48)
+        )
+        add_weight_gradient(inputs, grad_output, total)
+        expected += grad_output.double().t() @ inputs.double()
+    return total, expected
+
+
+def _adder(name: str, added: set[str]) -> Any:
+    """Return a hook that adds a parameter's gradient to its buffer, unless its layer has done so.
+
+    Args:
+        name: The parameter's name.
+        added: Gets the name when the hook has added something.
+    """
+
+    def add(parameter: Any) -> None:
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = False
+        else:
+            parameter.main_grad.add_(parameter.grad)
+            added.add(name)
+        parameter.grad = None
+
+    return add
