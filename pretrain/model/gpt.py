@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.model.attention import CoreAttention
+from pretrain.model.attention import CoreAttention, SelfAttention
 from pretrain.model.fusion import Fusion, choose_fusion
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
 from pretrain.model.parameters import Named, named_parameters

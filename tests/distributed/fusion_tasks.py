@@ -99,6 +99,50 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
     return total, expected
 
 
+def split_gradients(one_buffer: bool) -> dict[str, Any]:
+    """Differentiate through the split of self-attention into queries, keys and values.
+
+    Args:
+        one_buffer: The attention kernel writes its three gradients into one buffer.
+
+    Returns:
+        "gradient" and "expected", that of torch.split; "concatenations", how often one was copied
+        together.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pretrain.model.attention import _Split
+
+    sizes, calls = [8, 4, 4], []
+
+    class CountConcatenations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            calls.extend([function] * (function is torch.ops.aten.cat.default))
+            return function(*args, **(kwargs or {}))
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            return sum(x.square().sum() for x in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+            results = [2 * gradient * x for x in ctx.saved_tensors]
+            if not one_buffer:
+                return tuple(results)
+            parts = torch.empty(5, 1, 3, 16).split(sizes, dim=-1)
+            return tuple(part.copy_(x) for part, x in zip(parts, results))
+
+    mixed = torch.randn(5, 1, 3, 16, generator=torch.Generator().manual_seed(4))
+    mixed.requires_grad_()
+    Kernel.apply(*mixed.split(sizes, dim=-1)).backward()
+    expected, mixed.grad = mixed.grad, None
+    with CountConcatenations():
+        Kernel.apply(*_Split.apply(mixed, sizes)).backward()
+    return {"gradient": mixed.grad, "expected": expected, "concatenations": len(calls)}
+
+
 def _adder(name: str, added: set[str]) -> Any:
     """Return a hook that adds a parameter's gradient to its buffer, unless its layer has done so.
 

@@ -115,6 +115,13 @@ def test_a_fused_model_scores_the_same_tokens(pools, tiny_data, layout):
     assert actual.loss_nats == pytest.approx(plain.loss_nats, rel=1e-6)
 
 
+@pytest.mark.parametrize("one_buffer", [True, False])
+def test_gradients_of_queries_keys_and_values_in_one_buffer_are_not_copied(pools, one_buffer):
+    actual = pools(1).run(fusion_tasks.split_gradients, one_buffer)[0]
+    assert torch.equal(actual["gradient"], actual["expected"])
+    assert actual["concatenations"] == (0 if one_buffer else 1)
+
+
 def test_compiled_regions_replay_their_dropout_and_change_nothing_else(pools):
     """The one test that compiles.
 
