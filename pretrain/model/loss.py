@@ -1,21 +1,21 @@
 """Compute the loss of every token from the hidden states, without a second copy of the logits.
 
 Logits are the widest tensors of the model. Megatron's cross-entropy turns them into fp32 and keeps
-the softmax for the backward pass, in a series of operations that each read or write all of them:
-6 bytes per logit at the peak in bf16, and 58 bytes moved. Here they stay in the training precision.
-The forward pass reads them once to get the maximum and the sum of exponentials of every row, in
-fp32, and the backward pass replaces them, in place, by their gradient: 2 bytes at the peak, and 12
-moved, of which 6 are the matrix products' own.
+the softmax for the backward pass, in a series of operations that each read or write all of them: in
+bf16 they move 52 bytes per logit beside the three matrix products, and hold 6 at the peak. Here the
+logits stay in the training precision, 2 bytes. The forward pass reads them once, to get the maximum
+and the sum of exponentials of every row in fp32, and the backward pass replaces them, in place, by
+their gradient: 2 + 4 bytes moved if compiled. Where nothing is compiled it is 48, in pieces, which
+saves memory alone.
 
 Rounding is that of Megatron's: the logits are rounded to the training precision by the matrix
 product that makes them, and their gradient once, after the multiplication by the gradient of the
 loss. All between is fp32.
 
 Liger's fused linear cross-entropy goes further and never holds the logits of all tokens: it
-computes the gradients of a few hundred tokens at a time in the forward pass. That saves memory but
-adds to the weight's gradient once for each piece, which costs more traffic than it saves at the
-vocabularies and batches here (docs/decisions.md), and it knows neither a vocabulary split over
-tensor ranks nor a gradient that differs from token to token.
+computes the gradients of some tokens at a time in the forward pass. That saves memory, but reads
+and writes the weight's whole gradient once for each piece (docs/decisions.md has the arithmetic).
+It also needs the vocabulary on one rank, and a gradient that is the same for all tokens.
 
 Shapes: S tokens, B micro batch size, T = S x B, V vocabulary of this tensor rank.
 """
@@ -192,23 +192,35 @@ def _row_statistics(
         options: The way to compute.
     """
     if options.compiled:
-        compiled: tuple[Tensor, Tensor, Tensor] = _compiled_statistics(logits, column)
-        return compiled
-    pieces = [_statistics(*piece) for piece in _pieces(logits, column)]
-    highest, total, label_logit = (torch.cat(parts) for parts in zip(*pieces))
-    return highest, total, label_logit
-
-
-def _statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `_row_statistics` returns, in one piece."""
-    size = logits.shape[1]
-    x = logits.float()
-    highest = x.amax(dim=-1)
-    total = (x - highest[:, None]).exp().sum(dim=-1)
-    # Taken from the logits, so that a compiler has no reason to store all of `x`.
-    label_logit = logits.gather(1, column.clamp(0, size - 1)[:, None])[:, 0].float()
-    has_label = (column >= 0) & (column < size)
+        highest, total = _compiled_statistics(logits)
+    else:
+        pieces = [_statistics_of_piece(piece) for [piece] in _pieces(logits)]
+        highest, total = (torch.cat(parts) for parts in zip(*pieces))
+    has_label, column = _valid(column, logits.shape[1])
+    label_logit = logits.gather(1, column[:, None])[:, 0].float()
     return highest, total, torch.where(has_label, label_logit, 0.0)
+
+
+def _statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (m, z) of every row, in a form that becomes one kernel if compiled."""
+    # Written as torch's own softmax is, which Inductor turns into a single pass over the logits on
+    # a GPU (torch/_inductor/fx_passes/post_grad.py, `prepare_softmax_pattern`).
+    x = logits.float()
+    highest = x.amax(dim=-1, keepdim=True)
+    total = (x - highest).exp().sum(dim=-1, keepdim=True)
+    return highest[:, 0], total[:, 0]
+
+
+def _statistics_of_piece(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (m, z) of every row, in as few passes as plain operations need."""
+    highest = logits.amax(dim=-1).float()
+    # The subtraction converts 16-bit logits to fp32 by itself.
+    return highest, (logits - highest[:, None]).exp_().sum(dim=-1)
+
+
+def _valid(column: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return where 0 <= column < size, and the column, or any valid one where that is not so."""
+    return (column >= 0) & (column < size), column.clamp(0, size - 1)
 
 
 def _combine(
@@ -251,17 +263,33 @@ def _logits_to_gradient(
         _compiled_gradient(logits, column, *statistics, d_loss)
         return
     for piece in _pieces(logits, column, *statistics, d_loss):
-        _gradient(*piece)
+        _gradient_of_piece(*piece)
 
 
 def _gradient(
     logits: Tensor, column: Tensor, highest: Tensor, total: Tensor, d_loss: Tensor
 ) -> None:
-    """Do what `_logits_to_gradient` does, in one piece; all but the logits are [T]."""
+    """Do what `_logits_to_gradient` does, in a form that becomes one kernel if compiled.
+
+    All arguments but the logits are [T].
+    """
     probability = (logits.float() - highest[:, None]).exp() / total[:, None]
-    # A comparison of column numbers, which a compiler fuses with the rest; a scatter it would not.
+    # A comparison of column numbers is fused with the rest. A scatter would be a kernel of its own,
+    # before which all of the gradient would be stored in fp32.
     is_label = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     logits.copy_((probability - is_label.float()) * d_loss[:, None])
+
+
+def _gradient_of_piece(
+    logits: Tensor, column: Tensor, highest: Tensor, total: Tensor, d_loss: Tensor
+) -> None:
+    """Do what `_gradient` does, in as few passes over the logits as plain operations need."""
+    # The subtraction converts 16-bit logits to fp32 by itself.
+    gradient = (logits - highest[:, None]).exp_().mul_((d_loss / total)[:, None])
+    has_label, column = _valid(column, logits.shape[1])
+    row = torch.arange(logits.shape[0], device=logits.device)
+    gradient[row, column] -= torch.where(has_label, d_loss, 0.0)
+    logits.copy_(gradient)
 
 
 _compiled_statistics = torch.compile(_statistics)

@@ -143,6 +143,57 @@ def split_gradients(one_buffer: bool) -> dict[str, Any]:
     return {"gradient": mixed.grad, "expected": expected, "concatenations": len(calls)}
 
 
+def losses_in_pieces(precision: str) -> dict[str, Any]:
+    """Compute losses and gradients from logits of which only some rows are ever in fp32.
+
+    Args:
+        precision: A value of train.precision.
+
+    Returns:
+        "actual" and "expected" (torch's cross_entropy of fp32 logits): losses and gradients;
+        "elements": elements of the largest fp32 tensor that existed, of 40 x 96 logits.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pretrain import platform
+    from pretrain.model import loss
+
+    dtype = platform.DTYPES[precision]
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(20, 2, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(96, 16, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(96, (20, 2), generator=generator)
+    # A loss of its own weight for every token, as a mask would give.
+    d_loss = torch.rand(20, 2, generator=generator)
+    logits = (hidden @ weight.t()).float()
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(20, 2)
+    gradients = torch.autograd.grad(expected, (hidden, weight), d_loss)
+    elements = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            nonlocal elements
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float32:
+                elements = max(elements, out.numel())
+            return out
+
+    before, loss.ELEMENTS_AT_ONCE = loss.ELEMENTS_AT_ONCE, 7 * 96
+    try:
+        with Largest():
+            actual = loss.linear_cross_entropy(hidden, weight, labels, loss.Options())
+            results = torch.autograd.grad(actual, (hidden, weight), d_loss)
+    finally:
+        loss.ELEMENTS_AT_ONCE = before
+    return {
+        "actual": [actual.detach(), *results],
+        "expected": [expected.detach(), *gradients],
+        "elements": elements,
+    }
+
+
 def _adder(name: str, added: set[str]) -> Any:
     """Return a hook that adds a parameter's gradient to its buffer, unless its layer has done so.
 
