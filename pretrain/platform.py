@@ -71,6 +71,19 @@ def can_compile() -> bool:
     return shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
+def can_accumulate_products() -> bool:
+    """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
+
+    On a GPU that is `torch.addmm` with `out_dtype`. It accepts the fp32 matrix since torch 2.10
+    (pytorch pull request 167931), and Liger-Kernel uses it from compute capability 8.0 on
+    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return not has_cuda() or (
+        (major, minor) >= (2, 10) and torch.cuda.get_device_capability() >= (8, 0)
+    )
+
+
 def peak_memory_bytes() -> int:
     """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if has_cuda():

@@ -32,11 +32,6 @@ class Fusion:
     weight_gradients: bool
     """Add weight gradients to fp32 buffers in the matrix product."""
 
-    @property
-    def bias_dropout_add(self) -> bool:
-        """True if bias, dropout and residual are added in one kernel."""
-        return self.compiled
-
     def bias_gelu(self, config: RunConfig) -> bool:
         """Return True if bias and GELU are one kernel.
 
@@ -54,8 +49,11 @@ def choose_fusion(config: RunConfig) -> Fusion:
     results of runs that were started before the fusions existed stay the same to the last bit.
     """
     wanted = config.train.fusion == "on" or (config.train.fusion == "auto" and platform.has_cuda())
-    compiled = wanted and platform.can_compile()
-    fusion = Fusion(compiled=compiled, loss=wanted, weight_gradients=wanted)
+    fusion = Fusion(
+        compiled=wanted and platform.can_compile(),
+        loss=wanted,
+        weight_gradients=wanted and platform.can_accumulate_products(),
+    )
     if wanted:
         _log_once(_describe(config, fusion))
     return fusion
@@ -63,11 +61,15 @@ def choose_fusion(config: RunConfig) -> Fusion:
 
 def _describe(config: RunConfig, fusion: Fusion) -> str:
     """Return a line for the log that says what is fused, and what is not although it was wanted."""
-    parts = ["loss", "weight gradients"]
-    if fusion.compiled:
-        parts += ["bias-dropout-residual", *["bias-GELU"] * fusion.bias_gelu(config)]
+    is_fused = {
+        "loss": fusion.loss,
+        "weight gradients": fusion.weight_gradients,
+        "bias-dropout-residual": fusion.compiled,
+        "bias-GELU": fusion.bias_gelu(config),
+    }
+    parts = ", ".join(name for name, fused in is_fused.items() if fused)
     missing = "" if fusion.compiled else "; torch.compile cannot generate code for this device"
-    return f"fused operations: {', '.join(parts)} (train.fusion = {config.train.fusion}{missing})"
+    return f"fused operations: {parts} (train.fusion = {config.train.fusion}{missing})"
 
 
 @cache

@@ -118,7 +118,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # logits' gradient to bf16 in every precision (fused_cross_entropy.py), and keeps logits in
         # fp32; `pretrain.model.loss` takes its place.
         bias_activation_fusion=bias_gelu,
-        bias_dropout_fusion=fusion.bias_dropout_add,
+        bias_dropout_fusion=fusion.compiled,
         # Switched on by `pretrain.model.weight_gradients` once the parameters have fp32 buffers.
         gradient_accumulation_fusion=False,
         # These belong to Megatron's DotProductAttention and FusedLayerNorm, which `_layer_spec`

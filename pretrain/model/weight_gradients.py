@@ -5,7 +5,8 @@ another kernel reads it again and adds it to the fp32 sum over micro batches: 2 
 weight in bf16, where the product alone reads and writes 4 + 4.
 
 Megatron's linear layers can do so (gradient_accumulation_fusion), but through a CUDA extension of
-APEX. `torch.addmm` with `out_dtype` does the same and takes the extension's place here.
+APEX. `torch.addmm` with `out_dtype` does the same and takes the extension's place here
+(`platform.can_accumulate_products` says where it can).
 
 The optimizer provides the buffers and follows Megatron's convention:
 
