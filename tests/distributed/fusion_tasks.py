@@ -143,6 +143,35 @@ def split_gradients(one_buffer: bool) -> dict[str, Any]:
     return {"gradient": mixed.grad, "expected": expected, "concatenations": len(calls)}
 
 
+def kernels_of_compiled_regions() -> dict[str, int]:
+    """Compile every region and count the kernels that Inductor generates, forward and backward."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+    from torch._inductor import config as inductor
+    from torch._inductor import metrics
+
+    from pretrain.model import loss
+
+    x, residual = torch.randn(6, 2, 16, requires_grad=True), torch.randn(6, 2, 16)
+    bias = torch.randn(16, requires_grad=True)
+    logits, rows = torch.randn(12, 16), torch.rand(12)
+    add = get_bias_dropout_add(training=True, fused=True)
+    regions = {
+        "bias-GELU": lambda: bias_gelu_impl(x, bias).sum().backward(),
+        "bias-residual": lambda: add((x, bias), residual, 0.0),
+        "loss, backward": lambda: loss._compiled_gradient(logits, rows.long(), rows, rows, rows),
+    }
+    counts = {}
+    for name, region in regions.items():
+        torch._dynamo.reset()
+        metrics.reset()
+        # Kernels from a cache are not counted.
+        with inductor.patch(force_disable_caches=True):
+            region()
+        counts[name] = metrics.generated_kernel_count
+    return counts
+
+
 def losses_in_pieces(precision: str) -> dict[str, Any]:
     """Compute losses and gradients from logits of which only some rows are ever in fp32.
 

@@ -1,7 +1,7 @@
 """Compare the model with fused operations with the dense reference and with the plain model.
 
-Compiled regions run as plain Python here, except in the last tests: compilation takes about half a
-minute for each data type.
+Compiled regions run as plain Python here, except in the last two tests: compiling takes seconds for
+each region and data type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from pretrain.evaluate.perplexity import Protocol
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import fusion_tasks, tasks
-from tests.distributed.test_optimizer import LOSS, NORM, WEIGHT
+from tests.distributed.test_optimizer import LOSS, NORM
 from tests.distributed.test_optimizer import _expected as expected_steps
 from tests.distributed.test_parallel_equals_dense import TOLERANCE, variant_config
 from tests.distributed.test_parallel_equals_dense import _expected as expected_gradients
@@ -47,17 +47,15 @@ def test_fused_losses_and_gradients_equal_the_dense_reference(pools, variant, la
     assert_same_gradients(actual["gradients"], gradients, **TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2pp2sp"])
-def test_a_fused_model_trains_as_adamw_does(pools, layout):
-    processes, parallel = ALL_LAYOUTS[layout]
-    state, batches, losses, norms, weights = expected_steps("alibi")
+def test_a_fused_model_trains_as_adamw_does(pools):
+    """Losses and norms of six steps, each of which follows from the weights of the one before."""
+    processes, parallel = ALL_LAYOUTS["tp2pp2sp"]
+    state, batches, losses, norms, _ = expected_steps("alibi")
     config = fused(tiny_config(parallel=parallel))
     task = fusion_tasks.run_uncompiled
-    actual = pools(processes).run(task, "train_steps", config, state, batches)[0]
-    assert actual["losses"] == pytest.approx(losses, **LOSS)
-    assert actual["norms"] == pytest.approx(norms, **NORM)
-    for name, expected in weights.items():
-        torch.testing.assert_close(actual["weights"][name], expected, **WEIGHT)
+    actual = pools(processes).run(task, "train_steps", config, state, batches[:6])[0]
+    assert actual["losses"] == pytest.approx(losses[:6], **LOSS)
+    assert actual["norms"] == pytest.approx(norms[:6], **NORM)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,7 @@ def test_gradients_of_queries_keys_and_values_in_one_buffer_are_not_copied(pools
 
 
 def test_compiled_regions_replay_their_dropout_and_change_nothing_else(pools):
-    """The one test that compiles.
+    """Train with compiled regions.
 
     Recomputed layers draw the same masks, to the last bit. Without dropout, losses of three steps
     agree with the plain model's as two orders of fp32 sums do.
@@ -175,6 +173,12 @@ def test_compiled_regions_replay_their_dropout_and_change_nothing_else(pools):
     assert results["on"]["losses"] == pytest.approx(results["off"]["losses"], **LOSS)
     assert results["on"]["norms"] == pytest.approx(results["off"]["norms"], **NORM)
     assert results["on"]["losses"] != results["none"]["losses"]
+
+
+def test_a_compiled_region_is_one_kernel_in_each_direction(pools):
+    """Counted by Inductor, for C++; the same graphs become Triton kernels on a GPU."""
+    counts = pools(1).run(fusion_tasks.kernels_of_compiled_regions)[0]
+    assert counts == {"bias-GELU": 2, "bias-residual": 1, "loss, backward": 1}
 
 
 def assert_same_gradients(actual, expected, **tolerance):
