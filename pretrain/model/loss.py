@@ -15,7 +15,8 @@ loss. All between is fp32.
 Liger's fused linear cross-entropy goes further and never holds the logits of all tokens: it
 computes the gradients of some tokens at a time in the forward pass. That saves memory, but reads
 and writes the weight's whole gradient once for each piece (docs/decisions.md has the arithmetic).
-It also needs the vocabulary on one rank, and a gradient that is the same for all tokens.
+It also needs the whole vocabulary on one rank, and computes the logits twice where the gradient of
+the loss differs from token to token.
 
 Shapes: S tokens, B micro batch size, T = S x B, V vocabulary of this tensor rank.
 """
@@ -148,8 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(rows, weight, logits, column, highest, total)
             ctx.options = options
             ctx.hidden_shape = hidden.shape
-            # Read in the forward pass, as Megatron does, because ZeRO may replace the parameter's
-            # attributes in between.
+            # Read in the forward pass, as Megatron's linear layers do.
             ctx.main_grad = getattr(weight, "main_grad", None) if options.accumulate else None
         return (total.log() - (label_logit - highest)).view(labels.shape)
 
