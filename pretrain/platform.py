@@ -8,9 +8,11 @@ two it runs on.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import resource
+import shutil
 import time
 import types
 from collections.abc import Iterator
@@ -56,6 +58,31 @@ def check_precision(precision: str) -> None:
         raise ConfigError(
             "train.precision = fp16: DeepSpeed does not support it on a CPU. Use bf16 or fp32"
         )
+
+
+def can_compile() -> bool:
+    """Return True if torch.compile can generate code for `device()`.
+
+    It generates Triton on a GPU, which needs compute capability 8.0, and C++ on a CPU, which needs
+    a compiler.
+    """
+    if has_cuda():
+        capable = torch.cuda.get_device_capability() >= (8, 0)
+        return capable and importlib.util.find_spec("triton") is not None
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def can_accumulate_products() -> bool:
+    """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
+
+    On a GPU that is `torch.addmm` with `out_dtype`. It accepts the fp32 matrix since torch 2.10
+    (pytorch pull request 167931), and Liger-Kernel uses it from compute capability 8.0 on
+    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return not has_cuda() or (
+        (major, minor) >= (2, 10) and torch.cuda.get_device_capability() >= (8, 0)
+    )
 
 
 def peak_memory_bytes() -> int:

@@ -263,7 +263,7 @@ class ScheduleSection(Section):
 
 
 class TrainSection(Section):
-    """[train]: length, precision and activation recomputation."""
+    """[train]: length, precision, activation recomputation and fused operations."""
 
     num_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, those of earlier attempts included."""
@@ -276,6 +276,13 @@ class TrainSection(Section):
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention core, or
     every layer. Saves memory and costs time, about a third more per step for full."""
+
+    fusion: Literal["auto", "on", "off"] = "auto"
+    """Fused operations beside attention: bias with GELU and bias with dropout and residual in one
+    kernel each (torch.compile), the loss without a second copy of the logits, weight gradients
+    added in fp32 by the matrix product itself. auto: on a GPU. off: plain operations, to compare
+    with or to rule them out. on: on a CPU too, where compiling costs tens of seconds at every start
+    and needs a C++ compiler."""
 
 
 class CheckpointSection(Section):

@@ -1,7 +1,8 @@
-"""Core attention for Megatron's SelfAttention.
+"""Attention for Megatron's TransformerLayer.
 
-It asks the position method what to add to the scores, and calls
-`pretrain.kernels.dispatch.attention` to compute the result.
+Core attention asks the position method what to add to the scores, and calls
+`pretrain.kernels.dispatch.attention` to compute the result. Self-attention is Megatron's, except
+that it can take the gradients of queries, keys and values from one buffer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,6 +20,80 @@ from torch import Tensor
 
 from pretrain.kernels.dispatch import attention
 from pretrain.model.positions import PositionMethod
+
+
+class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types
+    """Megatron's self-attention, with a split into queries, keys and values that saves a copy."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Any, ...]:
+        """Return query [S, B, heads, D], key and value [S, B, groups, D].
+
+        Args:
+            hidden_states: Inputs of the layer, [S, B, hidden].
+            key_value_states: Not used: this is self-attention.
+            output_gate: Not used: there is no gate. The name is Megatron's.
+            split_qkv: False returns what is to be split, and the sizes. The name is Megatron's.
+        """
+        mixed, sizes = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, output_gate, split_qkv=False
+        )
+        if not split_qkv:
+            return mixed, sizes
+        query, key, value = _Split.apply(mixed, sizes)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+        # The heads of a group are next to each other.
+        query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
+        return query, key, value
+
+
+class _Split(torch.autograd.Function):
+    """Split the last dimension. The backward pass copies nothing if the gradients are one buffer.
+
+    That of torch.split concatenates the gradients, which reads and writes 3 x hidden values of
+    every token and layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.sizes = sizes
+        parts: tuple[Tensor, ...] = torch.split_with_sizes(mixed, sizes, dim=-1)
+        return tuple(parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = joined_buffer(gradients, ctx.sizes)
+        return (torch.cat(gradients, dim=-1) if whole is None else whole), None
+
+
+def joined_buffer(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor | None:
+    """Return the tensor whose last dimension `parts` divide among them, or None if there is none.
+
+    Args:
+        parts: Tensors of the same shape but for the last dimension.
+        sizes: Their last dimensions.
+
+    Returns:
+        A contiguous tensor that shares the memory of all parts.
+    """
+    first = parts[0]
+    shape = (*first.shape[:-1], sum(sizes))
+    stride = torch.empty(shape, device="meta").stride()
+    start = first.storage_offset()
+    for part, size in zip(parts, sizes):
+        same_memory = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        # The stride of a dimension of one element says nothing.
+        strides = zip(part.shape, part.stride(), stride)
+        same_layout = all(actual == wanted for n, actual, wanted in strides if n > 1)
+        if not same_memory or not same_layout or part.storage_offset() != start:
+            return None
+        start += size
+    return first.as_strided(shape, stride)
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no types

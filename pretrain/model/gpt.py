@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -37,7 +37,9 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.model.attention import CoreAttention
+from pretrain.model.attention import CoreAttention, SelfAttention
+from pretrain.model.fusion import Fusion, choose_fusion
+from pretrain.model.loss import FusedLossLayer, FusedLossModel
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.model.positions import METHODS, PositionMethod
 
@@ -80,13 +82,16 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a config into Megatron's TransformerConfig. No other function makes one."""
     m, p, dtype = config.model, config.parallel, platform.DTYPES[config.train.precision]
     recompute = config.train.recompute_granularity
+    fusion = choose_fusion(config)
+    bias_gelu = fusion.bias_gelu(config)
     return TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
         num_attention_heads=m.num_attention_heads,
         num_query_groups=config.num_query_groups,
         ffn_hidden_size=config.ffn_hidden_size,
-        activation_func=ACTIVATIONS[m.hidden_act],
+        # Megatron's fused bias-GELU is the tanh approximation, and is chosen by torch's exact GELU.
+        activation_func=F.gelu if bias_gelu else ACTIVATIONS[m.hidden_act],
         add_bias_linear=m.use_bias,
         layernorm_epsilon=m.layernorm_epsilon,
         hidden_dropout=m.hidden_dropout,
@@ -107,14 +112,14 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # `initialise` fills the weights.
         perform_initialization=False,
         use_cpu_initialization=True,
-        # Megatron's bias-dropout-add and bias-GELU fusions are plain torch.compile
-        # (megatron/core/jit.py; fused_bias_dropout.py and fused_bias_gelu.py in
-        # megatron/core/fusions). So is its native fusion of the cross-entropy
-        # (fused_cross_entropy.py), which is off by default. They are off because on a CPU they
-        # cost compilation time, and what they gain on a GPU has not been measured here.
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        # Needs APEX's CUDA extension fused_weight_gradient_mlp_cuda.
+        # Megatron's fusions of bias with GELU and of bias with dropout and residual are plain
+        # torch.compile (megatron/core/jit.py; fused_bias_gelu.py and fused_bias_dropout.py in
+        # megatron/core/fusions). Its native fusion of the cross-entropy is, too, but rounds the
+        # logits' gradient to bf16 in every precision (fused_cross_entropy.py), and keeps logits in
+        # fp32; `pretrain.model.loss` takes its place.
+        bias_activation_fusion=bias_gelu,
+        bias_dropout_fusion=fusion.compiled,
+        # Switched on by `pretrain.model.weight_gradients` once the parameters have fp32 buffers.
         gradient_accumulation_fusion=False,
         # These belong to Megatron's DotProductAttention and FusedLayerNorm, which `_layer_spec`
         # does not use.
@@ -212,7 +217,9 @@ def _build_chunk(
     spec = TransformerBlockSubmodules([_layer_spec(config, position)] * num_layers, LayerNorm)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
-    model = GPTModel(
+    fusion = choose_fusion(config)
+    model_class = FusedLossModel if fusion.loss else GPTModel
+    model = model_class(
         transformer,
         spec,
         config.padded_vocab_size,
@@ -226,6 +233,8 @@ def _build_chunk(
     )
     # Registered as a submodule, so its parameters are trained and have names ("position.*").
     model.position = position
+    if fusion.loss and last:
+        _fuse_loss(model, fusion)
     _mark_sharded_weights(model)
     if first:
         table = position.embedding_table()
@@ -238,6 +247,25 @@ def _build_chunk(
                 lambda _m, _i, out: out * position.embedding_scale
             )
     return model
+
+
+def _fuse_loss(model: GPTModel, fusion: Fusion) -> None:
+    """Replace the output layer by one that computes the loss; GPTModel names the layer's class."""
+    plain = model.output_layer
+    layer = FusedLossLayer(
+        plain.input_size,
+        plain.output_size,
+        config=model.config,
+        init_method=model.config.init_method,
+        bias=False,
+        gather_output=plain.gather_output,
+        # The weight of the replaced layer is taken over, with the marks that Megatron gave it.
+        skip_weight_param_allocation=True,
+        tp_group=plain.tp_group,
+    )
+    layer.weight = plain.weight
+    layer.compiled = fusion.compiled
+    model.output_layer = layer
 
 
 def _mark_sharded_weights(model: GPTModel) -> None:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from pretrain.model.weight_gradients import accumulate_in_layers
 from pretrain.optim.buckets import Bucket
 from pretrain.optim.gather import WeightGather
 from pretrain.optim.gradients import finalize_gradients
@@ -34,6 +35,7 @@ class ShardedStep:
         *,
         clip_grad: float,
         wire_dtype: torch.dtype,
+        add_in_layers: bool,
         overlap: bool,
     ) -> None:
         """Register the hooks that reduce gradients and gather weights.
@@ -44,6 +46,7 @@ class ShardedStep:
             buckets: The buckets.
             clip_grad: Largest global gradient norm; 0 turns clipping off.
             wire_dtype: Data type in which gradients are sent.
+            add_in_layers: Let linear layers add their weights' gradients to the sums themselves.
             overlap: Communicate while the model computes.
         """
         group = parallel_state.get_data_parallel_group()
@@ -54,6 +57,8 @@ class ShardedStep:
         self._weights: list[Tensor] = [parts[group.rank()] for parts in partitions]
         flat_weights = zero.bit16_groups_flat
         self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype, overlap)
+        if add_in_layers:
+            self._reducer.let_layers_add(accumulate_in_layers(chunks))
         self._gather = WeightGather(chunks, buckets, flat_weights, group, overlap)
 
     def begin(self, num_microbatches: int) -> None:

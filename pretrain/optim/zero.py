@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import RunConfig, num_parameters
+from pretrain.model.fusion import choose_fusion
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.optim.buckets import Bucket, plan_buckets, plan_decay_groups
 from pretrain.optim.gradients import reduce_sequence_parallel_on_accumulation
@@ -82,6 +83,7 @@ class ZeroOptimizer:
                 chunks,
                 buckets,
                 clip_grad=config.optimizer.clip_grad,
+                add_in_layers=choose_fusion(config).weight_gradients,
                 wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
                 overlap=overlap,
             )

@@ -154,8 +154,9 @@ def load_run(
         RunFailed: Attention does not add the positions that the config asks for.
     """
     if topology.is_main:
-        # The log line that says which attention backend was chosen, and why.
+        # The log lines that say which attention backend was chosen, and what is fused.
         _show_log("pretrain.kernels")
+        _show_log("pretrain.model")
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)

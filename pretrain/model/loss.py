@@ -1,0 +1,353 @@
+"""Compute the loss of every token from the hidden states, without a second copy of the logits.
+
+Logits are the widest tensors of the model. Megatron's cross-entropy turns them into fp32 and keeps
+the softmax for the backward pass, in a series of operations that each read or write all of them: in
+bf16 they move 52 bytes per logit beside the three matrix products, and hold 6 at the peak. Here the
+logits stay in the training precision, 2 bytes. The forward pass reads them once, to get the maximum
+and the sum of exponentials of every row in fp32, and the backward pass replaces them, in place, by
+their gradient: 2 + 4 bytes moved if compiled. Where nothing is compiled it is 48, in pieces, which
+saves memory alone.
+
+Rounding is that of Megatron's: the logits are rounded to the training precision by the matrix
+product that makes them, and their gradient once, after the multiplication by the gradient of the
+loss. All between is fp32.
+
+Liger's fused linear cross-entropy goes further and never holds the logits of all tokens: it
+computes the gradients of some tokens at a time in the forward pass. That saves memory, but reads
+and writes the weight's whole gradient once for each piece (docs/decisions.md has the arithmetic).
+It also needs the whole vocabulary on one rank, and computes the logits twice where the gradient of
+the loss differs from token to token.
+
+Shapes: S tokens, B micro batch size, T = S x B, V vocabulary of this tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import Tensor
+
+from pretrain.model.weight_gradients import add_weight_gradient
+
+ELEMENTS_AT_ONCE = 2**24
+"""Logits that are converted to fp32 at once where nothing is compiled: 64 MiB."""
+
+
+class FusedLossModel(GPTModel):  # type: ignore[misc]  # Megatron ships no types
+    """Megatron's GPTModel, which gives the labels to its output layer."""
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **others: Any) -> Tensor:
+        """Return the losses [B, S] where there are labels, else what Megatron returns."""
+        if labels is None or not self.post_process:
+            out: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
+            return out
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
+        # Through the module, because ZeRO 3 gathers weights in hooks of modules.
+        losses, _ = self.output_layer(hidden_states, weight, labels=labels)
+        return losses  # type: ignore[no-any-return]  # Megatron's layers are untyped
+
+
+class FusedLossLayer(ColumnParallelLinear):  # type: ignore[misc]  # Megatron ships no types
+    """An output layer that returns losses in place of logits if it is given labels."""
+
+    compiled = False
+    """Compile the passes over the logits (`pretrain.model.fusion`)."""
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (losses or logits, None).
+
+        Args:
+            input_: Hidden states, [S, B, hidden]; this rank's part of S under sequence parallelism.
+            weight: The tied weight, [V, hidden]; None for the layer's own.
+            runtime_gather_output: As in Megatron, for logits.
+            labels: Token ids [B, S], or None for logits.
+        """
+        if labels is None:
+            out: tuple[Tensor, Tensor | None]
+            out = super().forward(input_, weight, runtime_gather_output)
+            return out
+        options = Options(
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            sequence_parallel=self.sequence_parallel,
+            compiled=self.compiled,
+            accumulate=self.gradient_accumulation_fusion,
+        )
+        weight = self.weight if weight is None else weight
+        losses = linear_cross_entropy(input_, weight, labels.t(), options)
+        return losses.t().contiguous(), None
+
+
+class Options(NamedTuple):
+    """The way in which `linear_cross_entropy` computes."""
+
+    group: dist.ProcessGroup | None = None
+    """Tensor-parallel ranks that split the vocabulary in order; None for one rank."""
+
+    sequence_parallel: bool = False
+    """Each rank of the group holds another part of the hidden states' sequence."""
+
+    compiled: bool = False
+    """Compile the passes over the logits, which are otherwise cut into pieces."""
+
+    accumulate: bool = False
+    """Add the weight's gradient to its `main_grad` (`pretrain.model.weight_gradients`)."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
+) -> Tensor:
+    """Return -log softmax(hidden weight^T)[label] of every token, differentiable in the first two.
+
+    Args:
+        hidden: Hidden states, [S, B, hidden]; this rank's part of S under sequence parallelism.
+        weight: This rank's rows of the output layer, [V, hidden].
+        labels: Token ids of the whole vocabulary, [S, B].
+        options: The way to compute.
+
+    Returns:
+        fp32 [S, B], in nats; the same on every rank of the group.
+    """
+    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    return losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The product with the weight, and the cross-entropy over the ranks' parts of the vocabulary.
+
+    With m the largest logit of a row, z the sum of exp(x - m) over the vocabulary, and y the label:
+
+        loss  = log z - (x_y - m)
+        dx_v  = (exp(x_v - m) / z - [v = y]) dloss
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
+    ) -> Tensor:
+        rows = _all_tokens(hidden, options)
+        logits = rows @ weight.t()
+        # The label's column on this rank. One of another rank is negative or beyond the last
+        # column, and equals none.
+        first = weight.shape[0] * (options.group.rank() if options.group else 0)
+        column = labels.reshape(-1) - first
+        highest, total, label_logit = _row_statistics(logits, column, options)
+        if options.group:
+            highest, total, label_logit = _combine(highest, total, label_logit, options.group)
+        if any(ctx.needs_input_grad[:2]):
+            ctx.save_for_backward(rows, weight, logits, column, highest, total)
+            ctx.options = options
+            ctx.hidden_shape = hidden.shape
+            # Read in the forward pass, as Megatron's linear layers do.
+            ctx.main_grad = getattr(weight, "main_grad", None) if options.accumulate else None
+        return (total.log() - (label_logit - highest)).view(labels.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, logits, column, highest, total = ctx.saved_tensors
+        options: Options = ctx.options
+        d_loss = d_loss.reshape(-1).float()
+        _logits_to_gradient(logits, column, (highest, total), d_loss, options.compiled)
+        # The communication runs while the weight's gradient is computed.
+        d_hidden, wait = _reduce_over_group(logits @ weight, ctx.hidden_shape, options)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = _weight_gradient(rows, logits, weight, ctx.main_grad)
+        wait()
+        return d_hidden, d_weight, None, None
+
+
+def _all_tokens(hidden: Tensor, options: Options) -> Tensor:
+    """Return the hidden states of all tokens, [T, hidden], from [S, B, hidden]."""
+    if not options.sequence_parallel:
+        return hidden.reshape(-1, hidden.shape[-1])
+    assert options.group
+    size = (hidden.shape[0] * options.group.size(), *hidden.shape[1:])
+    gathered = hidden.new_empty(size)
+    dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=options.group)
+    return gathered.view(-1, hidden.shape[-1])
+
+
+def _row_statistics(
+    logits: Tensor, column: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (m, z, x_y) of every row over this rank's columns, each fp32 [T].
+
+    Args:
+        logits: [T, V].
+        column: Column of the label, [T]. Where another rank has the label it is outside of
+            0 .. V - 1, and x_y is 0.
+        options: The way to compute.
+    """
+    if options.compiled:
+        highest, total = _compiled_statistics(logits)
+    else:
+        pieces = [_statistics_of_piece(piece) for [piece] in _pieces(logits)]
+        highest, total = (torch.cat(parts) for parts in zip(*pieces))
+    has_label, column = _valid(column, logits.shape[1])
+    label_logit = logits.gather(1, column[:, None])[:, 0].float()
+    return highest, total, torch.where(has_label, label_logit, 0.0)
+
+
+def _statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (m, z) of every row, in a form that becomes one kernel if compiled."""
+    # Written as torch's own softmax is, which Inductor turns into a single pass over the logits on
+    # a GPU (torch/_inductor/fx_passes/post_grad.py, `prepare_softmax_pattern`).
+    x = logits.float()
+    highest = x.amax(dim=-1, keepdim=True)
+    total = (x - highest).exp().sum(dim=-1, keepdim=True)
+    return highest[:, 0], total[:, 0]
+
+
+def _statistics_of_piece(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (m, z) of every row, in as few passes as plain operations need."""
+    highest = logits.amax(dim=-1).float()
+    # The subtraction converts 16-bit logits to fp32 by itself.
+    return highest, (logits - highest[:, None]).exp_().sum(dim=-1)
+
+
+def _valid(column: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return where 0 <= column < size, and the column, or any valid one where that is not so."""
+    return (column >= 0) & (column < size), column.clamp(0, size - 1)
+
+
+def _combine(
+    highest: Tensor, total: Tensor, label_logit: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the statistics of the whole vocabulary from those of this rank's columns.
+
+    Two small all-reduces, where Megatron has three.
+
+    Args:
+        highest: Largest logit of each row, fp32 [T].
+        total: Sum of exp(x - highest), fp32 [T].
+        label_logit: Logit of the label, and 0 where another rank has it, fp32 [T].
+        group: The ranks that split the vocabulary.
+    """
+    highest_of_all = highest.clone()
+    dist.all_reduce(highest_of_all, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([total * (highest - highest_of_all).exp(), label_logit])
+    dist.all_reduce(sums, group=group)
+    return highest_of_all, sums[0], sums[1]
+
+
+def _logits_to_gradient(
+    logits: Tensor,
+    column: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    d_loss: Tensor,
+    compiled: bool,
+) -> None:
+    """Replace the logits by their gradient.
+
+    Args:
+        logits: [T, V], changed in place.
+        column: Column of the label on this rank, as in `_row_statistics`.
+        statistics: m and z of every row over the whole vocabulary.
+        d_loss: Gradient of the losses, fp32 [T].
+        compiled: As in `Options`.
+    """
+    if compiled:
+        _compiled_gradient(logits, column, *statistics, d_loss)
+        return
+    for piece in _pieces(logits, column, *statistics, d_loss):
+        _gradient_of_piece(*piece)
+
+
+def _gradient(
+    logits: Tensor, column: Tensor, highest: Tensor, total: Tensor, d_loss: Tensor
+) -> None:
+    """Do what `_logits_to_gradient` does, in a form that becomes one kernel if compiled.
+
+    All arguments but the logits are [T].
+    """
+    probability = (logits.float() - highest[:, None]).exp() / total[:, None]
+    # A comparison of column numbers is fused with the rest. A scatter would be a kernel of its own,
+    # before which all of the gradient would be stored in fp32.
+    is_label = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
+    logits.copy_((probability - is_label.float()) * d_loss[:, None])
+
+
+def _gradient_of_piece(
+    logits: Tensor, column: Tensor, highest: Tensor, total: Tensor, d_loss: Tensor
+) -> None:
+    """Do what `_gradient` does, in as few passes over the logits as plain operations need."""
+    # The subtraction converts 16-bit logits to fp32 by itself.
+    gradient = (logits - highest[:, None]).exp_().mul_((d_loss / total)[:, None])
+    has_label, column = _valid(column, logits.shape[1])
+    row = torch.arange(logits.shape[0], device=logits.device)
+    gradient[row, column] -= torch.where(has_label, d_loss, 0.0)
+    logits.copy_(gradient)
+
+
+_compiled_statistics = torch.compile(_statistics)
+_compiled_gradient = torch.compile(_gradient)
+
+
+def _pieces(logits: Tensor, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut the logits [T, V] and tensors [T] into views of some rows, ELEMENTS_AT_ONCE or less."""
+    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    return zip(*(torch.split(x, rows) for x in (logits, *of_rows)))
+
+
+def _reduce_over_group(
+    d_hidden: Tensor, shape: torch.Size, options: Options
+) -> tuple[Tensor, Callable[[], Any]]:
+    """Start to sum the gradient of the hidden states over the ranks of the group.
+
+    Each rank has seen its own part of the vocabulary.
+
+    Args:
+        d_hidden: This rank's gradient, [T, hidden].
+        shape: Shape of this rank's hidden states.
+        options: The group, and the way in which it shares the sequence.
+
+    Returns:
+        The sum in `shape`, and a function to call before it is used.
+    """
+    if not options.group:
+        return d_hidden.view(shape), lambda: None
+    if not options.sequence_parallel:
+        work = dist.all_reduce(d_hidden, group=options.group, async_op=True)
+        return d_hidden.view(shape), work.wait
+    part = d_hidden.new_empty(shape)
+    work = dist.reduce_scatter_tensor(
+        part.view(-1, shape[-1]), d_hidden, group=options.group, async_op=True
+    )
+    return part, work.wait
+
+
+def _weight_gradient(
+    rows: Tensor, d_logits: Tensor, weight: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the gradient of the weight, or add it to `main_grad`.
+
+    Args:
+        rows: Hidden states of all tokens, [T, hidden].
+        d_logits: Gradient of the logits, [T, V].
+        weight: The weight, [V, hidden].
+        main_grad: fp32 buffer of its shape, or None.
+
+    Returns:
+        The gradient; an unfilled tensor or None where it was added to `main_grad`
+        (`pretrain.model.weight_gradients` says which).
+    """
+    if main_grad is None:
+        return d_logits.t() @ rows
+    add_weight_gradient(rows, d_logits, main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
