@@ -34,6 +34,8 @@ class Device:
     """Time between the end of one kernel and the start of the next one in the same stream."""
     host_us: float
     """Time that the host needs for each launch, through autograd."""
+    nvlink_gb_per_second: float
+    """What a GPU sends to the others of its node in a collective, in one direction."""
     origins: dict[str, str]
 
     @property
@@ -46,14 +48,16 @@ class Device:
     def gemm_ms(self, rows: int, inner: int, columns: int) -> float:
         """Return the time of a product [rows, inner] x [inner, columns].
 
-        All tiles of the output take equally long, so the last wave of tiles leaves
-        multiprocessors idle unless the number of tiles is a multiple of theirs.
+        The multiprocessors compute the output tile by tile, in waves of one tile each. All tiles
+        take equally long, also those at the edge that are partly empty, and so do all waves, also
+        the last one, which leaves multiprocessors idle.
         """
         tiles = math.ceil(rows / self.tile[0]) * math.ceil(columns / self.tile[1])
         waves = math.ceil(tiles / self.multiprocessors)
-        fraction = self.gemm_fraction * tiles / (waves * self.multiprocessors)
-        fraction *= inner / (inner + self.tile_overhead)
-        return 2e3 * rows * inner * columns / (self.peak_tflops * 1e12 * fraction)
+        flops_of_wave = (
+            2 * self.multiprocessors * self.tile[0] * self.tile[1] * (inner + self.tile_overhead)
+        )
+        return 1e3 * waves * flops_of_wave / (self.peak_tflops * 1e12 * self.gemm_fraction)
 
     def memory_ms(self, num_bytes: float) -> float:
         """Return the time in which elementwise kernels read and write `num_bytes`."""
@@ -70,6 +74,7 @@ H200 = Device(
     attention_tflops={"before": (200.0, 110.0), "after": (423.0, 182.0)},
     launch_gap_us=1.5,
     host_us=6.0,
+    nvlink_gb_per_second=360.0,
     origins={
         "peak_tflops": "published: data sheet, without sparsity",
         "gemm_fraction": "assumed, so that 8192 x 8192 x 8192 comes to 780 TFLOP/s; measured: "
@@ -82,6 +87,7 @@ H200 = Device(
         "published for FlashAttention-3 on an H100, D = 128",
         "launch_gap_us": "assumed",
         "host_us": "assumed",
+        "nvlink_gb_per_second": "assumed: 0.80 of the data sheet's 450",
     },
 )
 V100 = Device(
@@ -94,6 +100,7 @@ V100 = Device(
     attention_tflops={"before": (6.0, 6.0), "after": (40.0, 30.0)},
     launch_gap_us=2.0,
     host_us=8.0,
+    nvlink_gb_per_second=110.0,
     origins={
         "peak_tflops": "published: data sheet, fp16",
         "gemm_fraction": "assumed",
@@ -105,8 +112,11 @@ V100 = Device(
         "for memory-efficient attention in fp16 without a mask",
         "launch_gap_us": "assumed",
         "host_us": "assumed",
+        "nvlink_gb_per_second": "assumed: 0.73 of the data sheet's 150",
     },
 )
+
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -131,15 +141,32 @@ class Network:
 
         Args:
             num_bytes: Bytes of the whole tensor.
-            ranks: Ranks of the group, eight on each node.
+            ranks: Ranks of the group, GPUS_PER_NODE on each node.
             collectives: Number of calls that it is split into.
         """
         if ranks == 1:
             return 0.0
-        nodes = ranks // 8
+        nodes = ranks // GPUS_PER_NODE
         steps_us = nodes * self.between_nodes_us + (ranks - 1 - nodes) * self.within_node_us
-        rate = self.node_gb_per_second * 1e9 * self.efficiency
-        return 1e3 * num_bytes * (ranks - 1) / ranks / rate + 1e-3 * collectives * steps_us
+        return self._links_ms(num_bytes * (ranks - 1) / ranks) + 1e-3 * collectives * steps_us
+
+    def all_to_all_ms(self, num_bytes: float, ranks: int, collectives: int = 1) -> float:
+        """Return the time in which every rank sends every other its part, unsummed.
+
+        Nothing is added up on the way: each of a node's ranks sends all that other nodes own.
+
+        Args:
+            num_bytes: Bytes of the whole tensor, which every rank holds.
+            ranks: Ranks of the group, GPUS_PER_NODE on each node.
+            collectives: Number of calls that it is split into.
+        """
+        sent = GPUS_PER_NODE * num_bytes * (ranks - GPUS_PER_NODE) / ranks
+        latency_us = ranks // GPUS_PER_NODE * self.between_nodes_us
+        return self._links_ms(sent) + 1e-3 * collectives * latency_us
+
+    def _links_ms(self, num_bytes: float) -> float:
+        """Return the time in which all links of a node together send `num_bytes`."""
+        return 1e3 * num_bytes / (self.node_gb_per_second * 1e9 * self.efficiency)
 
 
 FAST = Network("8 x 400 Gbit/s", 400.0, 0.80)
@@ -162,7 +189,7 @@ class Input:
 
 ELEMENTWISE = {
     "two LayerNorms, forward": Input(4, 4, "closed form: read x, write y"),
-    "bias of qkv": Input(6, 0, "closed form: an addition; after: in the product's epilogue"),
+    "bias of qkv": Input(6, 6, "closed form: an addition"),
     "two bias-dropout-adds": Input(10, 6, "closed form: two additions; after: one kernel"),
     "bias and GELU, forward": Input(16, 8, "closed form: two kernels on 4 d; after: one"),
     "GELU, backward": Input(12, 12, "closed form: read two, write one, each 4 d"),
@@ -175,14 +202,19 @@ ELEMENTWISE = {
 
 INPUTS = {
     "bytes per logit, loss forward and backward": Input(
-        52, 24, "closed form: megatron/core/tensor_parallel/cross_entropy.py; after: fused"
+        52,
+        6,
+        "closed form: before: megatron/core/tensor_parallel/cross_entropy.py; after: "
+        "pretrain/model/loss.py reads them twice and writes the gradient, in 16 bit",
     ),
     "bytes per parameter to accumulate a gradient, first micro batch": Input(
-        18, 6, "closed form: cast and add in fp32; after: one copy into main_grad"
+        18, 12, "closed form: cast and add in fp32; after: zero, then as below"
     ),
-    "the same, later micro batches": Input(18, 10, "closed form: cast and add; after: one add"),
-    "first micro batch in fp16": Input(0, 6, "before: autograd's own buffer, in fp16"),
-    "later micro batches in fp16": Input(6, 10, "before: one addition in fp16"),
+    "the same, later micro batches": Input(
+        18, 8, "closed form: cast and add in fp32; after: the product reads and writes fp32"
+    ),
+    "first micro batch in fp16": Input(0, 12, "before: autograd's own buffer; after: as above"),
+    "later micro batches in fp16": Input(6, 8, "before: an addition in fp16; after: as above"),
     "kernel launches per layer, forward and backward": Input(
         62, 46, "before: counted, 1,550 in 25 layers; after: assumed"
     ),
@@ -198,16 +230,19 @@ INPUTS = {
     ),
     "bytes per parameter of the shard in the optimizer step": Input(
         76,
-        38,
-        "before: AdamW of 24 ms on one GPU (modelled) and a cast; after: closed form (norm "
-        "4, fused AdamW 28, cast 6)",
+        42,
+        "before: AdamW of 24 ms on one GPU (modelled) and a cast; after: closed form (norm 4, "
+        "fused AdamW 32, since it writes the scaled gradient back, cast 6)",
     ),
     "host time of the optimizer step, ms": Input(13, 0.5, "before: measured; after: assumed"),
     "host synchronisations and the log, ms": Input(
         2.1, 0.1, "before: five synchronisations and rank 0's log; after: assumed"
     ),
-    "millions of elements in a bucket": Input(
-        500, 128, "before: DeepSpeed's default; after: Megatron's rule, 1 M per data-parallel rank"
+    "buckets of gradients": Input(
+        3, 40, "before: DeepSpeed's default; after: closed form, pretrain/optim/buckets.py"
+    ),
+    "part of all bytes in the bucket that is last to reduce": Input(
+        1, 0.076, "after: closed form, the tied embedding"
     ),
     "part of compute lost while a collective runs beside it": Input(
         0, 0.12, "assumed: 16 of 132 multiprocessors"

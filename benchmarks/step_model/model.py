@@ -5,15 +5,22 @@ Times are those of one rank, in milliseconds.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from benchmarks.step_model.inputs import ELEMENTWISE, FAST, INPUTS, Device, Network
+from benchmarks.step_model.inputs import ELEMENTWISE, FAST, GPUS_PER_NODE, INPUTS, Device, Network
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.flops import flops_per_token, num_matmul_parameters
 
 Lines = dict[str, float]
 """Milliseconds by class of work."""
+
+REDUCTIONS = {
+    "ring, 16 bit": "summed in 16 bit on the way",
+    "ring, fp32": "summed in fp32 on the way",
+    "all-to-all, 16 bit": "every rank gets all parts and sums them in fp32",
+    "two stages, 16 bit": "a ring in fp32 within nodes, then all-to-all in 16 bit between nodes",
+}
+"""Ways to reduce gradients. Before, a reduction is an all-reduce, which takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +33,11 @@ class Step:
     """Tokens of one rank in a step."""
     micro_batch_tokens: int
     state: str = "after"
-    """"before" or "after"."""
+    """Either "before" or "after"."""
     ranks: int = 1
     network: Network = FAST
-    wire_bytes: int = 2
-    """Bytes of a gradient on the wire: 2 for bf16 and fp16, 4 for fp32."""
+    reduction: str = "ring, fp32"
+    """One of REDUCTIONS."""
 
     def input(self, name: str) -> float:
         """Return the value of INPUTS in this state."""
@@ -103,7 +110,7 @@ class Step:
         whole_name = "bytes per parameter of the whole model in the optimizer step"
         if self.ranks == 1:
             whole_name = "the same on one rank, where nothing is reduced"
-        elif self.wire_bytes == 4:
+        elif self.reduction == "ring, fp32":
             whole_name = "the same with fp32 on the wire"
         shard = self.input("bytes per parameter of the shard in the optimizer step")
         lines = {
@@ -120,9 +127,8 @@ class Step:
         """Return the lines of communication: what is not hidden, and what hiding costs."""
         if self.ranks == 1:
             return {}
-        elements = 1e6 * self.input("millions of elements in a bucket")
-        buckets = math.ceil(self.parameters / elements)
-        reduce = self.network.ring_ms(self.wire_bytes * self.parameters, self.ranks, buckets)
+        buckets = int(self.input("buckets of gradients"))
+        reduce = self.reduction_ms()
         gather = self.network.ring_ms(2 * self.parameters, self.ranks, buckets)
         if self.state == "before":
             return {
@@ -131,9 +137,10 @@ class Step:
             }
         # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
         # is the last to be complete and whose weight is the first to be used.
+        tail = self.input("part of all bytes in the bucket that is last to reduce")
         forward, backward = self.passes_ms()
-        exposed_reduce = max(reduce / buckets, reduce - backward * (1 - 1 / buckets))
-        exposed_gather = max(gather / buckets, gather - forward * (1 - 1 / buckets))
+        exposed_reduce = max(tail * reduce, reduce - backward)
+        exposed_gather = max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
         lost = self.input("part of compute lost while a collective runs beside it")
         return {
@@ -141,6 +148,21 @@ class Step:
             "gather of weights, exposed": exposed_gather,
             "compute slowed by hidden communication": lost * hidden,
         }
+
+    def reduction_ms(self) -> float:
+        """Return the time of a reduce-scatter of all gradients."""
+        buckets = int(self.input("buckets of gradients"))
+        ring, all_to_all = self.network.ring_ms, self.network.all_to_all_ms
+        if self.reduction == "ring, fp32":
+            return ring(4 * self.parameters, self.ranks, buckets)
+        if self.reduction == "ring, 16 bit":
+            return ring(2 * self.parameters, self.ranks, buckets)
+        if self.reduction == "all-to-all, 16 bit":
+            return all_to_all(2 * self.parameters, self.ranks, buckets)
+        within = 4 * self.parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
+        within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
+        # Each rank then has an eighth of its node's sums.
+        return within_ms + all_to_all(2 * self.parameters / GPUS_PER_NODE, self.ranks, buckets)
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.

@@ -91,6 +91,7 @@ def _devices() -> str:
         "attention_tflops": "attention, TFLOP/s of the causal half, forward and backward",
         "launch_gap_us": "gap between two kernels, us",
         "host_us": "host time a launch, us",
+        "nvlink_gb_per_second": "NVLink, GB/s a GPU sends in a collective",
     }
 
     def cells(device: Device, name: str) -> list[str]:
@@ -195,15 +196,16 @@ def _step(config: RunConfig, device: Device, tokens: int, state: str) -> Step:
 
 
 def _parallel(config: RunConfig, device: Device, network: Network) -> dict[str, Step]:
-    """Return the step of 128 ranks before, and after with both data types on the wire."""
-    one = {s: _step(config, device, TOKENS // RANKS, s) for s in ("before", "after")}
-    name = "bf16" if device is H200 else "fp16"
-    both = {"ranks": RANKS, "network": network}
-    return {
-        f"before, {name} on the wire": replace(one["before"], **both),
-        "before, fp32": replace(one["before"], **both, wire_bytes=4),
-        f"after, {name}": replace(one["after"], **both),
-        "after, fp32": replace(one["after"], **both, wire_bytes=4),
+    """Return the step of 128 ranks: before, and after with each way to reduce gradients."""
+
+    def step(state: str, reduction: str) -> Step:
+        one = _step(config, device, TOKENS // RANKS, state)
+        return replace(one, ranks=RANKS, network=network, reduction=reduction)
+
+    befores = ("ring, 16 bit", "ring, fp32")
+    afters = ("ring, fp32", "all-to-all, 16 bit", "two stages, 16 bit")
+    return {f"before: {way}": step("before", way) for way in befores} | {
+        f"after: {way}": step("after", way) for way in afters
     }
 
 
@@ -212,29 +214,31 @@ def _many(config: RunConfig, device: Device, network: Network) -> str:
 
 
 def _bytes(config: RunConfig) -> str:
-    """Return what a rank sends in a step of 128 ranks, in GB; a ring receives as much."""
-    share = num_parameters(config) * (RANKS - 1) / RANKS / 1e9
+    """Return the bytes that a node of eight sends to others in a step of 128 ranks."""
+    parameters = num_parameters(config) / 1e9
+    ring, nodes = (RANKS - 1) / RANKS, (RANKS - 8) / RANKS
+    ways = {
+        "before: all-reduce, 16 bit": 2 * 2 * ring,
+        "before: all-reduce, fp32": 2 * 4 * ring,
+        "after: reduce-scatter as a ring, fp32": 4 * ring,
+        "after: all-to-all, 16 bit, sums in fp32": 8 * 2 * nodes,
+        "after: two stages, 16 bit between nodes, sums in fp32": 2 * nodes,
+    }
     rows = []
-    for state, times in (
-        ("before: all-reduce, all-gather", 2),
-        ("after: reduce-scatter, all-gather", 1),
-    ):
-        for wire, size in (("bf16 or fp16", 2), ("fp32", 4)):
-            gradients = times * size * share
-            rows.append(
-                [
-                    f"{state}; {wire}",
-                    f"{gradients:.2f}",
-                    f"{2 * share:.2f}",
-                    f"{gradients + 2 * share:.2f}",
-                    *(
-                        f"{(gradients + 2 * share) * 1e3 / n.node_gb_per_second / n.efficiency:.0f}"
-                        for n in NETWORKS
-                    ),
-                ]
-            )
-    header = ["GB through each link of the ring", "gradients", "weights", "sum"]
-    return table([*header, *(f"ms over {n.name}" for n in NETWORKS)], rows)
+    for way, factor in ways.items():
+        total = (factor + 2 * ring) * parameters
+        milliseconds = (1e3 * total / (n.node_gb_per_second * n.efficiency) for n in NETWORKS)
+        rows.append(
+            [
+                way,
+                f"{factor * parameters:.2f}",
+                f"{2 * ring * parameters:.2f}",
+                f"{total:.2f}",
+                *(f"{ms:.0f}" for ms in milliseconds),
+            ]
+        )
+    header = ["GB that a node sends in a step", "gradients", "weights", "sum"]
+    return table([*header, *(f"ms, {n.name}" for n in NETWORKS)], rows)
 
 
 def _mfu(config: RunConfig) -> str:
@@ -247,7 +251,7 @@ def _mfu(config: RunConfig) -> str:
         if name != "262k"
     }
     for device, network in ((H200, FAST), (H200, SLOW), (H200, EDR), (V100, EDR)):
-        before, _, after, _ = _parallel(config, device, network).values()
+        before, _, after, *_ = _parallel(config, device, network).values()
         name = device.name.split("-")[0].split()[-1]
         steps[f"128 {name}, {network.name}, 2.1M tokens"] = before, after
     rows = []

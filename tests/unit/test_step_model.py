@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.step_model.__main__ import updated
 from benchmarks.step_model.inputs import EDR, FAST, H200, INPUTS, V100, Network
-from benchmarks.step_model.model import Step
+from benchmarks.step_model.model import REDUCTIONS, Step
 from benchmarks.step_model.tables import CONFIG, tables
 from pretrain.config import load_config, num_parameters
 from pretrain.model.flops import flops_per_token
@@ -66,9 +66,7 @@ def test_tiles_that_fill_the_device_once_waste_nothing_and_one_more_costs_a_wave
     full = one.gemm_ms(rows * H200.multiprocessors, 1000, columns)
     flops = 2 * rows * H200.multiprocessors * 1000 * columns
     assert full == pytest.approx(flops / H200.peak_tflops / 1e9)
-    assert one.gemm_ms(rows * H200.multiprocessors + 1, 1000, columns) == pytest.approx(
-        2 * full * (1 + 1 / (rows * H200.multiprocessors)) / (1 + 1 / H200.multiprocessors)
-    )
+    assert one.gemm_ms(rows * H200.multiprocessors + 1, 1000, columns) == pytest.approx(2 * full)
 
 
 def test_the_large_product_is_within_what_was_measured():
@@ -87,7 +85,8 @@ def test_a_ring_sends_all_but_one_part():
 
 def test_before_nothing_is_hidden():
     """Release 0.1.0 reduces 2.72 GB twice and gathers 2.72 GB, after the backward pass."""
-    lines = step(state="before", ranks=128, network=EDR).communication_lines()
+    run = step(state="before", ranks=128, network=EDR, reduction="ring, 16 bit")
+    lines = run.communication_lines()
     size = 2 * num_parameters(load_config(CONFIG))
     assert size == pytest.approx(2.72e9, rel=2e-3)
     exposed = 3 * EDR.ring_ms(size, 128, collectives=3)
@@ -95,19 +94,40 @@ def test_before_nothing_is_hidden():
 
 
 @pytest.mark.parametrize("network", [FAST, EDR])
-@pytest.mark.parametrize("wire_bytes", [2, 4])
-def test_what_is_hidden_fits_behind_the_pass_that_hides_it(network, wire_bytes):
-    after = step(ranks=128, network=network, wire_bytes=wire_bytes)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_what_is_hidden_fits_behind_the_pass_that_hides_it(network, reduction):
+    after = step(ranks=128, network=network, reduction=reduction)
     lines = after.communication_lines()
-    buckets = -(-after.parameters // 128_000_000)
     forward, backward = after.passes_ms()
-    for line, size, window in (
-        ("reduction of gradients, exposed", wire_bytes, backward),
-        ("gather of weights, exposed", 2, forward),
+    tail = INPUTS["part of all bytes in the bucket that is last to reduce"].after
+    gather = network.ring_ms(2 * after.parameters, 128, 40)
+    for line, whole, window in (
+        ("reduction of gradients, exposed", after.reduction_ms(), backward),
+        ("gather of weights, exposed", gather, forward),
     ):
-        whole = network.ring_ms(size * after.parameters, 128, buckets)
-        assert whole / buckets <= lines[line] <= whole
+        assert tail * whole <= lines[line] <= whole
         assert whole - lines[line] <= window
+
+
+def test_the_last_bucket_is_the_tied_embedding():
+    config = load_config(CONFIG)
+    embedding = config.padded_vocab_size * config.model.hidden_size
+    tail = INPUTS["part of all bytes in the bucket that is last to reduce"].after
+    assert tail == pytest.approx(embedding / num_parameters(config), rel=1e-2)
+
+
+def test_bytes_between_nodes_are_those_of_a_simulated_exchange():
+    """Count what leaves a node, for two nodes of eight ranks that own one element each."""
+    ideal = Network("ideal", 1.0, 1.0, between_nodes_us=0.0, within_node_us=0.0)
+    ranks, elements = 16, 16
+    crossing = [(a, b) for a in range(8) for b in range(8, ranks)]
+    # All-to-all: every rank of a node sends one unsummed element to every rank of the other.
+    sent = 2 * len(crossing)
+    assert ideal.all_to_all_ms(2 * elements, ranks) == pytest.approx(1e3 * sent / 1e9)
+    # Two stages: each rank has the node's sums of two elements, and one of them leaves.
+    assert ideal.all_to_all_ms(2 * elements / 8, ranks) == pytest.approx(1e3 * 2 * 8 / 1e9)
+    # A ring crosses the border between the nodes once in each of its 15 steps.
+    assert ideal.ring_ms(4 * elements, ranks) == pytest.approx(1e3 * 4 * 15 / 1e9)
 
 
 def test_passes_add_up_to_the_compute_of_a_micro_batch():
@@ -124,10 +144,10 @@ def test_a_slow_host_sets_the_pace():
     assert sum(lines.values()) == pytest.approx(2 * launches * slow.host_us / 1e3)
 
 
-def test_sizes_of_the_two_wires_differ_by_the_reduction_alone():
-    narrow = step(ranks=128, network=EDR).lines()
-    wide = step(ranks=128, network=EDR, wire_bytes=4).lines()
-    assert {name for name in narrow if narrow[name] != wide[name]} == {
+def test_ways_to_reduce_differ_in_the_reduction_alone():
+    ways = [step(ranks=128, network=EDR, reduction=way).lines() for way in REDUCTIONS]
+    differing = {name for name in ways[0] if len({lines[name] for lines in ways}) > 1}
+    assert differing == {
         "reduction of gradients, exposed",
         "compute slowed by hidden communication",
     }
@@ -139,5 +159,5 @@ def test_a_v100_accumulated_in_fp16_before():
         step(device=V100, micro_batch_tokens=2048, state=state).compute_lines()[line]
         for state in ("before", "after")
     )
-    # Seven additions of 6 bytes, against a copy of 6 and seven additions of 10.
-    assert before / after == pytest.approx(7 * 6 / (6 + 7 * 10))
+    # Seven additions of 6 bytes, against 4 to set to zero and eight additions of 8.
+    assert before / after == pytest.approx(7 * 6 / (4 + 8 * 8))
