@@ -175,7 +175,7 @@ def measure(config: RunConfig, num_steps: int) -> dict[str, float]:
     Returns:
         Tokens per second of each, from the median time of a step.
     """
-    steps = {
+    steps: dict[str, Step] = {
         "framework": FrameworkStep(config, initialize(config)),
         "plain torch": plain_step(config),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Rows:
             out: Directory of all results.
             part: Name of the part.
         """
-        self.path = rows_path(out, part)
+        self.path = out / f"{part}.jsonl"
         out.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: Row) -> None:
@@ -34,14 +34,9 @@ class Rows:
         """Return True if a row with these values is there, from this run or an earlier one."""
         return any(key.items() <= row.items() for row in self)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Row]:
         """Iterate over the rows written so far."""
         return read_json_lines(self.path)
-
-
-def rows_path(out: Path, part: str) -> Path:
-    """Return the file of a part's rows."""
-    return out / f"{part}.jsonl"
 
 
 def state(out: Path, part: str) -> Row:
