@@ -21,7 +21,6 @@ from benchmarks.step_model.model import Step
 from benchmarks.step_model.tables import CONFIG
 from pretrain.config import load_config
 
-
 ROOT = Path(__file__).parents[2]
 
 
