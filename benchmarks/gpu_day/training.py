@@ -22,7 +22,7 @@ SECONDS = 60
 
 def predicted(config: RunConfig) -> Step | None:
     """Return the model's step for this GPU (benchmarks/step_model), or None if it has none."""
-    device = next((d for d in (H200, V100) if device_name().startswith(d.name)), None)
+    device = next((d for d in (H200, V100) if device_name() == d.name), None)
     if device is None:
         return None
     length = config.data.sequence_length
