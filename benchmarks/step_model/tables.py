@@ -297,12 +297,12 @@ def _hierarchical(config: RunConfig) -> str:
     counted once a step in every row.
     """
     parameters, nodes = num_parameters(config) / 1e9, RANKS // 8
-    between = (nodes - 1) / nodes
+    ring, between = (RANKS - 1) / RANKS, (nodes - 1) / nodes
     micro_batches = TOKENS // RANKS // (config.batch.micro_batch_size * config.data.sequence_length)
     rows = []
     for stage, gathers in (("1 or 2", 1), ("3", 2 * micro_batches)):
         for wire, size in (("bf16", 2), ("fp32", 4)):
-            everywhere = (size + 2 * gathers) * parameters * between
+            everywhere = (size + 2 * gathers) * parameters * ring
             within = 2 * size * parameters * between
             rows.append(
                 [
