@@ -1,14 +1,19 @@
 """Compare the framework's training step with a plain-torch loop over a model of the same sizes.
 
-    python -W ignore -m benchmarks.train_step [CONFIG [STEPS [KEY.PATH=VALUE ...]]]
+    python -W ignore -m benchmarks.train_step [CONFIG [STEPS [KEY.PATH=VALUE ...]]] [--precision P]
 
 This shows what Megatron, DeepSpeed and the code around them cost on one process. The plain loop is
 what one would write without a framework: `nn.Module`s, `scaled_dot_product_attention`, AdamW. Both
 take turns, step by step, so that whatever else the machine does affects both alike.
+
+At bf16 both compute in bf16 and update fp32 weights: the framework updates its masters and copies
+them, the plain loop runs under torch.autocast, which is what one would write, and which casts every
+weight in every micro batch.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -23,7 +28,7 @@ from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
 from pretrain.kernels.alibi import alibi_slopes
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.topology import initialize
+from pretrain.topology import Topology, initialize
 from pretrain.train.step import average_loss, forward_backward
 
 WARM_UP_STEPS = 3
@@ -99,19 +104,27 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def framework_step(config: RunConfig) -> Step:
-    """Build the framework's model and optimizer and return its training step."""
-    topology = initialize(config)
-    chunks = build_model(config)
-    optimizer = ZeroOptimizer(config, topology, chunks)
+class FrameworkStep:
+    """The framework's model and optimizer, and their training step."""
 
-    def step(tokens: Tensor) -> None:
-        batches = list(torch.split(tokens, config.batch.micro_batch_size))
-        losses = forward_backward(chunks, optimizer, batches)
-        optimizer.step(config.optimizer.learning_rate)
-        average_loss(losses, topology)
+    def __init__(self, config: RunConfig, topology: Topology) -> None:
+        """Build model and optimizer.
 
-    return step
+        Args:
+            config: The run.
+            topology: What `initialize` returned for a config of the same layout. Several models can
+                share it.
+        """
+        self.config, self.topology = config, topology
+        self.chunks = build_model(config)
+        self.optimizer = ZeroOptimizer(config, topology, self.chunks)
+
+    def __call__(self, tokens: Tensor) -> None:
+        """Take one optimizer step on token ids [sequences, S + 1]."""
+        batches = list(torch.split(tokens, self.config.batch.micro_batch_size))
+        losses = forward_backward(self.chunks, self.optimizer, batches)
+        self.optimizer.step(self.config.optimizer.learning_rate)
+        average_loss(losses, self.topology)
 
 
 def plain_step(config: RunConfig) -> Step:
@@ -162,7 +175,10 @@ def measure(config: RunConfig, num_steps: int) -> dict[str, float]:
     Returns:
         Tokens per second of each, from the median time of a step.
     """
-    steps = {"framework": framework_step(config), "plain torch": plain_step(config)}
+    steps: dict[str, Step] = {
+        "framework": FrameworkStep(config, initialize(config)),
+        "plain torch": plain_step(config),
+    }
     times: dict[str, list[float]] = {name: [] for name in steps}
     shape = (config.batch.global_batch_size, config.data.sequence_length + 1)
     for number in range(num_steps + WARM_UP_STEPS):
@@ -177,17 +193,33 @@ def measure(config: RunConfig, num_steps: int) -> dict[str, float]:
     return {name: config.tokens_per_step / statistics.median(t) for name, t in times.items()}
 
 
+def parse_arguments(arguments: list[str]) -> tuple[RunConfig, int]:
+    """Return the config and the number of steps that the command line asks for.
+
+    Raises:
+        ConfigError: The config or a setting is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step")
+    parser.add_argument("config", nargs="?", default="configs/demo.toml")
+    parser.add_argument("steps", nargs="?", type=int, default=30, help="Steps to count.")
+    parser.add_argument("settings", nargs="*", metavar="KEY.PATH=VALUE", help="As in --set.")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), help="Instead of the config's train.precision."
+    )
+    chosen = parser.parse_intermixed_args(arguments)
+    precision = [f"train.precision={chosen.precision}"] if chosen.precision else []
+    return load_config(chosen.config, [*precision, *chosen.settings]), chosen.steps
+
+
 def main() -> None:
     """Run the comparison and print tokens per second."""
-    path = sys.argv[1] if len(sys.argv) > 1 else "configs/demo.toml"
-    num_steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
-    config = load_config(path, sys.argv[3:])
+    config, num_steps = parse_arguments(sys.argv[1:])
     check(config)
     rates = measure(config, num_steps)
     print(
         f"{num_parameters(config):,} parameters, L = {config.data.sequence_length}, "
-        f"{num_steps} steps, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"{platform.device_name()}"
+        f"{config.train.precision}, {num_steps} steps, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, {platform.device_name()}"
     )
     for name, rate in rates.items():
         print(f"{name:<14}{rate:>12,.0f} tokens/s")

@@ -1,0 +1,177 @@
+"""Run the parts that are not complete yet, one process each, and gather what they have found."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_day.parts import PARTS, Part
+from benchmarks.gpu_day.results import Rows, markdown, state, write_state
+from benchmarks.gpu_day.sizes import device_name, sizes_name
+
+LOG_LINES = 15
+"""Lines of a failed part's log that are shown on the terminal."""
+LOG_CHARACTERS = 8000
+"""End of an unfinished part's log that the summary holds."""
+
+
+def main() -> None:
+    """Run the parts, in order; exit with 1 if one that ran is not complete or found a fault."""
+    arguments = parse_arguments(sys.argv[1:])
+    if arguments.list:
+        for part in PARTS:
+            print(f"{part.name:<23}{part.seconds:>4} s  {part.question}")
+        return
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"{sizes_name()}; {device_name()}; torch {torch.__version__}; results: {out}")
+    deadline = time.monotonic() + arguments.budget_seconds
+    failed = False
+    for part in PARTS:
+        if arguments.part and part.name not in arguments.part:
+            continue
+        if is_complete(out, part):
+            known = state(out, part.name)
+            print(
+                f"{part.name}: complete at commit {known['commit']}, {known['ending']}; to repeat "
+                f"it, remove {out / part.name}.*"
+            )
+            continue
+        if time.monotonic() + part.seconds > deadline:
+            print(f"{part.name}: may take {part.seconds} s, which the budget does not allow")
+            continue
+        failed |= not run_part(out, part)
+        (out / "summary.md").write_text(summary(out))
+    sys.exit(failed)
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Return the parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_day", description="Measure what only a GPU can show."
+    )
+    parser.add_argument("--list", action="store_true", help="List the parts and their limits.")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_day"))
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=[part.name for part in PARTS],
+        metavar="NAME",
+        help="Run this part only; may be given several times.",
+    )
+    parser.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=float("inf"),
+        help="Start no part whose limit exceeds what is left of this.",
+    )
+    return parser.parse_args(arguments)
+
+
+def is_complete(out: Path, part: Part) -> bool:
+    """Return True if the part has been run to its end on a device of this kind."""
+    last = state(out, part.name)
+    return last.get("complete") is True and last.get("device") == device_name()
+
+
+def run_part(out: Path, part: Part) -> bool:
+    """Run a part in a process of its own, which may crash or hang without harm to the others.
+
+    Args:
+        out: Directory of the results.
+        part: What to run. Its output is appended to OUT/NAME.log.
+
+    Returns:
+        True if the part is complete and its process found no fault.
+    """
+    print(f"{part.name}: {part.question} (up to {part.seconds} s)", flush=True)
+    begin = time.monotonic()
+    log = out / f"{part.name}.log"
+    with log.open("a") as file:
+        # A session of its own, so that workers of the part end with it.
+        process = subprocess.Popen(
+            part.command(out), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(timeout=part.seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    complete = code in part.complete_codes
+    ending = f"cut off after {part.seconds} s" if code is None else f"exit code {code}"
+    write_state(
+        out,
+        part.name,
+        {
+            "part": part.name,
+            "complete": complete,
+            "ending": ending,
+            "seconds": round(time.monotonic() - begin, 1),
+            "device": device_name(),
+            "sizes": sizes_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "commit": commit(),
+        },
+    )
+    print(f"{part.name}: {'complete' if complete else 'NOT complete'}, {ending}", flush=True)
+    if not complete:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:]), flush=True)
+    return complete and code == 0
+
+
+def commit() -> str:
+    """Return the commit of the working tree, or "unknown" where there is no git."""
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return result.stdout.strip()
+
+
+def summary(out: Path) -> str:
+    """Return everything that was found so far as one Markdown page."""
+    states = {part.name: state(out, part.name) for part in PARTS}
+    known = [content for content in states.values() if content]
+    sections = [f"# Results of {device_name()}", f"Sizes: {sizes_name()}.", markdown(known)]
+    for part in PARTS:
+        if not states[part.name]:
+            continue
+        sections += [f"## {part.name}", part.question]
+        rows = list(Rows(out, part.name))
+        # Of tests only those that failed are worth a line.
+        tests = [row for row in rows if "test" in row]
+        if tests:
+            counts = Counter(row["outcome"] for row in tests)
+            sections.append(", ".join(f"{n} tests {outcome}" for outcome, n in counts.items()))
+            rows = [row for row in tests if row["outcome"] == "failed"]
+        if rows:
+            sections.append(markdown(rows))
+        page, log = out / f"{part.name}.md", out / f"{part.name}.log"
+        if page.exists():
+            # One title a page.
+            sections.append(re.sub(r"^# ", "### ", page.read_text().strip(), flags=re.MULTILINE))
+        elif not states[part.name]["complete"]:
+            # What the part had printed when it was ended.
+            sections.append(f"```\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}\n```")
+    return "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    main()

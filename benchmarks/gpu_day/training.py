@@ -1,0 +1,70 @@
+"""Time training steps of one size, through `pretrain bench train`, beside what the model predicts.
+
+python -m benchmarks.gpu_day.training --out RESULTS --part NAME --tokens 16384
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.gpu_day.results import Row, Rows
+from benchmarks.gpu_day.sizes import device_name, run_config
+from benchmarks.step_model.inputs import H200, V100
+from benchmarks.step_model.model import Step
+from pretrain.config import RunConfig
+from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.train.bench import bench_training
+
+SECONDS = 60
+"""About how long the steps that are timed take together, where the model knows the GPU."""
+
+
+def predicted(config: RunConfig) -> Step | None:
+    """Return the model's step for this GPU (benchmarks/step_model), or None if it has none."""
+    device = next((d for d in (H200, V100) if device_name() == d.name), None)
+    if device is None:
+        return None
+    length = config.data.sequence_length
+    return Step(config, device, config.tokens_per_step, config.batch.micro_batch_size * length)
+
+
+def main() -> None:
+    """Time the steps and write one row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="Tokens a step.")
+    arguments = parser.parse_args()
+    rows = Rows(arguments.out, arguments.part)
+    config = run_config(arguments.tokens)
+    step = predicted(config)
+    count = 3 if step is None else max(10, min(40, round(1e3 * SECONDS / step.milliseconds)))
+    measured = bench_training(config, count)
+    row: Row = {
+        "tokens": config.tokens_per_step,
+        "micro batches": config.tokens_per_step
+        // (config.batch.micro_batch_size * config.data.sequence_length),
+        "steps": count,
+        "precision": config.train.precision,
+        **{f"{name}, ms": 1e3 * measured[name] for name in measured if name in PHASES},
+        "tokens/s": measured["tokens_per_second"],
+        "peak memory, GiB": measured["peak_memory_bytes"] / 2**30,
+    }
+    peak = peak_tflops_per_second(device_name())
+    if peak is not None:
+        for name, causal in (("MFU, all of attention", False), ("MFU, causal half", True)):
+            flops = flops_per_token(config, config.data.sequence_length, causal=causal)
+            mfu = model_flops_utilization(measured["tokens_per_second"], flops, peak)
+            row[name] = f"{mfu:.1%}"
+    if step is not None:
+        row["predicted step, ms"] = step.milliseconds
+        row["predicted MFU, causal half"] = f"{step.mfu(causal=True):.1%}"
+    rows.add(row)
+
+
+PHASES = ("data", "forward and backward", "gradient reduction", "optimizer step", "step")
+"""Parts of a step that `bench_training` can report."""
+
+if __name__ == "__main__":
+    main()

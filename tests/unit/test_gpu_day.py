@@ -1,0 +1,262 @@
+"""Test the driver of benchmarks/gpu_day: parts that end, fail, hang or are cut off."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_day import __main__ as gpu_day
+from benchmarks.gpu_day.attention_correctness import QUANTITIES, compare
+from benchmarks.gpu_day.parts import PARTS, Part
+from benchmarks.gpu_day.positions import summary as compare_positions
+from benchmarks.gpu_day.results import Rows, markdown, state, write_state
+from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify, split
+from benchmarks.step_model.inputs import H200
+from benchmarks.step_model.model import Step
+from benchmarks.step_model.tables import CONFIG
+from pretrain.config import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def part(tmp_path, name: str, code: str, **options) -> Part:
+    """Return a part that runs `code`, found as a module of that name."""
+    (tmp_path / f"{name}.py").write_text(f"import sys\nout = sys.argv[1]\n{code}")
+    return Part(name, f"Does {name} work?", options.pop("seconds", 60), (name, "OUT"), **options)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run the command over parts made of Python code, and return its exit code."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(parts, *arguments) -> int:
+        monkeypatch.setattr(gpu_day, "PARTS", parts)
+        monkeypatch.setattr(sys, "argv", ["gpu_day", "--out", str(tmp_path / "out"), *arguments])
+        with pytest.raises(SystemExit) as end:
+            gpu_day.main()
+        return int(end.value.code)
+
+    return run
+
+
+def test_a_complete_part_is_not_run_again(tmp_path, run, capsys):
+    parts = [part(tmp_path, "counts", "open(out + '/runs', 'a').write('x')")]
+    assert (run(parts), run(parts)) == (0, 0)
+    assert (tmp_path / "out/runs").read_text() == "x"
+    assert "counts: complete at commit" in capsys.readouterr().out
+
+
+def test_a_part_of_another_device_is_run_again(tmp_path, run):
+    parts = [part(tmp_path, "counts", "open(out + '/runs', 'a').write('x')")]
+    run(parts)
+    known = state(tmp_path / "out", "counts")
+    write_state(tmp_path / "out", "counts", {**known, "device": "NVIDIA H200"})
+    run(parts)
+    assert (tmp_path / "out/runs").read_text() == "xx"
+
+
+def test_a_crash_ends_one_part_and_is_repeated(tmp_path, run, capsys):
+    parts = [
+        part(tmp_path, "breaks", "print('half', flush=True)\nraise RuntimeError('no memory left')"),
+        part(tmp_path, "works", ""),
+    ]
+    assert run(parts) == 1
+    assert not state(tmp_path / "out", "breaks")["complete"]
+    assert state(tmp_path / "out", "works")["complete"]
+    assert "no memory left" in capsys.readouterr().out
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "half" in summary and "no memory left" in summary
+    (tmp_path / "breaks.py").write_text("")
+    assert run(parts) == 0
+
+
+def test_a_hanging_part_is_cut_off_with_its_children_and_its_rows_remain(tmp_path, run):
+    code = """
+import subprocess, time
+from benchmarks.gpu_day.results import Rows
+from pathlib import Path
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+Path(out, 'child').write_text(str(child.pid))
+Rows(Path(out), 'hangs').add({'row': 1})
+time.sleep(600)
+"""
+    code = f"sys.path.insert(0, {str(ROOT)!r})\n" + code
+    begin = time.monotonic()
+    assert run([part(tmp_path, "hangs", code, seconds=5)]) == 1
+    assert time.monotonic() - begin < 60
+    assert state(tmp_path / "out", "hangs")["ending"] == "cut off after 5 s"
+    assert "| 1 |" in (tmp_path / "out/summary.md").read_text()
+    child = int((tmp_path / "out/child").read_text())
+    assert not _is_running(child)
+
+
+def _is_running(pid: int) -> bool:
+    """Return True if a process runs; one that has ended may wait for its parent as a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_fault_that_was_found_is_complete_but_not_a_success(tmp_path, run):
+    parts = [part(tmp_path, "finds", "sys.exit(3)", complete_codes=(0, 3))]
+    assert run(parts) == 1
+    assert state(tmp_path / "out", "finds")["complete"]
+    assert run(parts) == 0
+
+
+def test_the_budget_starts_no_part_that_may_not_end_in_it(tmp_path, run, capsys):
+    parts = [
+        part(tmp_path, "long", "", seconds=500),
+        part(tmp_path, "short", "", seconds=20),
+    ]
+    assert run(parts, "--budget-seconds", "100") == 0
+    assert not state(tmp_path / "out", "long") and state(tmp_path / "out", "short")["complete"]
+    assert "long: may take 500 s" in capsys.readouterr().out
+
+
+def test_one_part_can_be_chosen(tmp_path, run):
+    parts = [part(tmp_path, name, "") for name in ("first", "second")]
+    assert run(parts, "--part", "second") == 0
+    assert not state(tmp_path / "out", "first") and state(tmp_path / "out", "second")["complete"]
+
+
+def test_every_part_takes_less_than_nine_minutes():
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert max(part.seconds for part in PARTS) < 9 * 60
+
+
+def test_a_row_cut_off_is_passed_over(tmp_path):
+    rows = Rows(tmp_path, "part")
+    rows.add({"a": 1, "b": 2})
+    with rows.path.open("a") as file:
+        file.write('{"a": 3, "b"')
+    rows.add({"a": 4})
+    assert list(rows) == [{"a": 1, "b": 2}, {"a": 4}]
+    assert rows.has(a=1) and rows.has(a=1, b=2) and not rows.has(a=1, b=3) and not rows.has(a=3)
+
+
+def test_markdown_has_all_columns_and_no_broken_cells():
+    text = markdown([{"a": 1.23456, "b": "x|y"}, {"a": 12345.6, "c": "two\nlines"}])
+    assert text.splitlines() == [
+        "| a | b | c |",
+        "| --- | --- | --- |",
+        "| 1.235 | x/y |  |",
+        "| 12,346 |  | two lines |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matrix products"),
+        ("volta_fp16_s884gemm_fp16_256x128_ldg8_f2f_nt", "matrix products"),
+        ("aten::addmm", "matrix products"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("fmha_cutlassF_f16_aligned_64x64_rf_sm70(PyTorchMemEffAttention)", "attention"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgs)", "communication"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
+            "optimizer",
+        ),
+        ("Memcpy DtoH (Device -> Pinned)", "copies by the copy engine"),
+        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", OTHER),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel", OTHER),
+        ("triton_poi_fused_add_gelu_0", OTHER),
+    ],
+)
+def test_kernels_are_told_apart_by_name(kernel, expected):
+    assert classify(kernel) == expected
+
+
+def test_kernels_of_our_own_attention_are_known():
+    """Read the names of the Triton functions that are launched, which a rename would change."""
+    launched = [
+        name
+        for path in (ROOT / "kernels/flash").glob("*.py")
+        for name in re.findall(r"@triton.jit\ndef (\w+_kernel|find_\w+)\(", path.read_text())
+    ]
+    assert len(launched) >= 5
+    assert {classify(name) for name in launched} == {"attention"}
+
+
+def test_classes_add_up_to_the_step():
+    found = [("nvjet", 3000.0), ("nvjet", 1000.0), ("flash", 2000.0), ("vectorized", 500.0)]
+    rows = {row["class"]: row for row in split(found, step_ms=5.0)}
+    assert rows["matrix products"] == {"class": "matrix products", "ms": 4.0 / STEPS, "launches": 1}
+    parts = sum(row["ms"] for name, row in rows.items() if name != "step")
+    assert parts == pytest.approx(rows["step"]["ms"]) == 5.0
+    assert rows["step"]["launches"] == len(found) / STEPS
+
+
+def test_every_line_of_the_model_belongs_to_one_class():
+    lines = Step(load_config(CONFIG), H200, 2**14, 2**13).lines()
+    claimed = [line for group in LINES.values() for line in group]
+    assert sorted(claimed) == sorted(lines)
+    assert {*LINES} <= {*CLASSES, OTHER, "no kernel at all"}
+
+
+def test_the_cost_of_alibi_is_that_over_the_best_without_bias():
+    rounds = [
+        {"round": n, "ALiBi, auto": 101.0 + n, "sinusoidal, auto": 110.0, "no bias, x": 100.0 + n}
+        for n in range(3)
+    ]
+    rows = compare_positions(rounds, {"ALiBi, flash4": "ImportError: none"})
+    over = {row["contestant"]: row.get("over the best without bias") for row in rows}
+    assert over["ALiBi, auto"] == "+0.99%" and over["no bias, x"] == "+0.00%"
+    assert rows[-1] == {"contestant": "ALiBi, flash4", "ms": "ImportError: none"}
+
+
+def test_an_error_is_measured_against_what_plain_torch_may_have():
+    import torch
+
+    exact = [torch.tensor([1.0, 2.0])]
+    plain = [torch.tensor([1.0, 2.0 + 0.01])]
+    used = compare([torch.tensor([1.0, 2.0 + 0.02])], plain, exact, epsilon=0.0)
+    assert used == {QUANTITIES[0]: pytest.approx(1.0, rel=1e-5)}
+
+
+def test_passed_tests_are_not_repeated(tmp_path, run):
+    """The plugin, on a test file of one test that passes and one that fails at first."""
+    tests = tmp_path / "suite"
+    tests.mkdir()
+    (tests / "test_two.py").write_text(
+        "import pathlib\n"
+        f"RUNS = pathlib.Path({str(tests)!r}) / 'runs'\n"
+        "def test_good():\n    RUNS.open('a').write('g')\n"
+        "def test_bad():\n    RUNS.open('a').write('b')\n"
+        "    assert RUNS.read_text() != 'gb', 'no good'\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "benchmarks.gpu_day.pytest_rows", "--rows", str(tmp_path), "two"]
+    command += ["-c", "/dev/null", "--rootdir", str(tests), str(tests)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    codes = [
+        subprocess.run(command, env=environment, cwd=tests, check=False).returncode
+        for _ in range(2)
+    ]
+    assert codes == [1, 0]
+    assert (tests / "runs").read_text() == "gbb"
+    rows = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["passed", "failed", "passed"]
+    assert "no good" in rows[1]["message"]
+
+
+def test_the_packages_to_carry_are_those_of_the_constraints():
+    page = (ROOT / "benchmarks/README.md").read_text()
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    listed = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| [\d.]+ \|", page, flags=re.MULTILINE)
+    assert len(listed) == 9
+    assert {f"{name}=={version}" for name, version in listed} <= set(pinned)
+    commands = re.findall(r"([\w-]+)==([\d.]+)", page)
+    assert sorted(commands) == sorted(listed)
