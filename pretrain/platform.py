@@ -8,6 +8,7 @@ two it runs on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -106,6 +107,29 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     (aten/src/ATen/native/cuda/Copy.cu).
     """
     return tensor.pin_memory().to(device(), non_blocking=True) if has_cuda() else tensor
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Queue the block's work beside the default queue, behind everything queued there so far.
+
+    Memory that the block allocates may be used by the default queue after it has waited for the
+    block's work, and be freed at any time: it is only given out again to other blocks, which begin
+    behind the default queue.
+    """
+    if not has_cuda():
+        yield
+        return
+    queue = _queue_beside()
+    queue.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(queue):
+        yield
+
+
+@functools.cache
+def _queue_beside() -> torch.cuda.Stream:
+    """Return the stream of `beside`, the same in every call."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch declares no types here
 
 
 class Moment:

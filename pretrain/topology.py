@@ -24,8 +24,10 @@ node. Pipeline stages exchange only the activations at their borders, and are fu
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +259,38 @@ def on_main(topology: Topology, function: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return cast(T, outcome[0])
+
+
+def ranks_per_node(group: dist.ProcessGroup) -> int:
+    """Return the number of a group's ranks on each node. All ranks of the group together.
+
+    It is 1 unless every node holds equally many ranks, with consecutive numbers in the group.
+    """
+    hosts: list[str] = [""] * group.size()
+    dist.all_gather_object(hosts, host_name(), group=group)
+    sizes = {len(list(block)) for _, block in itertools.groupby(hosts)}
+    is_regular = len(sizes) == 1 and len(set(hosts)) * next(iter(sizes)) == len(hosts)
+    return next(iter(sizes)) if is_regular else 1
+
+
+def host_name() -> str:
+    """Return the name of this process's node."""
+    return socket.gethostname()
+
+
+def make_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Make a process group. Its members call this together; it is closed with Megatron's groups.
+
+    Args:
+        ranks: The members' ranks among all processes.
+    """
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+    )
+    parallel_state._global_process_group_list.append(group)
+    return group
 
 
 def finish() -> None:

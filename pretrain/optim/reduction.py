@@ -4,8 +4,8 @@ At ZeRO stage 1 every bucket (pretrain/optim/buckets.py) has one flat fp32 tenso
 hook adds each gradient to it as soon as the backward pass has computed it. During the last micro
 batch, a bucket whose gradients are complete is sent at once, so that the network works while the
 backward pass goes on. Each rank receives only its own part of a bucket, which is all that its share
-of the optimizer needs: (n - 1) / n of the bucket in the data type of the wire, where an all-reduce
-would take twice that.
+of the optimizer needs: a rank sends (n - 1) / n of the bucket, where an all-reduce would send twice
+that. How it travels is said in pretrain/optim/wire.py.
 
 DeepSpeed's own reduction cannot be used here. Its hooks follow `engine.backward`, which Megatron's
 schedules do not call, and at stage 1 it all-reduces after the backward pass (deepspeed/runtime/
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.optim.buckets import Bucket
+from pretrain.optim.wire import Wait, make_wire, own_part
 
 
 class GradientReducer:
@@ -50,9 +50,9 @@ class GradientReducer:
             wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
             overlap: Send a bucket as soon as it is complete. False sends all buckets in `finish`.
         """
-        self._group, self._size, self._rank = group, group.size(), group.rank()
-        self._wire_dtype = wire_dtype
-        self._overlap = overlap and self._size > 1
+        self._group, self._is_alone = group, group.size() == 1
+        self._overlap = overlap and not self._is_alone
+        self._wire = None if self._is_alone else make_wire(group, wire_dtype)
         self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
         self._num_microbatches = 0
         self._num_sent = 0
@@ -70,7 +70,7 @@ class GradientReducer:
 
         After `finish`, they are the sums (not the means) over the ranks.
         """
-        return [self._shard(bucket.gradients) for bucket in self._buckets]
+        return [own_part(bucket.gradients, self._group) for bucket in self._buckets]
 
     def let_layers_add(self, parameters: list[nn.Parameter]) -> None:
         """Expect that layers add some parameters' gradients to `main_grad` themselves.
@@ -111,13 +111,15 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Send what has not been sent yet, and wait until the sums in `shards` are complete."""
-        if self._size == 1:
+        if self._is_alone:
             return
         for bucket in self._buckets[self._num_sent :]:
             self._send(bucket)
         self._num_sent = len(self._buckets)
         for bucket in self._buckets:
-            self._receive(bucket)
+            assert bucket.wait is not None
+            bucket.wait()
+            bucket.wait = None
 
     def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
         """Add the gradient that the backward pass has just computed to the sum in fp32."""
@@ -155,47 +157,8 @@ class GradientReducer:
 
     def _send(self, bucket: _FlatBucket) -> None:
         """Start the reduction of one bucket."""
-        if self._wire_dtype == torch.float32:
-            bucket.work = dist.reduce_scatter_tensor(
-                self._shard(bucket.gradients), bucket.gradients, group=self._group, async_op=True
-            )
-            return
-        # A reduce-scatter would also add in the data type of the wire, once for each rank. Here
-        # every rank gets the others' parts unsummed and adds them itself (`sum_pieces`). The bytes
-        # sent are those of a reduce-scatter.
-        bucket.sent = bucket.gradients.to(self._wire_dtype)
-        bucket.received = torch.empty_like(bucket.sent)
-        bucket.work = dist.all_to_all_single(
-            bucket.received, bucket.sent, group=self._group, async_op=True
-        )
-
-    def _receive(self, bucket: _FlatBucket) -> None:
-        """Wait for the reduction of one bucket."""
-        bucket.work.wait()
-        bucket.work = None
-        if bucket.received is not None:
-            sum_pieces(bucket.received.view(self._size, -1), out=self._shard(bucket.gradients))
-            bucket.sent = bucket.received = None
-
-    def _shard(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of a bucket's flat tensor, as a view."""
-        return flat.view(self._size, -1)[self._rank]
-
-
-def sum_pieces(pieces: Tensor, out: Tensor) -> None:
-    """Sum what the ranks have sent, in fp32.
-
-    Each piece has been rounded once to the data type of the wire, whose unit roundoff u is 2^-8 for
-    bf16 and 2^-11 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of
-    the result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes
-    (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would
-    round every partial sum and reach n u.
-
-    Args:
-        pieces: One piece per rank, [ranks, elements], in the data type of the wire.
-        out: Takes the sums, fp32 [elements].
-    """
-    torch.sum(pieces, dim=0, dtype=torch.float32, out=out)
+        assert self._wire is not None
+        bucket.wait = self._wire.start(bucket.gradients)
 
 
 @dataclass
@@ -226,8 +189,5 @@ class _FlatBucket:
             start += parameter.numel()
         self.num_complete = 0
         """Parameters whose gradients are complete."""
-        self.work: Any = None
-        """The reduction under way."""
-        self.sent: Tensor | None = None
-        self.received: Tensor | None = None
-        """What travels in another data type than fp32, kept until it has arrived."""
+        self.wait: Wait | None = None
+        """Waits for the reduction that is under way."""

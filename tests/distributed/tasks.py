@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -488,7 +488,7 @@ def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
         The norm of the error over the norm of the sum, by the way of summing, and "within bound":
         1.0 if every element of the reducer's sum keeps to the bound that `sum_pieces` states.
     """
-    from pretrain.optim.reduction import sum_pieces
+    from pretrain.optim.wire import sum_pieces
 
     ranks, elements = 128, 20_000
     generator = torch.Generator().manual_seed(3)
@@ -617,3 +617,68 @@ def gradients_seen_by_adam_in_fp16_on_cpu(
     """Run `gradients_seen_by_adam` in fp16."""
     with fp16_on_cpu():
         return gradients_seen_by_adam(config, state, tokens)
+
+
+def reduce_gradients_on_two_nodes(
+    config: RunConfig, state: dict[str, Tensor], tokens: Tensor
+) -> dict[str, Any]:
+    """Run `reduce_gradients` on 4 ranks as if they stood on two nodes, and watch what is sent.
+
+    Args:
+        config: As in `reduce_gradients`.
+        state: As in `reduce_gradients`.
+        tokens: As in `reduce_gradients`.
+
+    Returns:
+        "parts": what `reduce_gradients` returns; "sent": {(collective, ranks, dtype)} -> elements.
+    """
+    from collections import Counter
+
+    from pretrain import topology
+
+    sent: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    host_name = topology.host_name
+    names = ("reduce_scatter_tensor", "all_to_all_single")
+    originals = {name: getattr(dist, name) for name in names}
+        name: getattr(dist, name) for name in ("reduce_scatter_tensor", "all_to_all_single")
+    }
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(output: Tensor, given: Tensor, group: Any = None, **kwargs: Any) -> Any:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            sent[name, ranks, str(given.dtype)] += given.numel()
+            return originals[name](output, given, group=group, **kwargs)
+
+        return call
+
+    topology.host_name = lambda: f"node{dist.get_rank() // 2}"
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        parts = reduce_gradients(config, state, tokens)
+    finally:
+        topology.host_name = host_name
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return {"parts": parts, "sent": dict(sent)}
+
+
+def ranks_per_node(hosts: list[str]) -> int:
+    """Return what the topology says about nodes of these names, one for each rank."""
+    from pretrain import topology
+
+    platform.prepare(0)
+    topology.initialize(tests_config())
+    host_name = topology.host_name
+    topology.host_name = lambda: hosts[dist.get_rank()]
+    try:
+        return topology.ranks_per_node(dist.group.WORLD)
+    finally:
+        topology.host_name = host_name
+
+
+def tests_config() -> RunConfig:
+    """Return a tiny run's config."""
+    from tests.conftest import tiny_config
+
+    return tiny_config()

@@ -173,6 +173,36 @@ def test_gradients_are_summed_over_ranks_in_fp32(pools, layout, wire):
         assert max(part["error"] for rank in ranks for part in rank) > 0
 
 
+def test_between_nodes_gradients_travel_in_two_stages(pools):
+    """On two nodes of two ranks, a node's gradients are added up in fp32 before they leave it."""
+    config = tiny_config(
+        train={"precision": "bf16"},
+        parallel={"gradient_reduce_dtype": "bf16"},
+        batch={"micro_batch_size": 1, "global_batch_size": 8},
+    )
+    state, batches, *_ = _expected("alibi")
+    ranks = pools(4).run(tasks.reduce_gradients_on_two_nodes, config, state, batches[0])
+    bound = UNIT["bf16"] + 4 * UNIT["fp32"]
+    for part in (part for rank in ranks for part in rank["parts"]):
+        assert part["error"] <= bound * part["terms"], part
+    assert max(part["error"] for rank in ranks for part in rank["parts"]) > 0
+    for number, rank in enumerate(ranks):
+        node, peers = ((0, 1), (2, 3))[number // 2], ((0, 2), (1, 3))[number % 2]
+        within, between = sorted(rank["sent"].items(), reverse=True)
+        assert within[0] == ("reduce_scatter_tensor", node, "torch.float32")
+        assert between[0] == ("all_to_all_single", peers, "torch.bfloat16")
+        # Half of the node's sum is this rank's to pass on.
+        assert within[1] == 2 * between[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aabb", 2), ("aaaa", 4), ("abcd", 1), ("abab", 1), ("aaab", 1), ("abba", 1)],
+)
+def test_nodes_are_used_where_they_hold_consecutive_ranks(pools, hosts, expected):
+    assert pools(4).run(tasks.ranks_per_node, list(hosts)) == [expected] * 4
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_zero_stage_adds_up_in_fp32(pools, stage, precision):
