@@ -116,10 +116,14 @@ def dkdv_kernel(
             stop = tl.minimum(stop, end_tile * QUERY_TILE)
 
         # Queries begin .. begin_whole stand among the keys of the block, so the causal mask cuts it
-        # for them. Every later query sees the whole block.
+        # for them. Every later query sees the whole block. With a bias row, begin_whole is where
+        # all of the block lies beyond the end of the row, and no lookup is needed.
+        WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
         begin_whole = begin
         if CAUSAL:
             last_key = key_start + BLOCK_N - 1
+            if WHOLE_BIAS == ROW_END:
+                last_key += row_reach
             begin_whole = tl.cdiv(tl.maximum(last_key - earlier_keys, 0), BLOCK_M) * BLOCK_M
             begin_whole = tl.minimum(tl.maximum(begin_whole, begin), stop)
         QHead = Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
@@ -133,29 +137,13 @@ def dkdv_kernel(
             CAUSAL, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
             CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
         )  # fmt: skip
-        # Queries begin_far .. stop are beyond the end of the bias row from every key of the block.
-        begin_far = stop
-        if BIAS == ROW and CAUSAL:
-            begin_far = (
-                tl.cdiv(tl.maximum(key_start + BLOCK_N - 1 + row_reach - earlier_keys, 0), BLOCK_M)
-                * BLOCK_M
-            )
-            begin_far = tl.minimum(tl.maximum(begin_far, begin_whole), stop)
         dk, dv = accumulate_over_queries(
             dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-            FirstTile, EndTile, begin_whole, begin_far, key_start, batch_head, slope, BiasRowHead,
+            FirstTile, EndTile, begin_whole, stop, key_start, batch_head, slope, BiasRowHead,
             row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
             False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
+            CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
         )  # fmt: skip
-        if BIAS == ROW and CAUSAL:
-            dk, dv = accumulate_over_queries(
-                dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-                FirstTile, EndTile, begin_far, stop, key_start, batch_head, slope, BiasRowHead,
-                row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-                False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-                CAUSAL, ROW_END, SKIP, DROPOUT, UPCAST,
-            )  # fmt: skip
 
     # d score / d k is scale * q: the scale is applied once, to the sum.
     offset = (tl.cast(batch, tl.int64) * groups + group) * D

@@ -131,7 +131,7 @@ def dq_kernel(
         slope = tl.load(Slopes + head) * LOG2E
     BiasRow += head * (2 * row_reach + 1)
 
-    # Keys begin .. stop were visited. Every query sees all of begin .. stop_whole.
+    # Keys begin .. stop were visited. No query needs a mask for begin .. stop_whole.
     first_position = start + num_keys - num_queries
     begin = 0
     stop = num_keys
@@ -143,27 +143,22 @@ def dq_kernel(
     if CAUSAL:
         stop = tl.minimum(stop, tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries)
         stop_whole = first_position // BLOCK_N * BLOCK_N
+    # Two loops and no more: with a third, ptxas serialises every wgmma (C7515). So under a causal
+    # mask the keys within reach of the bias row go through the masked loop, and the first loop has
+    # those that lie beyond its end for every query, which need no lookup.
+    WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
+    if WHOLE_BIAS == ROW_END:
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        stop_whole = tl.minimum(stop_far, stop_whole)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if BIAS == ROW and CAUSAL:
-        # Keys begin .. stop_far are beyond the end of the bias row for every query.
-        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
-        stop_far = tl.minimum(stop_far, stop_whole)
-        dq, sums, sums_after = accumulate_over_keys(
-            dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-            begin, stop_far,
-            query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
-            num_queries, num_keys,
-            False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
-        )  # fmt: skip
-        begin = stop_far
     dq, sums, sums_after = accumulate_over_keys(
         dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         begin, stop_whole,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
         num_queries, num_keys,
-        False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, WHOLE_BIAS, DROPOUT, UPCAST,
     )  # fmt: skip
     dq, sums, sums_after = accumulate_over_keys(
         dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,

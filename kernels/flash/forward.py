@@ -99,9 +99,16 @@ def forward_kernel(
     # more queries than keys; queries before the first key take tile 0 as their own.
     own_first = tl.maximum(first_position, 0) // KEY_TILE
     own_end = tl.maximum(last_position, 0) // KEY_TILE + 1
+    near = own_first * KEY_TILE
     stop = tl.minimum(own_end * KEY_TILE, num_keys)
     if CAUSAL:
         stop = last_position + 1
+    # With a bias row, the first loop also has the keys within its reach. Those before `near` lie
+    # beyond its end for every query, so the second loop needs no lookup.
+    WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
+    if WHOLE_BIAS == ROW_END:
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        near = tl.minimum(near, stop_far)
 
     q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
     # The accumulators are fp32 whatever the inputs are: thousands of terms are added to them.
@@ -112,7 +119,7 @@ def forward_kernel(
     # logsumexp is a good lower bound of the whole row's and decides what else must be visited. They
     # are also the only tiles that a causal mask cuts, so all loops below run without that mask.
     acc, row_sum, row_max = attend_to_keys(
-        acc, row_sum, row_max, q, K, V, own_first * KEY_TILE, stop, k_stride_s, v_stride_s,
+        acc, row_sum, row_max, q, K, V, near, stop, k_stride_s, v_stride_s,
         start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
         num_keys, score_scale, dropout_p,
         True, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
@@ -139,24 +146,12 @@ def forward_kernel(
         tl.store(FirstTile + batch_head * query_tiles + tile, first)
         tl.store(EndTile + batch_head * query_tiles + tile, end)
 
-    # The keys before the own tiles: first those that lie beyond the end of the bias row for every
-    # query, which need no lookup, then the others.
-    begin = first * KEY_TILE
-    if BIAS == ROW and CAUSAL:
-        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
-        stop_far = tl.minimum(stop_far, own_first * KEY_TILE)
-        acc, row_sum, row_max = attend_to_keys(
-            acc, row_sum, row_max, q, K, V, begin, stop_far, k_stride_s, v_stride_s,
-            start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
-        num_keys, score_scale, dropout_p,
-            False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
-        )  # fmt: skip
-        begin = stop_far
+    # The keys before those that the first loop had.
     acc, row_sum, row_max = attend_to_keys(
-        acc, row_sum, row_max, q, K, V, begin, own_first * KEY_TILE, k_stride_s, v_stride_s,
+        acc, row_sum, row_max, q, K, V, first * KEY_TILE, near, k_stride_s, v_stride_s,
         start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
         num_keys, score_scale, dropout_p,
-        False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, WHOLE_BIAS, DROPOUT, UPCAST,
     )  # fmt: skip
     if not CAUSAL:
         # The keys after the own tiles. The last block may be ragged, hence masked.
