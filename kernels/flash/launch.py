@@ -77,6 +77,10 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
     blocks, key_tile = options.schedule.forward, options.schedule.key_tile
     query_tiles = triton.cdiv(num_queries, blocks.queries)
     key_tiles = triton.cdiv(num_keys, key_tile)
+    if bias_row is not None or options.dropout_p > 0:
+        # Random bits and looked-up biases need registers that four warps do not have: at width 64
+        # the kernel with dropout would spill 1,500 bytes a thread.
+        blocks = blocks._replace(warps=max(blocks.warps, 8))
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
