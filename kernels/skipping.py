@@ -140,8 +140,14 @@ def key_runs(
     gap = floor - (most - slope * distance * (1 - RELATIVE_SLACK))
     log2_keys = math.log2(num_keys)
     need = torch.tensor(NEEDED_BITS + log2_keys * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
-    for longest in (longest_k[:, :, None], longest_v[:, :, None]):
-        longest_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
+    for x, tile_norms in ((k_SBGD, longest_k), (v_SBGD, longest_v)):
+        longest = tile_norms[:, :, None]
+        if causal:
+            # The key or value of each tile's first query, which every query of the tile sees.
+            first_rows = longest_rows(x[first_position], 1)
+            longest_own = first_rows.repeat_interleave(heads_per_group, dim=1)[..., None]
+        else:
+            longest_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
         need = need + torch.where(longest > longest_own, longest / longest_own, 1).log2()
     # Comparisons with NaN are false, so a tile with a NaN in its terms is not skipped.
     finite = (longest_k < torch.inf) & (longest_v < torch.inf)

@@ -138,9 +138,10 @@ def forward_kernel(
         key_tiles = tl.cdiv(num_keys, KEY_TILE)
         norms = (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
         first, end = find_visited_tiles(
-            KeyNorms + norms, ValueNorms + norms, floor, tl.abs(score_scale) * longest_row_norm(q),
+            K, V, k_stride_s, v_stride_s, KeyNorms + norms, ValueNorms + norms,
+            floor, tl.abs(score_scale) * longest_row_norm(q),
             slope, first_position, last_position, own_first, own_end, key_tiles, num_keys,
-            KEY_TILE, BLOCK_M, TRAINED_SLOPES, CAUSAL,
+            KEY_TILE, BLOCK_M, D, BLOCK_D, TRAINED_SLOPES, CAUSAL,
         )  # fmt: skip
         # The backward pass visits exactly these tiles, so its gradients are those of this output.
         tl.store(FirstTile + batch_head * query_tiles + tile, first)

@@ -122,7 +122,20 @@ def store_head_order(
 
 
 @triton.jit
+def row_norm(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the 2-norm of one row of the [rows, D] matrix X."""
+    columns = tl.arange(0, BLOCK_D)
+    x = tl.load(X + tl.cast(row, tl.int64) * stride + columns, mask=columns < D, other=0.0)
+    x = x.to(tl.float32)
+    return tl.sqrt(tl.sum(x * x, axis=0))
+
+
+@triton.jit
 def find_visited_tiles(
+    K,  # keys of this batch and key head
+    V,
+    k_stride_s,
+    v_stride_s,
     KeyNorms,  # [key tiles] of this batch and key head
     ValueNorms,  # the same
     floor,  # lowest logsumexp of the tile's queries over their own tiles of keys, base 2
@@ -136,6 +149,8 @@ def find_visited_tiles(
     num_keys,
     KEY_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
     CAUSAL: tl.constexpr,
 ):
@@ -143,17 +158,25 @@ def find_visited_tiles(
 
     This is `pretrain.kernels.skipping.key_runs` for one tile of queries.
     """
-    # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power of
-    # 2.
-    OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
-    own = own_first + tl.arange(0, OWN)
-    own_key = tl.max(tl.load(KeyNorms + own, mask=own < own_end, other=0.0), axis=0)
-    own_value = tl.max(tl.load(ValueNorms + own, mask=own < own_end, other=0.0), axis=0)
+    if CAUSAL:
+        # The one key of the own tiles that every query of the tile sees is that of the first query.
+        # Compared with later ones, a query's output would depend on tokens after it.
+        own_key = row_norm(K, first_position, k_stride_s, D, BLOCK_D)
+        own_value = row_norm(V, first_position, v_stride_s, D, BLOCK_D)
+    else:
+        # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power
+        # of 2.
+        OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
+        own = own_first + tl.arange(0, OWN)
+        own_key = tl.max(tl.load(KeyNorms + own, mask=own < own_end, other=0.0), axis=0)
+        own_value = tl.max(tl.load(ValueNorms + own, mask=own < own_end, other=0.0), axis=0)
 
-    need = NEEDED_BITS + tl.log2(num_keys.to(tl.float32)) + ABSOLUTE_SLACK
+    # Not num_keys.to(): Triton makes a constant of an argument that is 1, and constants have no .to.
+    log2_keys = tl.log2(tl.cast(num_keys, tl.float32))
+    need = NEEDED_BITS + log2_keys + ABSOLUTE_SLACK
     if TRAINED_SLOPES:
         # The gradient of a slope multiplies every weight by its distance, which is below num_keys.
-        need += tl.log2(num_keys.to(tl.float32))
+        need += log2_keys
     # Without decay (slope <= 0 or NaN) nothing is skipped.
     need = tl.where(slope > 0, need, float("inf"))
     floor = floor - tl.abs(floor) * RELATIVE_SLACK
@@ -193,7 +216,7 @@ def tile_matters(
     reach,
     slope,
     need,  # bits by which the floor must exceed a tile's best score before the tile is skipped
-    own_key,  # the largest norm of the keys at the queries' own positions
+    own_key,  # norm of the queries' own keys: see find_visited_tiles
     own_value,  # the same for values
 ):
     """Return which tiles cannot be skipped."""

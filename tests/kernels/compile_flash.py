@@ -41,6 +41,9 @@ class Variant(NamedTuple):
     causal: bool = True
     skip: bool = True
     dropout_p: float = 0.0
+    length: int = 2048
+    """Number of queries, and of keys."""
+    heads: int = 2
 
 
 class NoDevice:
@@ -106,13 +109,14 @@ def main(variant: Variant) -> None:
     if variant.capability < 90:
         host.choose_schedule = lambda q: schedules.SCHEDULES_80[q.element_size(), variant.width]
 
-    shape, dtype = (2048, 1, 2, variant.width), getattr(torch, variant.dtype)
+    shape = (variant.length, 1, variant.heads, variant.width)
+    dtype = getattr(torch, variant.dtype)
     q, k, v = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(3))
     slopes = table = None
     if variant.bias in ("slopes", "trained"):
-        slopes = alibi_slopes(2).requires_grad_(variant.bias == "trained")
+        slopes = alibi_slopes(variant.heads).requires_grad_(variant.bias == "trained")
     elif variant.bias == "table":
-        table = torch.zeros(2, 32).requires_grad_()
+        table = torch.zeros(variant.heads, 32).requires_grad_()
     bias = ScoreBias(slopes, table, 128, variant.causal)
     out = host.attention_triton(q, k, v, bias, None, variant.dropout_p, skip=variant.skip)
     out.sum().backward()
