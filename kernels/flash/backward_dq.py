@@ -68,7 +68,8 @@ def dq_kernel(
     FirstTile,  # [B, H, query tiles], int32, from the forward kernel
     EndTile,  # [B, H, query tiles], int32
     DQ,  # output, [queries, B, H, D], dense
-    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys
+    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys;
+    # with slopes, the first half is the sum of d_score * |distance|, which the host negates
     scale,
     dropout_p,
     q_stride_s,
@@ -153,15 +154,16 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
-    dq, sums, sums_after = accumulate_over_keys(
-        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+    mean_distance = tl.zeros([BLOCK_M], dtype=tl.float32)
+    dq, sums, sums_after, mean_distance = accumulate_over_keys(
+        dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         begin, stop_whole,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
         num_queries, num_keys,
         False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, WHOLE_BIAS, DROPOUT, UPCAST,
     )  # fmt: skip
-    dq, sums, sums_after = accumulate_over_keys(
-        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+    dq, sums, sums_after, mean_distance = accumulate_over_keys(
+        dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
         tl.maximum(begin, stop_whole), stop,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
         num_queries, num_keys,
@@ -172,6 +174,11 @@ def dq_kernel(
     stride = batches * heads * D
     store_tile(DQ + offset, dq * scale, start, stride, num_queries, BLOCK_M, D, BLOCK_D)
     if BIAS_GRAD:
+        if BIAS == SLOPES:
+            # A query's score gradients sum to zero but for the error of its delta, which was made
+            # of an output rounded to the dtype of q: every d_score is off by weight * error. Times
+            # the distance, that would exceed the rounding of everything else, so it is taken out.
+            sums -= sums_after * mean_distance
         tl.store(BiasSums + lse_offset + query, sums, mask=query < num_queries)
         second = tl.cast(batches * heads, tl.int64) * num_queries
         tl.store(BiasSums + second + lse_offset + query, sums_after, mask=query < num_queries)
@@ -182,6 +189,7 @@ def accumulate_over_keys(
     dq,  # [BLOCK_M, BLOCK_D], fp32
     sums,  # [BLOCK_M], fp32
     sums_after,  # [BLOCK_M], fp32
+    mean_distance,  # [BLOCK_M], fp32
     q,  # [BLOCK_M, BLOCK_D]
     d_out,  # [BLOCK_M, BLOCK_D]
     lse,  # [BLOCK_M], fp32, base 2
@@ -212,19 +220,20 @@ def accumulate_over_keys(
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Add the contributions of keys begin .. stop and return (dq, sums, sums_after).
+    """Add the contributions of keys begin .. stop and return (dq, sums, sums_after, mean_distance).
 
     The sums are each query's share of the gradient of the bias. For slopes, `sums` is the sum of
-    d_score * |distance|, which the host negates. For bias rows, `sums` is the gradient of the last
-    entry, for distances of row_reach and more, and `sums_after` that of the first entry, for
-    distances of -row_reach and less. `backward_row.py` covers the entries between.
+    d_score * |distance|, `sums_after` that of d_score and `mean_distance` that of weight *
+    |distance|, from which dq_kernel makes the query's share. For bias rows, `sums` is the gradient
+    of the last entry, for distances of row_reach and more, and `sums_after` that of the first
+    entry, for distances of -row_reach and less. `backward_row.py` covers the entries between.
     """
     position = (query + num_keys - num_queries)[:, None]
     for key_start in range(begin, stop, BLOCK_N):
         key = (key_start + tl.arange(0, BLOCK_N))[None, :]
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
-        d_scores = score_gradients(
+        d_scores, weights = score_gradients(
             q, k, v, d_out, lse, delta, position, key, query[:, None], batch_head,
             slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
             MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
@@ -232,13 +241,16 @@ def accumulate_over_keys(
         dq += dot(d_scores.to(k.dtype), k, UPCAST)
         if BIAS_GRAD:
             if BIAS == SLOPES:
-                sums += tl.sum(d_scores * tl.abs((position - key).to(tl.float32)), axis=1)
+                distance = tl.abs((position - key).to(tl.float32))
+                sums += tl.sum(d_scores * distance, axis=1)
+                sums_after += tl.sum(d_scores, axis=1)
+                mean_distance += tl.sum(weights * distance, axis=1)
             else:
                 sums += tl.sum(tl.where(position - key >= row_reach, d_scores, 0.0), axis=1)
                 if not CAUSAL:
                     before = position - key <= -row_reach
                     sums_after += tl.sum(tl.where(before, d_scores, 0.0), axis=1)
-    return dq, sums, sums_after
+    return dq, sums, sums_after, mean_distance
 
 
 @triton.jit
@@ -266,7 +278,10 @@ def score_gradients(
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return d loss / d score, [queries, keys], in fp32; the weights are recomputed from lse."""
+    """Return (d loss / d score, weights), both [queries, keys] in fp32.
+
+    The weights are recomputed from lse, and are those before dropout.
+    """
     scores = dot(q, tl.trans(k), UPCAST) * score_scale
     scores = add_bias(scores, position, key, slope, BiasRow, row_reach, CAUSAL, BIAS)
     weights = tl.math.exp2(scores - lse[:, None])
@@ -279,4 +294,4 @@ def score_gradients(
     if DROPOUT:
         keep = dropout_keeps(Seed, batch_head, query, key, dropout_p)
         d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
-    return weights * (d_weights - delta[:, None])
+    return weights * (d_weights - delta[:, None]), weights

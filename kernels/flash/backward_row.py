@@ -104,11 +104,12 @@ def row_gradient_kernel(
         )  # fmt: skip
         lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
         delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
-        acc += score_gradients(
+        d_scores, _ = score_gradients(
             q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None], batch_head,
             0.0, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_keys,
             True, CAUSAL, BIAS, DROPOUT, UPCAST,
         )  # fmt: skip
+        acc += d_scores
 
     distance = diagonal * BLOCK_N + rows[:, None] - columns[None, :]
     block = (head * diagonals + diagonal - first_diagonal) * splits + split

@@ -74,3 +74,10 @@ def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
         assert all(f"f32.{short}.{short}" in x for x in kernels[name]["products"]), kernels[name]
         if variant.capability == 90 and name != "row_gradient_kernel":
             assert kernels[name]["wgmma"] > 0, f"{name} makes no use of wgmma"
+
+
+@pytest.mark.parametrize("bias", ["slopes", "trained"])
+def test_one_key_compiles_with_skipping(bias, tmp_path):
+    """Compile for arguments that are 1, of which Triton makes constants."""
+    kernels = compile_kernels(Variant(90, 64, bias=bias, length=1, heads=1), tmp_path)
+    assert all(kernel["cubin"] > 0 for kernel in kernels.values())
