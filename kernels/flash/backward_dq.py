@@ -19,6 +19,7 @@ from pretrain.kernels.flash.device import (
     load_tile,
     store_tile,
 )
+from pretrain.kernels.flash.tile_skipping import row_skips
 
 
 @triton.jit
@@ -64,9 +65,11 @@ def dq_kernel(
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
-    HeadOrder,  # [H + G], int32; this and the next two are read if SKIP
-    FirstTile,  # [B, H, query tiles], int32, from the forward kernel
-    EndTile,  # [B, H, query tiles], int32
+    HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
+    KeyNorms,  # [B, G, key tiles], fp32
+    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
+    Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
+    KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
     DQ,  # output, [queries, B, H, D], dense
     BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys;
     # with slopes, the first half is the sum of d_score * |distance|, which the host negates
@@ -132,17 +135,13 @@ def dq_kernel(
         slope = tl.load(Slopes + head) * LOG2E
     BiasRow += head * (2 * row_reach + 1)
 
-    # Keys begin .. stop were visited. No query needs a mask for begin .. stop_whole.
+    # The first loop has keys that no query needs a mask for: begin .. stop_whole, or those in the
+    # list if SKIP. The second has stop_whole .. stop.
     first_position = start + num_keys - num_queries
-    begin = 0
     stop = num_keys
-    if SKIP:
-        run = batch_head * tl.cdiv(num_queries, QUERY_TILE) + start // QUERY_TILE
-        begin = tl.load(FirstTile + run) * KEY_TILE
-        stop = tl.minimum(tl.load(EndTile + run) * KEY_TILE, num_keys)
     stop_whole = stop // BLOCK_N * BLOCK_N
     if CAUSAL:
-        stop = tl.minimum(stop, tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries)
+        stop = tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries
         stop_whole = first_position // BLOCK_N * BLOCK_N
     # Two loops and no more: with a third, ptxas serialises every wgmma (C7515). So under a causal
     # mask the keys within reach of the bias row go through the masked loop, and the first loop has
@@ -151,23 +150,47 @@ def dq_kernel(
     if WHOLE_BIAS == ROW_END:
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
         stop_whole = tl.minimum(stop_far, stop_whole)
+    count = stop_whole
+    row_floor = lse
+    norm_reach = lse
+    if SKIP:
+        # The own tiles of the query tile that this block belongs to: see forward_kernel.
+        query_tile = start // QUERY_TILE
+        tile_position = query_tile * QUERY_TILE + num_keys - num_queries
+        tile_end = tl.minimum((query_tile + 1) * QUERY_TILE, num_queries) - 1
+        own_end = tl.maximum(tile_end + num_keys - num_queries, 0) // KEY_TILE + 1
+        stop_whole = tl.maximum(tile_position, 0) // KEY_TILE * KEY_TILE
+        stop = tl.minimum(stop, own_end * KEY_TILE)
+        key_tiles = tl.cdiv(num_keys, KEY_TILE)
+        KeyNorms += (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
+        pair = tl.cast(batch_head * tl.cdiv(num_queries, QUERY_TILE) + query_tile, tl.int64)
+        Thresholds += pair * key_tiles
+        KeyTiles += pair * (key_tiles + 1)
+        count = tl.load(KeyTiles) * KEY_TILE
+        if CAUSAL:
+            bounds = RowBounds + lse_offset + query
+            reaches = tl.cast(batches * heads, tl.int64) * num_queries
+            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
+            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
     mean_distance = tl.zeros([BLOCK_M], dtype=tl.float32)
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        begin, stop_whole,
+        0, count,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
-        num_queries, num_keys,
-        False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, WHOLE_BIAS, DROPOUT, UPCAST,
+        num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        SKIP and not CAUSAL, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
+        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
     )  # fmt: skip
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        tl.maximum(begin, stop_whole), stop,
+        stop_whole, stop,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
-        num_queries, num_keys,
-        True, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        True, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
+        CAUSAL, BIAS, False, DROPOUT, UPCAST,
     )  # fmt: skip
 
     offset = tl.cast(batch_head, tl.int64) * D
@@ -198,7 +221,7 @@ def accumulate_over_keys(
     V,
     k_stride_s,
     v_stride_s,
-    begin,  # first key, a multiple of BLOCK_N
+    begin,  # first key, a multiple of BLOCK_N; if LISTED, counted along the list of tiles
     stop,
     query,  # [BLOCK_M]
     batch_head,
@@ -210,13 +233,20 @@ def accumulate_over_keys(
     dropout_p,
     num_queries,
     num_keys,
+    KeyNorms,  # [key tiles]; this and the next four are read if LISTED
+    Thresholds,  # [key tiles]
+    KeyTiles,  # [key tiles + 1]
+    row_floor,  # [BLOCK_M], see row_skips
+    norm_reach,  # [BLOCK_M]
     MASKED: tl.constexpr,  # some keys of the range do not exist or are hidden from some queries
     BLOCK_N: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    LISTED: tl.constexpr,  # go through the tiles in KeyTiles
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -229,12 +259,23 @@ def accumulate_over_keys(
     entry, for distances of -row_reach and less. `backward_row.py` covers the entries between.
     """
     position = (query + num_keys - num_queries)[:, None]
-    for key_start in range(begin, stop, BLOCK_N):
+    for step in range(begin, stop, BLOCK_N):
+        key_start = step
+        row_lse = lse
+        if LISTED:
+            key_tile = tl.load(KeyTiles + 1 + step // KEY_TILE)
+            key_start = key_tile * KEY_TILE + step % KEY_TILE
+            if CAUSAL:
+                skips = row_skips(
+                    row_floor, norm_reach,
+                    tl.load(KeyNorms + key_tile), tl.load(Thresholds + key_tile),
+                )  # fmt: skip
+                row_lse = tl.where(skips, float("inf"), lse)
         key = (key_start + tl.arange(0, BLOCK_N))[None, :]
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         d_scores, weights = score_gradients(
-            q, k, v, d_out, lse, delta, position, key, query[:, None], batch_head,
+            q, k, v, d_out, row_lse, delta, position, key, query[:, None], batch_head,
             slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
             MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
         )  # fmt: skip

@@ -104,7 +104,7 @@ def visited_tiles(
     causal: bool = True,
     scale: float | None = None,
     schedule: Schedule | None = None,
-) -> tuple[skipping.KeyRuns, Schedule]:
+) -> tuple[Tensor, Schedule]:
     """Run the forward pass with skipping and return the tiles it visited, for reports and tests.
 
     Args:
@@ -117,8 +117,9 @@ def visited_tiles(
         schedule: Block sizes; chosen by dtype, width and GPU if None.
 
     Returns:
-        The visited tiles, which `skipping.share_visited` turns into shares, and the schedule, which
-        says how large the tiles are.
+        Which tiles of keys each tile of queries visited, bool [B, H, query tiles, key tiles], as
+        `skipping.visited_tiles` does and `skipping.share_visited` turns into shares; and the
+        schedule, which says how large the tiles are.
     """
     options = Options(
         causal=causal,
@@ -128,7 +129,15 @@ def visited_tiles(
         schedule=schedule or choose_schedule(q_SBHD),
     )
     _, _, plan = run_forward(Inputs(q_SBHD, k_SBGD, v_SBGD, slopes, None, None), options)
-    return skipping.KeyRuns(plan.first, plan.end), options.schedule
+    query_tile, key_tile = options.schedule.forward.queries, options.schedule.key_tile
+    visited = skipping.own_tiles(len(q_SBHD), len(k_SBGD), query_tile, key_tile)
+    visited = visited.to(q_SBHD.device).expand_as(plan.thresholds).clone()
+    counts, listed = plan.key_tiles[..., :1], plan.key_tiles[..., 1:].long()
+    exists = torch.arange(listed.shape[3], device=listed.device) < counts
+    # Entries beyond the count were never written, and are turned into the first that was.
+    listed = torch.where(exists, listed, listed[..., :1].where(counts > 0, 0))
+    visited |= torch.zeros_like(visited).scatter(3, listed, (counts > 0).expand_as(listed))
+    return visited, options.schedule
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -156,10 +165,10 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse, head_order, first, end = ctx.saved_tensors
-        plan = TilePlan(head_order, first, end)
+        count = len(Inputs._fields)
+        inputs, (out, lse, *plan) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         row_wants_grad = ctx.needs_input_grad[4]
         gradients = run_backward(
-            Inputs(*inputs), ctx.options, out, lse, plan, d_out, row_wants_grad
+            Inputs(*inputs), ctx.options, out, lse, TilePlan(*plan), d_out, row_wants_grad
         )
         return *gradients, None, None

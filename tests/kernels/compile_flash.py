@@ -85,9 +85,7 @@ def read_report(name: str, compiled: Any, log: str) -> dict[str, Any]:
         "operands": sorted(
             set(re.findall(r"tt\.dot [^\n]*: tensor<[0-9x]*(\w+)", compiled.asm["ttir"]))
         ),
-        "products": sorted(
-            set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))
-        ),
+        "products": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))),
         "wgmma": ptx.count("wgmma.mma_async"),
         "atomics": ptx.count("atom."),
     }
