@@ -150,6 +150,7 @@ def dq_kernel(
     if WHOLE_BIAS == ROW_END:
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
         stop_whole = tl.minimum(stop_far, stop_whole)
+    # The keys of the first loop: along the list if SKIP, from key 0 if not.
     count = stop_whole
     row_floor = lse
     norm_reach = lse
@@ -184,9 +185,11 @@ def dq_kernel(
         SKIP and not CAUSAL, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
         CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
     )  # fmt: skip
+    # stop_whole is never below 0. The maximum keeps ptxas from merging the counters of the loops,
+    # after which it would serialise every wgmma (C7515).
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        stop_whole, stop,
+        tl.maximum(stop_whole, 0), stop,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
         num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
         True, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,

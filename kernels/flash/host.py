@@ -17,10 +17,10 @@ from pretrain.kernels.flash.schedules import Schedule, choose_schedule
 
 # Skipping costs one more read of k and v, for their norms. Counted, not timed: at head width 128 in
 # bf16, with 4.8 TB/s and 400 TFLOP/s (forward) or 350 (backward), that read takes 16 / 8 / 4 % of a
-# causal forward pass at 1,024 / 2,048 / 4,096 keys, and 3.3 / 1.6 / 0.8 % of both passes. Skipped
-# are, over 16 heads with Gaussian inputs whose queries are multiplied by 1 (by 4), 19 (12) / 34 (23)
-# / 48 (36) % of the tiles. So 1,024 keys gain nothing in a forward pass alone, and 2,048 gain in
-# either.
+# causal forward pass at 1,024 / 2,048 / 4,096 keys, and 3.3 / 1.6 / 0.8 % of both passes. Over 16
+# heads with Gaussian inputs, 19 / 34 / 48 % of the tiles are skipped, and 12 / 23 / 36 % if the
+# queries are four times as long. So at 1,024 keys a forward pass alone would gain nothing, and from
+# 2,048 on it gains in either case.
 MIN_SKIP_KEYS = 2048
 """Number of keys from which skipping is on by default."""
 

@@ -173,9 +173,9 @@ def list_key_tiles(
         # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power
         # of 2.
         OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
-        own = own_first + tl.arange(0, OWN)
-        own_key = tl.max(tl.load(KeyNorms + own, mask=own < own_end, other=0.0), axis=0)
-        own_value = tl.max(tl.load(ValueNorms + own, mask=own < own_end, other=0.0), axis=0)
+        mine = own_first + tl.arange(0, OWN)
+        own_key = tl.max(tl.load(KeyNorms + mine, mask=mine < own_end, other=0.0), axis=0)
+        own_value = tl.max(tl.load(ValueNorms + mine, mask=mine < own_end, other=0.0), axis=0)
         stop = key_tiles
 
     # Triton makes a constant of an argument that is 1, and constants have no method `.to`.

@@ -6,7 +6,8 @@ named target on any machine. By hand, in a clone:
 
     python -m tests.kernels.compile_flash '{"capability": 90, "width": 128, "skip": false}'
 
-The argument is the JSON of a `Variant`. One line of JSON is printed for each kernel.
+The argument is the JSON of a `Variant`. TRITON_CACHE_DIR must name an empty folder, since ptxas
+reports only on what it assembles. One line of JSON is printed for each kernel.
 """
 
 from __future__ import annotations

@@ -297,7 +297,9 @@ def test_grouped_heads_have_the_keys_of_their_group():
 
 
 def test_share_counts_tiles():
-    tiles = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]).bool()[None, None]
+    tiles = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]).bool()[
+        None, None
+    ]
     assert share_visited(tiles, 256, 256, 64, 64, causal=True) == (1 + 2 + 2 + 1) / 10
     assert share_visited(tiles, 256, 256, 64, 64, causal=False) == 6 / 16
 
