@@ -250,8 +250,9 @@ def own_floors(
 
 def _by_tile(x_BHS: Tensor, tile: int) -> Tensor:
     """Return x as [B, H, T, tile], the last tile being filled up with infinities."""
-    padded = torch.nn.functional.pad(x_BHS, (0, -x_BHS.shape[2] % tile), value=torch.inf)
-    return padded.unflatten(2, (-1, tile))
+    batch, heads, length = x_BHS.shape
+    padded = torch.nn.functional.pad(x_BHS, (0, -length % tile), value=torch.inf)
+    return padded.reshape(batch, heads, -1, tile)
 
 
 def longest_rows(x_SBHD: Tensor, tile: int) -> Tensor:

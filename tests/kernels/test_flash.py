@@ -258,9 +258,10 @@ def test_no_bit_depends_on_a_later_token(name, giant):
     and gradients of queries before it must not notice.
     """
     generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(128, 1, 1, 16, generator=generator).to(DEVICE) for _ in range(3))
-    bias = ScoreBias(torch.tensor([0.9], device=DEVICE), None, 0, True)
-    for far, token in (("v", 120), ("k", 101), ("q", 125)):
+    q, k, v = (torch.randn(128, 1, 2, 16, generator=generator).to(DEVICE) for _ in range(3))
+    # With these slopes, the giant value decides whether its tile is visited from afar.
+    bias = ScoreBias(torch.tensor([0.5, 0.65], device=DEVICE), None, 0, True)
+    for far, token in (("v", 120), ("q", 125)):
         before = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
         before[far][5] *= giant
         after = {each: x.clone() for each, x in before.items()}
