@@ -34,7 +34,8 @@ weaker: for Gaussian inputs the products of norms are several times as large as 
 
 **What `need` must cover.** It is NEEDED_BITS = 24, plus:
 
-- log2(|v| / |v_own|) where a tile's longest value is longer than the longest of the own tiles.
+- log2(|v| / |v_own|) where a tile's longest value is longer than v_own, the value at the position
+  of the first query (without a causal mask, the longest of the own tiles).
   What the output loses is a sum of weights times values. With this term it stays below 2^-24 of the
   own values, even if one giant value is far away.
 - log2(|k| / |k_own|), likewise. The gradient of q is a sum of score gradients times keys, so a
@@ -42,15 +43,32 @@ weaker: for Gaussian inputs the products of norms are several times as large as 
 - log2(N) once more if the slopes want a gradient. That gradient multiplies each score gradient by
   its distance, which is below N.
 
-Outputs and dq are therefore within 2^-24 row by row. dk and dv of a skipped key lose terms that are
-below 2^-24 of the largest dk and dv, not of their own size.
+**What is lost.** With d_out_i the gradient of output i, w_ij the weights and N the number of keys:
+
+    |error of out_i| < 2^-24 * (|v_own| + |out_i|)
+    |error of dq_i|  < 2^-24 * |scale| |d_out_i| * (|k_own| (|v_own| + |out_i|)
+                       + sum over j of w_ij |k_j| (|v_own| + 2 |out_i| + |v_j|))
+    |error of dk_j|  < 2^-24 * |scale| * sum over i of |q_i| |d_out_i|
+                       * ((w_ij + 1 / N) (|v_own| + 2 |out_i|) + w_ij |v_j|)
+    |error of dv_j|  < 2^-24 * sum over i of (w_ij + 1 / N) |d_out_i|
+
+These are relative to the terms that a gradient is a sum of, and not to the sum, in which they may
+nearly cancel. Terms with |k_own| or 1 / N are the weights that are dropped; those with w_ij are
+what the renormalised weights and the changed output make of the others.
 
 **Rounding** always counts against skipping (the three SLACK constants). Heads whose slope is not
 positive skip nothing. Rows that are not finite count as infinitely long, so every query that could
 see a NaN or an infinity does visit it.
 
-**Runs.** The kernels loop over one contiguous run of tiles, [first, end). Tiles that lie between
-two tiles that matter are visited, too. The backward pass visits the same tiles as the forward pass.
+**Lists.** The kernels go through a list of the tiles that matter, so one key far back that must be
+visited (an attention sink, often key 0) costs one tile. The backward pass visits the same tiles as
+the forward pass.
+
+**Causality.** Under a causal mask no output depends on a later token by a single bit, though a tile
+of queries decides as one. The own value and key in `need` are those at the position of the tile's
+first query, which all its queries see. Floor and |q| of the tile decide which tiles are loaded;
+within a loaded tile, a query that could skip it by its own logsumexp and its own norm gives it no
+weight. As the tile decides with twice the slack, it skips only what each of its queries skips.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,
@@ -76,16 +94,16 @@ ABSOLUTE_SLACK = 2.0**-6
 LOG2E = math.log2(math.e)
 
 
-class KeyRuns(NamedTuple):
-    """The tiles of keys that every tile of queries visits: first <= tile < end."""
+class Visits(NamedTuple):
+    """Which tiles of keys are visited."""
 
-    first_BHT: Tensor
-    """[B, H, query tiles], int32."""
-    end_BHT: Tensor
-    """[B, H, query tiles], int32."""
+    tiles_BHTK: Tensor
+    """By each tile of queries, bool [B, H, query tiles, key tiles]."""
+    rows_BHSK: Tensor
+    """By each query, bool [B, H, S, key tiles]. Other keys of a visited tile get no weight."""
 
 
-def key_runs(
+def visited_tiles(
     q_SBHD: Tensor,
     k_SBGD: Tensor,
     v_SBGD: Tensor,
@@ -96,8 +114,8 @@ def key_runs(
     causal: bool = True,
     scale: float | None = None,
     trained_slopes: bool = False,
-) -> KeyRuns:
-    """Return the tiles of keys that each tile of queries must visit.
+) -> Visits:
+    """Return the tiles of keys that each tile of queries, and each query, must visit.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -111,47 +129,82 @@ def key_runs(
         trained_slopes: The slopes want a gradient.
 
     Returns:
-        The first and end tile for each batch, head and tile of queries.
+        The visited tiles.
     """
     num_queries, num_keys, heads = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[2]
     heads_per_group = heads // k_SBGD.shape[2]
     scale = q_SBHD.shape[3] ** -0.5 if scale is None else scale
-    floor, own_first, own_end = own_floors(
-        q_SBHD, k_SBGD, slopes, query_tile, key_tile, causal, scale
-    )
-    longest_q = longest_rows(q_SBHD, query_tile)
+    floors = own_floors(q_SBHD, k_SBGD, slopes, query_tile, key_tile, causal, scale)
+    own = own_tiles(num_queries, num_keys, query_tile, key_tile)
     longest_k = longest_rows(k_SBGD, key_tile).repeat_interleave(heads_per_group, dim=1)
     longest_v = longest_rows(v_SBGD, key_tile).repeat_interleave(heads_per_group, dim=1)
 
     # The smallest distance between a tile of queries and a tile of keys before or after it.
-    starts = torch.arange(len(own_first)) * query_tile
+    starts = torch.arange(0, num_queries, query_tile)
     first_position = starts + num_keys - num_queries
     last_position = (starts + query_tile).clamp(max=num_queries) - 1 + num_keys - num_queries
     tiles = torch.arange(longest_k.shape[2])
     before = first_position[:, None] - (tiles * key_tile + key_tile - 1)
     after = tiles * key_tile - last_position[:, None]
-    own = (tiles >= own_first[:, None]) & (tiles < own_end[:, None])
-    distance = torch.where(tiles < own_first[:, None], before, after).float()
+    distance = torch.where(before > 0, before, after).float()
 
-    # Steps 1 to 3 of the bound. From here on, tensors are [B, H, query tiles, key tiles].
-    slope = slopes.float()[None, :, None, None] * LOG2E
-    most = abs(scale) * LOG2E * longest_q[..., None] * longest_k[:, :, None] * NORM_SLACK
-    floor = (floor - floor.abs() * RELATIVE_SLACK)[..., None]
-    gap = floor - (most - slope * distance * (1 - RELATIVE_SLACK))
+    # What the floor must exceed a tile's best score by. From here on, tensors are [B, H, query
+    # tiles, key tiles].
     log2_keys = math.log2(num_keys)
     need = torch.tensor(NEEDED_BITS + log2_keys * (2 if trained_slopes else 1) + ABSOLUTE_SLACK)
-    for longest in (longest_k[:, :, None], longest_v[:, :, None]):
-        longest_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
+    for x, tile_norms in ((k_SBGD, longest_k), (v_SBGD, longest_v)):
+        longest = tile_norms[:, :, None]
+        if causal:
+            # The key or value of each tile's first query, which every query of the tile sees.
+            first_rows = longest_rows(x[first_position], 1)
+            longest_own = first_rows.repeat_interleave(heads_per_group, dim=1)[..., None]
+        else:
+            longest_own = torch.where(own, longest, 0).amax(dim=3, keepdim=True)
         need = need + torch.where(longest > longest_own, longest / longest_own, 1).log2()
-    # Comparisons with NaN are false, so a tile with a NaN in its terms is not skipped.
+    slope = slopes.float()[None, :, None, None] * LOG2E
+    threshold = need - slope * distance * (1 - RELATIVE_SLACK)
     finite = (longest_k < torch.inf) & (longest_v < torch.inf)
-    skipped = (gap > need) & finite[:, :, None] & (slope > 0) & ~own
+    threshold = torch.where(finite[:, :, None] & (slope > 0), threshold, torch.inf)
+    # Comparisons with NaN are false, so a tile with a NaN in its terms is not skipped.
+    norms = longest_k[:, :, None] * NORM_SLACK
+    reach = abs(scale) * LOG2E * longest_rows(q_SBHD, query_tile)[..., None]
+    floor = _by_tile(floors, query_tile).amin(dim=3)[..., None]
+    floor = floor - floor.abs() * (2 * RELATIVE_SLACK)
+    visited = ~(floor - reach * norms > threshold + ABSOLUTE_SLACK) | own
+    if causal:
+        visited &= tiles <= last_position[:, None] // key_tile
+    tile_of_query = torch.arange(num_queries) // query_tile
+    rows = visited[:, :, tile_of_query]
+    if causal:
+        later = (torch.arange(num_queries) - starts[tile_of_query]).float()[:, None]
+        row_floor = floors[..., None] - floors[..., None].abs() * RELATIVE_SLACK
+        row_floor = row_floor + slope * later * (1 - RELATIVE_SLACK)
+        row_reach = abs(scale) * LOG2E * longest_rows(q_SBHD, 1)[..., None]
+        skips = row_floor - row_reach * norms > threshold[:, :, tile_of_query]
+        rows = rows & ~(skips & ~own[tile_of_query])
+    return Visits(visited, rows)
 
-    allowed = tiles < own_end[:, None] if causal else torch.ones_like(own)
-    matters = ~skipped & allowed
-    first = torch.where(matters, tiles, len(tiles)).amin(dim=3)
-    end = torch.where(matters, tiles, -1).amax(dim=3) + 1
-    return KeyRuns(first.int(), end.int())
+
+def own_tiles(num_queries: int, num_keys: int, query_tile: int, key_tile: int) -> Tensor:
+    """Return which tiles of keys hold the positions of each tile of queries.
+
+    Without a causal mask there can be more queries than keys; tile 0 is then the own tile of the
+    queries before the first key.
+
+    Args:
+        num_queries: Number of queries.
+        num_keys: Number of keys.
+        query_tile: Queries in a tile.
+        key_tile: Keys in a tile.
+
+    Returns:
+        bool, [query tiles, key tiles].
+    """
+    first = torch.arange(0, num_queries, query_tile)
+    last = (first + query_tile).clamp(max=num_queries) - 1
+    first, last = ((x + num_keys - num_queries).clamp(min=0) // key_tile for x in (first, last))
+    tiles = torch.arange(-(-num_keys // key_tile))
+    return (tiles >= first[:, None]) & (tiles <= last[:, None])
 
 
 def own_floors(
@@ -162,8 +215,8 @@ def own_floors(
     key_tile: int,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the floor of every tile of queries, and which tiles of keys are its own.
+) -> Tensor:
+    """Return the logsumexp of every query over its tile's own tiles of keys.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -175,28 +228,31 @@ def own_floors(
         scale: Factor of the products q k^T.
 
     Returns:
-        The floors [B, H, T], in base 2, and the first and end own tile [T]. Own tiles hold the keys
-        at the positions of the queries. Without a causal mask there can be more queries than keys;
-        tile 0 is then the own tile of the queries before the first key.
+        [B, H, S], in base 2.
     """
     num_queries, num_keys = q_SBHD.shape[0], k_SBGD.shape[0]
     k_SBHD = k_SBGD.repeat_interleave(q_SBHD.shape[2] // k_SBGD.shape[2], dim=2)
-    floors, firsts, ends = [], [], []
+    own = own_tiles(num_queries, num_keys, query_tile, key_tile)
+    floors = []
     for start in range(0, num_queries, query_tile):
         q = q_SBHD[start : start + query_tile].float().permute(1, 2, 0, 3)
         position = torch.arange(start, start + q.shape[2]) + num_keys - num_queries
-        first, last = (max(int(position[end]), 0) // key_tile for end in (0, -1))
-        keys = torch.arange(first * key_tile, min((last + 1) * key_tile, num_keys))
+        keys = own[start // query_tile].repeat_interleave(key_tile)[:num_keys].nonzero()[:, 0]
         scores = q @ k_SBHD[keys].float().permute(1, 2, 3, 0) * (scale * LOG2E)
         distance = (position[:, None] - keys).float()
         scores = scores - slopes.float()[:, None, None] * LOG2E * distance.abs()
         if causal:
             scores = scores.masked_fill(distance < 0, -torch.inf)
         # torch's logsumexp is to base e.
-        floors.append((scores * math.log(2)).logsumexp(dim=3).amin(dim=2) * LOG2E)
-        firsts.append(first)
-        ends.append(last + 1)
-    return torch.stack(floors, dim=2), torch.tensor(firsts), torch.tensor(ends)
+        floors.append((scores * math.log(2)).logsumexp(dim=3) * LOG2E)
+    return torch.cat(floors, dim=2)
+
+
+def _by_tile(x_BHS: Tensor, tile: int) -> Tensor:
+    """Return x as [B, H, T, tile], the last tile being filled up with infinities."""
+    batch, heads, length = x_BHS.shape
+    padded = torch.nn.functional.pad(x_BHS, (0, -length % tile), value=torch.inf)
+    return padded.reshape(batch, heads, -1, tile)
 
 
 def longest_rows(x_SBHD: Tensor, tile: int) -> Tensor:
@@ -216,12 +272,17 @@ def longest_rows(x_SBHD: Tensor, tile: int) -> Tensor:
 
 
 def share_visited(
-    runs: KeyRuns, num_queries: int, num_keys: int, query_tile: int, key_tile: int, causal: bool
+    tiles_BHTK: Tensor,
+    num_queries: int,
+    num_keys: int,
+    query_tile: int,
+    key_tile: int,
+    causal: bool,
 ) -> Tensor:
     """Return the share of tiles that each head visits, of those it would visit without skipping.
 
     Args:
-        runs: The tiles that are visited.
+        tiles_BHTK: The tiles that are visited, bool [B, H, query tiles, key tiles].
         num_queries: Number of queries.
         num_keys: Number of keys.
         query_tile: Queries in a tile.
@@ -237,4 +298,4 @@ def share_visited(
         ends = last_position // key_tile + 1
     else:
         ends = torch.full_like(starts, -(-num_keys // key_tile))
-    return (runs.end_BHT - runs.first_BHT).cpu().double().sum(dim=2) / ends.sum()
+    return tiles_BHTK.cpu().double().sum(dim=(2, 3)) / ends.sum()

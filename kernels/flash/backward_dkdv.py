@@ -19,7 +19,7 @@ from pretrain.kernels.flash.device import (
     load_tile,
     store_tile,
 )
-from pretrain.kernels.flash.tile_skipping import find_visiting_tiles
+from pretrain.kernels.flash.tile_skipping import list_query_tiles, row_skips
 
 
 @triton.jit
@@ -33,11 +33,14 @@ def dkdv_kernel(
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
-    HeadOrder,  # [H + G], int32; this and the next two are read if SKIP
-    FirstTile,  # [B, H, query tiles], int32, from the forward kernel
-    EndTile,  # [B, H, query tiles], int32
+    HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
+    KeyNorms,  # [B, G, key tiles], fp32
+    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
+    Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
+    KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
     DK,  # output, [keys, B, G, D], dense
     DV,  # output, [keys, B, G, D], dense
+    QueryTiles,  # scratch if SKIP, [B, H, key blocks, query tiles], int32: see list_query_tiles
     scale,
     dropout_p,
     q_stride_s,
@@ -98,60 +101,66 @@ def dkdv_kernel(
         if BIAS == SLOPES:
             slope = tl.load(Slopes + head) * LOG2E
 
-        # Queries begin .. stop may see this block of keys.
+        # The first loop has the queries that stand among the keys of the block, begin ..
+        # begin_whole, for which the causal mask cuts it. Every later query sees the whole block.
+        # With a bias row, begin_whole is where all of the block lies beyond the end of the row, and
+        # no lookup is needed. The second loop has the others: begin_whole .. stop, or those in the
+        # list if SKIP.
+        WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
         begin = 0
         stop = num_queries
+        begin_whole = 0
         if CAUSAL:
             begin = tl.maximum(key_start - earlier_keys, 0) // BLOCK_M * BLOCK_M
-        if SKIP:
-            first_tile, end_tile = find_visiting_tiles(
-                FirstTile + batch_head * query_tiles, EndTile + batch_head * query_tiles,
-                key_start // KEY_TILE, query_tiles,
-            )  # fmt: skip
-            begin = tl.maximum(begin, first_tile * QUERY_TILE)
-            stop = tl.minimum(stop, end_tile * QUERY_TILE)
-
-        # Queries begin .. begin_whole stand among the keys of the block, so the causal mask cuts it
-        # for them. Every later query sees the whole block.
-        begin_whole = begin
-        if CAUSAL:
             last_key = key_start + BLOCK_N - 1
+            if WHOLE_BIAS == ROW_END:
+                last_key += row_reach
             begin_whole = tl.cdiv(tl.maximum(last_key - earlier_keys, 0), BLOCK_M) * BLOCK_M
             begin_whole = tl.minimum(tl.maximum(begin_whole, begin), stop)
+        begin_listed = begin_whole
+        if SKIP:
+            first = 0
+            key_tile = key_start // KEY_TILE
+            key_tiles = tl.cdiv(num_keys, KEY_TILE)
+            if CAUSAL:
+                # The first tile of queries that does not have these keys among its own tiles.
+                first = tl.cdiv(tl.maximum((key_tile + 1) * KEY_TILE - earlier_keys, 0), QUERY_TILE)
+                begin_whole = tl.minimum(first * QUERY_TILE, num_queries)
+            thresholds = tl.cast(batch_head, tl.int64) * query_tiles * key_tiles
+            lists = tl.cast(batch_head * key_blocks + key_start // BLOCK_N, tl.int64)
+            stop = QUERY_TILE * list_query_tiles(
+                QueryTiles + lists * query_tiles, Thresholds + thresholds,
+                key_tile, first, query_tiles, key_tiles,
+            )  # fmt: skip
+            begin_listed = 0
         QHead = Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
         DOutHead = DOut + tl.cast(batch_head, tl.int64) * D
         d_out_stride_s = batches * heads * D
         BiasRowHead = BiasRow + head * (2 * row_reach + 1)
-        dk, dv = accumulate_over_queries(
-            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-            FirstTile, EndTile, begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
-            row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-            CAUSAL, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
-        )  # fmt: skip
-        # Queries begin_far .. stop are beyond the end of the bias row from every key of the block.
-        begin_far = stop
-        if BIAS == ROW and CAUSAL:
-            begin_far = (
-                tl.cdiv(tl.maximum(key_start + BLOCK_N - 1 + row_reach - earlier_keys, 0), BLOCK_M)
-                * BLOCK_M
-            )
-            begin_far = tl.minimum(tl.maximum(begin_far, begin_whole), stop)
-        dk, dv = accumulate_over_queries(
-            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-            FirstTile, EndTile, begin_whole, begin_far, key_start, batch_head, slope, BiasRowHead,
-            row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-            CAUSAL, BIAS, SKIP, DROPOUT, UPCAST,
-        )  # fmt: skip
-        if BIAS == ROW and CAUSAL:
+        lists_at = QueryTiles
+        thresholds_at = Thresholds
+        key_norm = 0.0
+        if SKIP:
+            lists_at += lists * query_tiles
+            thresholds_at += thresholds + key_tile
+            key_norm = tl.load(KeyNorms + (batch * groups + group) * key_tiles + key_tile)
+        if CAUSAL:
             dk, dv = accumulate_over_queries(
                 dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-                FirstTile, EndTile, begin_far, stop, key_start, batch_head, slope, BiasRowHead,
-                row_reach, Seed, scale * LOG2E, dropout_p, num_queries, num_keys,
-                False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-                CAUSAL, ROW_END, SKIP, DROPOUT, UPCAST,
+                RowBounds, thresholds_at, lists_at, key_norm,
+                begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
+                row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
+                True, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+                CAUSAL, BIAS, False, DROPOUT, UPCAST,
             )  # fmt: skip
+        dk, dv = accumulate_over_queries(
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+            RowBounds, thresholds_at, lists_at, key_norm,
+            begin_listed, stop, key_start, batch_head, slope, BiasRowHead,
+            row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
+            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+            CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
+        )  # fmt: skip
 
     # d score / d k is scale * q: the scale is applied once, to the sum.
     offset = (tl.cast(batch, tl.int64) * groups + group) * D
@@ -172,9 +181,11 @@ def accumulate_over_queries(
     d_out_stride_s,
     Lse,
     Delta,
-    FirstTile,
-    EndTile,
-    begin,  # first query, a multiple of BLOCK_M
+    RowBounds,  # this and the next three are read if LISTED
+    Thresholds,  # those of this tile of keys: one for every key_tiles elements
+    QueryTiles,
+    key_norm,  # the largest norm of the keys of this tile
+    begin,  # first query, a multiple of BLOCK_M; if LISTED, counted along the list of tiles
     stop,
     key_start,
     batch_head,
@@ -184,6 +195,7 @@ def accumulate_over_queries(
     Seed,
     score_scale,  # scale * log2(e)
     dropout_p,
+    batch_heads,
     num_queries,
     num_keys,
     MASKED: tl.constexpr,  # the causal mask hides some keys of the block from some of the queries
@@ -195,7 +207,7 @@ def accumulate_over_queries(
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
-    SKIP: tl.constexpr,
+    LISTED: tl.constexpr,  # go through the tiles in QueryTiles
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -206,22 +218,27 @@ def accumulate_over_queries(
     """
     key = key_start + tl.arange(0, BLOCK_N)
     lse_offset = tl.cast(batch_head, tl.int64) * num_queries
-    query_tiles = tl.cdiv(num_queries, QUERY_TILE)
-    for start in range(begin, stop, BLOCK_M):
+    for step in range(begin, stop, BLOCK_M):
+        start = step
+        if LISTED:
+            query_tile = tl.load(QueryTiles + step // QUERY_TILE)
+            start = query_tile * QUERY_TILE + step % QUERY_TILE
         query = start + tl.arange(0, BLOCK_M)
         position = query + num_keys - num_queries
         q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
         # An infinite logsumexp makes every weight of a query zero. That is the mask for queries
-        # past the last one, and for queries whose forward pass skipped these keys.
+        # past the last one, and for queries that skip these keys.
         lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
-        if SKIP:
-            runs = batch_head * query_tiles + query // QUERY_TILE
-            first = tl.load(FirstTile + runs, mask=query < num_queries, other=0)
-            visits = first <= key_start // KEY_TILE
-            if not CAUSAL:
-                end = tl.load(EndTile + runs, mask=query < num_queries, other=0)
-                visits &= end > key_start // KEY_TILE
-            lse = tl.where(visits, lse, float("inf"))
+        if LISTED and CAUSAL:
+            bounds = RowBounds + lse_offset + query
+            reaches = tl.cast(batch_heads, tl.int64) * num_queries
+            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
+            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
+            threshold = tl.load(
+                Thresholds + tl.cast(query_tile, tl.int64) * tl.cdiv(num_keys, KEY_TILE)
+            )
+            skips = row_skips(row_floor, norm_reach, key_norm, threshold)
+            lse = tl.where(skips, float("inf"), lse)
         scores = dot(k, tl.trans(q), UPCAST) * score_scale
         scores = add_bias(
             scores, position[None, :], key[:, None], slope, BiasRow, row_reach, CAUSAL, BIAS

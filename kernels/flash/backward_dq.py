@@ -19,6 +19,7 @@ from pretrain.kernels.flash.device import (
     load_tile,
     store_tile,
 )
+from pretrain.kernels.flash.tile_skipping import row_skips
 
 
 @triton.jit
@@ -64,11 +65,14 @@ def dq_kernel(
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
-    HeadOrder,  # [H + G], int32; this and the next two are read if SKIP
-    FirstTile,  # [B, H, query tiles], int32, from the forward kernel
-    EndTile,  # [B, H, query tiles], int32
+    HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
+    KeyNorms,  # [B, G, key tiles], fp32
+    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
+    Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
+    KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
     DQ,  # output, [queries, B, H, D], dense
-    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys
+    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys;
+    # with slopes, the first half is the sum of d_score * |distance|, which the host negates
     scale,
     dropout_p,
     q_stride_s,
@@ -131,52 +135,76 @@ def dq_kernel(
         slope = tl.load(Slopes + head) * LOG2E
     BiasRow += head * (2 * row_reach + 1)
 
-    # Keys begin .. stop were visited. Every query sees all of begin .. stop_whole.
+    # The first loop has keys that no query needs a mask for: begin .. stop_whole, or those in the
+    # list if SKIP. The second has stop_whole .. stop.
     first_position = start + num_keys - num_queries
-    begin = 0
     stop = num_keys
-    if SKIP:
-        run = batch_head * tl.cdiv(num_queries, QUERY_TILE) + start // QUERY_TILE
-        begin = tl.load(FirstTile + run) * KEY_TILE
-        stop = tl.minimum(tl.load(EndTile + run) * KEY_TILE, num_keys)
     stop_whole = stop // BLOCK_N * BLOCK_N
     if CAUSAL:
-        stop = tl.minimum(stop, tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries)
+        stop = tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries
         stop_whole = first_position // BLOCK_N * BLOCK_N
+    # Two loops and no more: with a third, ptxas serialises every wgmma (C7515). So under a causal
+    # mask the keys within reach of the bias row go through the masked loop, and the first loop has
+    # those that lie beyond its end for every query, which need no lookup.
+    WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
+    if WHOLE_BIAS == ROW_END:
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        stop_whole = tl.minimum(stop_far, stop_whole)
+    # The keys of the first loop: along the list if SKIP, from key 0 if not.
+    count = stop_whole
+    row_floor = lse
+    norm_reach = lse
+    if SKIP:
+        # The own tiles of the query tile that this block belongs to: see forward_kernel.
+        query_tile = start // QUERY_TILE
+        tile_position = query_tile * QUERY_TILE + num_keys - num_queries
+        tile_end = tl.minimum((query_tile + 1) * QUERY_TILE, num_queries) - 1
+        own_end = tl.maximum(tile_end + num_keys - num_queries, 0) // KEY_TILE + 1
+        stop_whole = tl.maximum(tile_position, 0) // KEY_TILE * KEY_TILE
+        stop = tl.minimum(stop, own_end * KEY_TILE)
+        key_tiles = tl.cdiv(num_keys, KEY_TILE)
+        KeyNorms += (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
+        pair = tl.cast(batch_head * tl.cdiv(num_queries, QUERY_TILE) + query_tile, tl.int64)
+        Thresholds += pair * key_tiles
+        KeyTiles += pair * (key_tiles + 1)
+        count = tl.load(KeyTiles) * KEY_TILE
+        if CAUSAL:
+            bounds = RowBounds + lse_offset + query
+            reaches = tl.cast(batches * heads, tl.int64) * num_queries
+            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
+            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if BIAS == ROW and CAUSAL:
-        # Keys begin .. stop_far are beyond the end of the bias row for every query.
-        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
-        stop_far = tl.minimum(stop_far, stop_whole)
-        dq, sums, sums_after = accumulate_over_keys(
-            dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-            begin, stop_far,
-            query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
-            num_queries, num_keys,
-            False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
-        )  # fmt: skip
-        begin = stop_far
-    dq, sums, sums_after = accumulate_over_keys(
-        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        begin, stop_whole,
+    mean_distance = tl.zeros([BLOCK_M], dtype=tl.float32)
+    dq, sums, sums_after, mean_distance = accumulate_over_keys(
+        dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        0, count,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
-        num_queries, num_keys,
-        False, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        SKIP and not CAUSAL, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
+        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
     )  # fmt: skip
-    dq, sums, sums_after = accumulate_over_keys(
-        dq, sums, sums_after, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        tl.maximum(begin, stop_whole), stop,
+    # stop_whole is never below 0. The maximum keeps ptxas from merging the counters of the loops,
+    # after which it would serialise every wgmma (C7515).
+    dq, sums, sums_after, mean_distance = accumulate_over_keys(
+        dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        tl.maximum(stop_whole, 0), stop,
         query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
-        num_queries, num_keys,
-        True, BLOCK_N, BIAS_GRAD, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        True, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
+        CAUSAL, BIAS, False, DROPOUT, UPCAST,
     )  # fmt: skip
 
     offset = tl.cast(batch_head, tl.int64) * D
     stride = batches * heads * D
     store_tile(DQ + offset, dq * scale, start, stride, num_queries, BLOCK_M, D, BLOCK_D)
     if BIAS_GRAD:
+        if BIAS == SLOPES:
+            # A query's score gradients sum to zero but for the error of its delta, which was made
+            # of an output rounded to the dtype of q: every d_score is off by weight * error. Times
+            # the distance, that would exceed the rounding of everything else, so it is taken out.
+            sums -= sums_after * mean_distance
         tl.store(BiasSums + lse_offset + query, sums, mask=query < num_queries)
         second = tl.cast(batches * heads, tl.int64) * num_queries
         tl.store(BiasSums + second + lse_offset + query, sums_after, mask=query < num_queries)
@@ -187,6 +215,7 @@ def accumulate_over_keys(
     dq,  # [BLOCK_M, BLOCK_D], fp32
     sums,  # [BLOCK_M], fp32
     sums_after,  # [BLOCK_M], fp32
+    mean_distance,  # [BLOCK_M], fp32
     q,  # [BLOCK_M, BLOCK_D]
     d_out,  # [BLOCK_M, BLOCK_D]
     lse,  # [BLOCK_M], fp32, base 2
@@ -195,7 +224,7 @@ def accumulate_over_keys(
     V,
     k_stride_s,
     v_stride_s,
-    begin,  # first key, a multiple of BLOCK_N
+    begin,  # first key, a multiple of BLOCK_N; if LISTED, counted along the list of tiles
     stop,
     query,  # [BLOCK_M]
     batch_head,
@@ -207,43 +236,65 @@ def accumulate_over_keys(
     dropout_p,
     num_queries,
     num_keys,
+    KeyNorms,  # [key tiles]; this and the next four are read if LISTED
+    Thresholds,  # [key tiles]
+    KeyTiles,  # [key tiles + 1]
+    row_floor,  # [BLOCK_M], see row_skips
+    norm_reach,  # [BLOCK_M]
     MASKED: tl.constexpr,  # some keys of the range do not exist or are hidden from some queries
     BLOCK_N: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    LISTED: tl.constexpr,  # go through the tiles in KeyTiles
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Add the contributions of keys begin .. stop and return (dq, sums, sums_after).
+    """Add the contributions of keys begin .. stop and return (dq, sums, sums_after, mean_distance).
 
     The sums are each query's share of the gradient of the bias. For slopes, `sums` is the sum of
-    d_score * |distance|, which the host negates. For bias rows, `sums` is the gradient of the last
-    entry, for distances of row_reach and more, and `sums_after` that of the first entry, for
-    distances of -row_reach and less. `backward_row.py` covers the entries between.
+    d_score * |distance|, `sums_after` that of d_score and `mean_distance` that of weight *
+    |distance|, from which dq_kernel makes the query's share. For bias rows, `sums` is the gradient
+    of the last entry, for distances of row_reach and more, and `sums_after` that of the first
+    entry, for distances of -row_reach and less. `backward_row.py` covers the entries between.
     """
     position = (query + num_keys - num_queries)[:, None]
-    for key_start in range(begin, stop, BLOCK_N):
+    for step in range(begin, stop, BLOCK_N):
+        key_start = step
+        row_lse = lse
+        if LISTED:
+            key_tile = tl.load(KeyTiles + 1 + step // KEY_TILE)
+            key_start = key_tile * KEY_TILE + step % KEY_TILE
+            if CAUSAL:
+                skips = row_skips(
+                    row_floor, norm_reach,
+                    tl.load(KeyNorms + key_tile), tl.load(Thresholds + key_tile),
+                )  # fmt: skip
+                row_lse = tl.where(skips, float("inf"), lse)
         key = (key_start + tl.arange(0, BLOCK_N))[None, :]
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
-        d_scores = score_gradients(
-            q, k, v, d_out, lse, delta, position, key, query[:, None], batch_head,
+        d_scores, weights = score_gradients(
+            q, k, v, d_out, row_lse, delta, position, key, query[:, None], batch_head,
             slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
             MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
         )  # fmt: skip
         dq += dot(d_scores.to(k.dtype), k, UPCAST)
         if BIAS_GRAD:
             if BIAS == SLOPES:
-                sums += tl.sum(d_scores * tl.abs((position - key).to(tl.float32)), axis=1)
+                distance = tl.abs((position - key).to(tl.float32))
+                sums += tl.sum(d_scores * distance, axis=1)
+                sums_after += tl.sum(d_scores, axis=1)
+                mean_distance += tl.sum(weights * distance, axis=1)
             else:
                 sums += tl.sum(tl.where(position - key >= row_reach, d_scores, 0.0), axis=1)
                 if not CAUSAL:
                     before = position - key <= -row_reach
                     sums_after += tl.sum(tl.where(before, d_scores, 0.0), axis=1)
-    return dq, sums, sums_after
+    return dq, sums, sums_after, mean_distance
 
 
 @triton.jit
@@ -271,7 +322,10 @@ def score_gradients(
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return d loss / d score, [queries, keys], in fp32; the weights are recomputed from lse."""
+    """Return (d loss / d score, weights), both [queries, keys] in fp32.
+
+    The weights are recomputed from lse, and are those before dropout.
+    """
     scores = dot(q, tl.trans(k), UPCAST) * score_scale
     scores = add_bias(scores, position, key, slope, BiasRow, row_reach, CAUSAL, BIAS)
     weights = tl.math.exp2(scores - lse[:, None])
@@ -284,4 +338,4 @@ def score_gradients(
     if DROPOUT:
         keep = dropout_keeps(Seed, batch_head, query, key, dropout_p)
         d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
-    return weights * (d_weights - delta[:, None])
+    return weights * (d_weights - delta[:, None]), weights

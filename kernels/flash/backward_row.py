@@ -20,12 +20,14 @@ def row_gradient_kernel(
     DOut,  # [queries, B, H, D], dense
     Lse,  # [B, H, queries], fp32, base 2
     Delta,  # [B, H, queries], fp32, from delta_kernel
-    Slopes,  # not read: the first twelve arguments are those of all backward kernels
+    Slopes,  # not read: the first fourteen arguments are those of all backward kernels
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e)
     Seed,  # [1], int64; read if DROPOUT
     HeadOrder,  # not read
-    FirstTile,  # not read
-    EndTile,  # not read
+    KeyNorms,  # not read
+    RowBounds,  # not read
+    Thresholds,  # not read
+    KeyTiles,  # not read
     Sheared,  # output, [H, diagonals, splits, BLOCK_M, 2 * BLOCK_N], fp32, zeroed by the host
     scale,
     dropout_p,
@@ -104,11 +106,12 @@ def row_gradient_kernel(
         )  # fmt: skip
         lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
         delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
-        acc += score_gradients(
+        d_scores, _ = score_gradients(
             q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None], batch_head,
             0.0, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_keys,
             True, CAUSAL, BIAS, DROPOUT, UPCAST,
         )  # fmt: skip
+        acc += d_scores
 
     distance = diagonal * BLOCK_N + rows[:, None] - columns[None, :]
     block = (head * diagonals + diagonal - first_diagonal) * splits + split

@@ -19,7 +19,12 @@ from pretrain.kernels.flash.device import (
     load_tile,
     store_tile,
 )
-from pretrain.kernels.flash.tile_skipping import find_visited_tiles, longest_row_norm
+from pretrain.kernels.flash.tile_skipping import (
+    list_key_tiles,
+    longest_row_norm,
+    row_bounds,
+    row_skips,
+)
 
 
 @triton.jit
@@ -35,8 +40,9 @@ def forward_kernel(
     KeyNorms,  # [B, G, key tiles], fp32; this and all below are read or written if SKIP
     ValueNorms,  # [B, G, key tiles], fp32
     HeadOrder,  # [H + G], int32: query heads by ascending slope, then key heads
-    FirstTile,  # output, [B, H, query tiles], int32: tiles FirstTile <= tile < EndTile are visited
-    EndTile,  # output, [B, H, query tiles], int32
+    RowBounds,  # output if causal, [2, B, H, queries], fp32: floors, reaches (see row_skips)
+    Thresholds,  # output, [B, H, query tiles, key tiles], fp32: see list_key_tiles
+    KeyTiles,  # output, [B, H, query tiles, key tiles + 1], int32: likewise
     score_scale,  # scale * log2(e)
     dropout_p,
     q_stride_s,
@@ -67,7 +73,7 @@ def forward_kernel(
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,  # see dot
 ):
-    """Compute one tile of queries: its output, its logsumexp and, if SKIP, the tiles it visited.
+    """Compute one tile of queries: its output, its logsumexp and, if SKIP, the tiles it visits.
 
     One program per (query head, batch, query tile), in this order of significance. Programs start
     in the order of their ids, so shallow heads (which visit most tiles) start before steep ones,
@@ -99,9 +105,16 @@ def forward_kernel(
     # more queries than keys; queries before the first key take tile 0 as their own.
     own_first = tl.maximum(first_position, 0) // KEY_TILE
     own_end = tl.maximum(last_position, 0) // KEY_TILE + 1
+    near = own_first * KEY_TILE
     stop = tl.minimum(own_end * KEY_TILE, num_keys)
     if CAUSAL:
         stop = last_position + 1
+    # With a bias row, the first loop also has the keys within its reach. Those before `near` lie
+    # beyond its end for every query, so the second loop needs no lookup.
+    WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
+    if WHOLE_BIAS == ROW_END:
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        near = tl.minimum(near, stop_far)
 
     q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
     # The accumulators are fp32 whatever the inputs are: thousands of terms are added to them.
@@ -112,60 +125,61 @@ def forward_kernel(
     # logsumexp is a good lower bound of the whole row's and decides what else must be visited. They
     # are also the only tiles that a causal mask cuts, so all loops below run without that mask.
     acc, row_sum, row_max = attend_to_keys(
-        acc, row_sum, row_max, q, K, V, own_first * KEY_TILE, stop, k_stride_s, v_stride_s,
+        acc, row_sum, row_max, q, K, V, near, stop, k_stride_s, v_stride_s,
         start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
         num_keys, score_scale, dropout_p,
-        True, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        KeyNorms, Thresholds, KeyTiles, row_max, row_max,
+        True, BLOCK_M, BLOCK_N, KEY_TILE, COLUMN_BIAS, D, BLOCK_D,
+        CAUSAL, BIAS, False, DROPOUT, UPCAST,
     )  # fmt: skip
 
-    first = 0
-    end = tl.cdiv(num_keys, KEY_TILE)
-    if CAUSAL:
-        end = own_end
+    # The other keys: those in the list if SKIP, else those before and after. They are `count`
+    # keys, counted from the first tile of the list, or from key 0.
+    count = near
+    row_floor = row_max
+    norm_reach = row_max
     if SKIP:
+        row_lse = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
+        row_floor, norm_reach = row_bounds(q, row_lse, slope, score_scale, BLOCK_M)
+        if CAUSAL:
+            bounds = tl.cast(batch_head, tl.int64) * num_queries + queries
+            reaches = tl.cast(batches * heads, tl.int64) * num_queries
+            tl.store(RowBounds + bounds, row_floor, mask=queries < num_queries)
+            tl.store(RowBounds + reaches + bounds, norm_reach, mask=queries < num_queries)
         # The floor must hold for every query of the tile, so it is the lowest of their logsumexps.
         # A NaN becomes -inf, which skips nothing; rows past the last query do not count.
-        row_floor = true_lse(row_max + tl.log2(row_sum), slope, BLOCK_M, COLUMN_BIAS)
-        row_floor = tl.where(row_floor == row_floor, row_floor, float("-inf"))
-        floor = tl.min(tl.where(queries < num_queries, row_floor, float("inf")), axis=0)
+        row_lse = tl.where(row_lse == row_lse, row_lse, float("-inf"))
+        floor = tl.min(tl.where(queries < num_queries, row_lse, float("inf")), axis=0)
         key_tiles = tl.cdiv(num_keys, KEY_TILE)
         norms = (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
-        first, end = find_visited_tiles(
-            KeyNorms + norms, ValueNorms + norms, floor, tl.abs(score_scale) * longest_row_norm(q),
-            slope, first_position, last_position, own_first, own_end, key_tiles, num_keys,
-            KEY_TILE, BLOCK_M, TRAINED_SLOPES, CAUSAL,
-        )  # fmt: skip
+        KeyNorms += norms
         # The backward pass visits exactly these tiles, so its gradients are those of this output.
-        tl.store(FirstTile + batch_head * query_tiles + tile, first)
-        tl.store(EndTile + batch_head * query_tiles + tile, end)
-
-    # The keys before the own tiles: first those that lie beyond the end of the bias row for every
-    # query, which need no lookup, then the others.
-    begin = first * KEY_TILE
-    if BIAS == ROW and CAUSAL:
-        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
-        stop_far = tl.minimum(stop_far, own_first * KEY_TILE)
-        acc, row_sum, row_max = attend_to_keys(
-            acc, row_sum, row_max, q, K, V, begin, stop_far, k_stride_s, v_stride_s,
-            start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
-        num_keys, score_scale, dropout_p,
-            False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, ROW_END, DROPOUT, UPCAST,
+        pair = tl.cast(batch_head * query_tiles + tile, tl.int64)
+        Thresholds += pair * key_tiles
+        KeyTiles += pair * (key_tiles + 1)
+        count = KEY_TILE * list_key_tiles(
+            Thresholds, KeyTiles, K, V, k_stride_s, v_stride_s, KeyNorms, ValueNorms + norms,
+            floor, tl.abs(score_scale) * longest_row_norm(q), slope, first_position, last_position,
+            own_first, own_end, key_tiles, num_keys,
+            KEY_TILE, BLOCK_M, D, BLOCK_D, TRAINED_SLOPES, CAUSAL,
         )  # fmt: skip
-        begin = stop_far
+    # Without a causal mask the list may contain the ragged last tile, hence the mask.
     acc, row_sum, row_max = attend_to_keys(
-        acc, row_sum, row_max, q, K, V, begin, own_first * KEY_TILE, k_stride_s, v_stride_s,
+        acc, row_sum, row_max, q, K, V, 0, count, k_stride_s, v_stride_s,
         start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
         num_keys, score_scale, dropout_p,
-        False, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+        KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        SKIP and not CAUSAL, BLOCK_M, BLOCK_N, KEY_TILE, COLUMN_BIAS, D, BLOCK_D,
+        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
     )  # fmt: skip
-    if not CAUSAL:
-        # The keys after the own tiles. The last block may be ragged, hence masked.
+    if not CAUSAL and not SKIP:
         acc, row_sum, row_max = attend_to_keys(
-            acc, row_sum, row_max, q, K, V, stop, tl.minimum(end * KEY_TILE, num_keys),
-            k_stride_s, v_stride_s,
+            acc, row_sum, row_max, q, K, V, stop, num_keys, k_stride_s, v_stride_s,
             start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
-        num_keys, score_scale, dropout_p,
-            True, BLOCK_M, BLOCK_N, COLUMN_BIAS, D, BLOCK_D, CAUSAL, BIAS, DROPOUT, UPCAST,
+            num_keys, score_scale, dropout_p,
+            KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+            True, BLOCK_M, BLOCK_N, KEY_TILE, COLUMN_BIAS, D, BLOCK_D,
+            CAUSAL, BIAS, False, DROPOUT, UPCAST,
         )  # fmt: skip
 
     weight = 1 / row_sum
@@ -190,7 +204,7 @@ def attend_to_keys(
     q,  # [BLOCK_M, BLOCK_D]
     K,  # keys of this batch and head
     V,
-    begin,  # first key, a multiple of BLOCK_N
+    begin,  # first key, a multiple of BLOCK_N; if LISTED, counted along the list of tiles
     stop,
     k_stride_s,
     v_stride_s,
@@ -204,14 +218,21 @@ def attend_to_keys(
     num_keys,
     score_scale,
     dropout_p,
+    KeyNorms,  # [key tiles]; this and the next four are read if LISTED
+    Thresholds,  # [key tiles]
+    KeyTiles,  # [key tiles + 1]
+    row_floor,  # [BLOCK_M], see row_skips
+    norm_reach,  # [BLOCK_M]
     MASKED: tl.constexpr,  # some keys of the range do not exist or are hidden from some queries
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     COLUMN_BIAS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    LISTED: tl.constexpr,  # go through the tiles in KeyTiles
     DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -225,7 +246,11 @@ def attend_to_keys(
     fp32 the bias is computed for each element.
     """
     rows = tl.arange(0, BLOCK_M)
-    for key_start in range(begin, stop, BLOCK_N):
+    for step in range(begin, stop, BLOCK_N):
+        key_start = step
+        if LISTED:
+            key_tile = tl.load(KeyTiles + 1 + step // KEY_TILE)
+            key_start = key_tile * KEY_TILE + step % KEY_TILE
         key = key_start + tl.arange(0, BLOCK_N)
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         scores = dot(q, tl.trans(k), UPCAST) * score_scale
@@ -246,7 +271,15 @@ def attend_to_keys(
         # Every row sees the first key of its own tiles, so new_max is finite for finite inputs, and
         # the differences below are never inf - inf.
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        weights = tl.math.exp2(scores - new_max[:, None])
+        relative_to = new_max
+        if LISTED and CAUSAL:
+            # Relative to infinity, every weight of a query is zero.
+            skips = row_skips(
+                row_floor, norm_reach, tl.load(KeyNorms + key_tile), tl.load(Thresholds + key_tile)
+            )
+            new_max = tl.where(skips, row_max, new_max)
+            relative_to = tl.where(skips, float("inf"), new_max)
+        weights = tl.math.exp2(scores - relative_to[:, None])
         shrink = tl.math.exp2(row_max - new_max)
         # The sum is taken before dropout: dropout acts on weights that are already normalised.
         row_sum = row_sum * shrink + tl.sum(weights, axis=1)

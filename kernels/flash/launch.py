@@ -48,17 +48,20 @@ class Options(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """The tiles of keys that every tile of queries visits, and the order in which heads are served.
-
-    All are int32, and empty when nothing is skipped.
-    """
+    """The decisions of a forward pass on what is skipped. All are empty when nothing is."""
 
     head_order: Tensor
-    """[H + G]: query heads by ascending slope, then key heads."""
-    first: Tensor
-    """[B, H, query tiles]: the first tile of keys that is visited."""
-    end: Tensor
-    """[B, H, query tiles]: one past the last."""
+    """[H + G], int32: query heads by ascending slope, then key heads."""
+    key_norms: Tensor
+    """[B, G, key tiles], fp32: the largest norm of the keys of each tile."""
+    row_bounds: Tensor
+    """[2, B, H, S], fp32: what decides for a single query (`tile_skipping.row_skips`)."""
+    thresholds: Tensor
+    """[B, H, query tiles, key tiles], fp32: likewise; -inf where no query visits the tile. Under a
+    causal mask the entries from the own tiles on are not written."""
+    key_tiles: Tensor
+    """[B, H, query tiles, key tiles + 1], int32: how many tiles of keys are visited besides the
+    queries' own, then their numbers in ascending order."""
 
 
 def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TilePlan]:
@@ -77,19 +80,29 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
     blocks, key_tile = options.schedule.forward, options.schedule.key_tile
     query_tiles = triton.cdiv(num_queries, blocks.queries)
     key_tiles = triton.cdiv(num_keys, key_tile)
+    if bias_row is not None or options.dropout_p > 0:
+        # Random bits and looked-up biases need registers that four warps do not have: at width 64
+        # the kernel with dropout would spill 1,500 bytes a thread.
+        blocks = blocks._replace(warps=max(blocks.warps, 8))
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
     # Without skipping, the kernels get empty tensors that they do not read.
-    runs_shape = (2, batch, heads, query_tiles if options.skip else 0)
-    runs = torch.empty(runs_shape, dtype=torch.int32, device=q.device)
-    norms_shape = (2, batch, groups, key_tiles if options.skip else 0)
-    norms = torch.empty(norms_shape, dtype=torch.float32, device=q.device)
-    order = torch.empty(heads + groups if options.skip else 0, dtype=torch.int32, device=q.device)
+    exists = int(options.skip)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
+    value_norms = torch.empty(exists * batch, groups, key_tiles, **fp32)
+    plan = TilePlan(
+        head_order=torch.empty(exists * (heads + groups), **int32),
+        key_norms=torch.empty_like(value_norms),
+        row_bounds=torch.empty(exists * options.causal * 2, batch, heads, num_queries, **fp32),
+        thresholds=torch.empty(exists * batch, heads, query_tiles, key_tiles, **fp32),
+        key_tiles=torch.empty(exists * batch, heads, query_tiles, key_tiles + 1, **int32),
+    )
 
     if options.skip:
         norms_kernel[(batch * groups * key_tiles,)](
-            k, v, slopes, norms[0], norms[1], order,
+            k, v, slopes, plan.key_norms, value_norms, plan.head_order,
             *_strides(k), *_strides(v), groups, heads, num_keys,
             D=head_dim, BLOCK_D=padded_width(head_dim), KEY_TILE=key_tile,
             HEADS_PER_GROUP=heads // groups,
@@ -99,7 +112,8 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
             num_warps=8,
         )  # fmt: skip
     forward_kernel[(batch * heads * query_tiles,)](
-        q, k, v, out, lse, *_bias_arguments(inputs), norms[0], norms[1], order, runs[0], runs[1],
+        q, k, v, out, lse, *_bias_arguments(inputs), plan.key_norms, value_norms, plan.head_order,
+        plan.row_bounds, plan.thresholds, plan.key_tiles,
         options.scale * skipping.LOG2E, options.dropout_p,
         *_strides(q), *_strides(k), *_strides(v),
         batch, heads, num_queries, num_keys, _row_reach(bias_row),
@@ -108,7 +122,7 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         TRAINED_SLOPES=options.trained_slopes,
         **_variant(inputs, options), **_resources(blocks, bias_row),
     )  # fmt: skip
-    return out, lse, TilePlan(order, runs[0], runs[1])
+    return out, lse, plan
 
 
 def run_backward(
@@ -153,8 +167,12 @@ def run_backward(
     tiles = {"QUERY_TILE": options.schedule.forward.queries, "KEY_TILE": options.schedule.key_tile}
 
     blocks = options.schedule.dkdv
-    dkdv_kernel[(batch * groups * triton.cdiv(num_keys, blocks.keys),)](
-        *tensors, dk, dv, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+    key_blocks = triton.cdiv(num_keys, blocks.keys)
+    query_tiles = triton.cdiv(num_queries, options.schedule.forward.queries)
+    lists_shape = (batch if options.skip else 0, heads, key_blocks, query_tiles)
+    query_lists = torch.empty(lists_shape, dtype=torch.int32, device=q.device)
+    dkdv_kernel[(batch * groups * key_blocks,)](
+        *tensors, dk, dv, query_lists, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ in plain torch. Two steps:
 
 1. `norms_kernel` runs before the forward pass. For every tile of keys it stores the largest norm of
    its keys and of its values, and it sorts the heads by slope.
-2. In the forward kernel, `find_visited_tiles` compares those norms with the logsumexp that a tile
-   of queries has over the keys at its own positions.
+2. In the forward kernel, `list_key_tiles` compares those norms with the logsumexp that a tile of
+   queries has over the keys at its own positions, and lists the tiles to visit. Within a tile that
+   is visited, `row_skips` decides for each query.
 
-The backward kernel for keys and values reads the decision the other way round, with
-`find_visiting_tiles`.
+The backward kernels visit the same tiles. That for keys and values makes its own lists from the
+stored decisions, with `list_query_tiles`.
 """
 
 # Triton compiles these functions from their source; see device.py on annotations.
@@ -122,7 +123,22 @@ def store_head_order(
 
 
 @triton.jit
-def find_visited_tiles(
+def row_norm(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the 2-norm of one row of the [rows, D] matrix X."""
+    columns = tl.arange(0, BLOCK_D)
+    x = tl.load(X + tl.cast(row, tl.int64) * stride + columns, mask=columns < D, other=0.0)
+    x = x.to(tl.float32)
+    return tl.sqrt(tl.sum(x * x, axis=0))
+
+
+@triton.jit
+def list_key_tiles(
+    Thresholds,  # output, [key tiles], fp32: see row_skips; -inf where no query visits the tile
+    KeyTiles,  # output, [key tiles + 1], int32: how many tiles are visited, then which
+    K,  # keys of this batch and key head
+    V,
+    k_stride_s,
+    v_stride_s,
     KeyNorms,  # [key tiles] of this batch and key head
     ValueNorms,  # the same
     floor,  # lowest logsumexp of the tile's queries over their own tiles of keys, base 2
@@ -136,98 +152,131 @@ def find_visited_tiles(
     num_keys,
     KEY_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
     CAUSAL: tl.constexpr,
 ):
-    """Return (first, end): the tiles of keys that one tile of queries visits, first <= tile < end.
+    """List the tiles of keys, other than its own, that a tile of queries visits; return how many.
 
-    This is `pretrain.kernels.skipping.key_runs` for one tile of queries.
+    This is `pretrain.kernels.skipping.visited_tiles` for one tile of queries. A list and not a
+    range, since a single key that must be visited far back (an attention sink) would otherwise
+    bring back every tile between.
     """
-    # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power of
-    # 2.
-    OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
-    own = own_first + tl.arange(0, OWN)
-    own_key = tl.max(tl.load(KeyNorms + own, mask=own < own_end, other=0.0), axis=0)
-    own_value = tl.max(tl.load(ValueNorms + own, mask=own < own_end, other=0.0), axis=0)
+    if CAUSAL:
+        # The one key of the own tiles that every query of the tile sees is that of the first query.
+        # Compared with later ones, a query's output would depend on tokens after it.
+        own_key = row_norm(K, first_position, k_stride_s, D, BLOCK_D)
+        own_value = row_norm(V, first_position, v_stride_s, D, BLOCK_D)
+        stop = own_first
+    else:
+        # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power
+        # of 2.
+        OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
+        mine = own_first + tl.arange(0, OWN)
+        own_key = tl.max(tl.load(KeyNorms + mine, mask=mine < own_end, other=0.0), axis=0)
+        own_value = tl.max(tl.load(ValueNorms + mine, mask=mine < own_end, other=0.0), axis=0)
+        stop = key_tiles
 
-    need = NEEDED_BITS + tl.log2(num_keys.to(tl.float32)) + ABSOLUTE_SLACK
+    # Triton makes a constant of an argument that is 1, and constants have no method `.to`.
+    log2_keys = tl.log2(tl.cast(num_keys, tl.float32))
+    bits = NEEDED_BITS + log2_keys + ABSOLUTE_SLACK
     if TRAINED_SLOPES:
         # The gradient of a slope multiplies every weight by its distance, which is below num_keys.
-        need += tl.log2(num_keys.to(tl.float32))
+        bits += log2_keys
     # Without decay (slope <= 0 or NaN) nothing is skipped.
-    need = tl.where(slope > 0, need, float("inf"))
-    floor = floor - tl.abs(floor) * RELATIVE_SLACK
-
-    # The kernels loop over one contiguous run, so only its ends are searched for, 64 tiles at a
-    # time.
-    first = own_first
-    for chunk in range(0, own_first, 64):
+    bits = tl.where(slope > 0, bits, float("inf"))
+    # Twice the slack that row_skips grants: what is skipped here, every query skips by itself.
+    floor = floor - tl.abs(floor) * (2 * RELATIVE_SLACK)
+    count = 0
+    for chunk in range(0, stop, 64):
         tile = chunk + tl.arange(0, 64)
+        inside = tile < stop
+        key = tl.load(KeyNorms + tile, mask=inside, other=0.0)
+        value = tl.load(ValueNorms + tile, mask=inside, other=0.0)
+        # Keys and values that are longer than the queries' own count for more in dq and in the
+        # output.
+        need = bits + tl.log2(tl.where(key > own_key, key / own_key, 1.0))
+        need = need + tl.log2(tl.where(value > own_value, value / own_value, 1.0))
         nearest = first_position - (tile * KEY_TILE + KEY_TILE - 1)
-        matters = tile_matters(
-            KeyNorms, ValueNorms, tile, tile < own_first, nearest,
-            floor, reach, slope, need, own_key, own_value,
-        )  # fmt: skip
-        first = tl.minimum(first, tl.min(tl.where(matters, tile, own_first), axis=0))
-    end = own_end
-    if not CAUSAL:
-        for chunk in range(own_end, key_tiles, 64):
-            tile = chunk + tl.arange(0, 64)
-            nearest = tile * KEY_TILE - last_position
-            matters = tile_matters(
-                KeyNorms, ValueNorms, tile, tile < key_tiles, nearest,
-                floor, reach, slope, need, own_key, own_value,
-            )  # fmt: skip
-            end = tl.maximum(end, tl.max(tl.where(matters, tile + 1, own_end), axis=0))
-    return first, end
+        own = tile < 0
+        if not CAUSAL:
+            nearest = tl.where(tile < own_first, nearest, tile * KEY_TILE - last_position)
+            own = (tile >= own_first) & (tile < own_end)
+        threshold = need - slope * nearest.to(tl.float32) * (1 - RELATIVE_SLACK)
+        # Keys or values that are not finite are not skipped. Own tiles are visited anyway, but not
+        # through the list.
+        bounded = (key < float("inf")) & (value < float("inf")) & (own == 0)
+        threshold = tl.where(bounded, threshold, float("inf"))
+        # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a
+        # tile with a NaN anywhere in its terms is visited.
+        skipped = floor - reach * key * NORM_SLACK > threshold + ABSOLUTE_SLACK
+        threshold = tl.where(skipped, float("-inf"), threshold)
+        tl.store(Thresholds + tile, threshold, mask=inside)
+        listed = inside & (skipped == 0) & (own == 0)
+        count += append(KeyTiles + 1 + count, tile, listed)
+    tl.store(KeyTiles, count)
+    # The list was stored by some threads and is read by all.
+    tl.debug_barrier()
+    return count
 
 
 @triton.jit
-def tile_matters(
-    KeyNorms,
-    ValueNorms,
-    tile,  # [64] indices of tiles
-    inside,  # [64] which of them exist
-    nearest,  # [64] distance between the nearest query and key
-    floor,
-    reach,
-    slope,
-    need,  # bits by which the floor must exceed a tile's best score before the tile is skipped
-    own_key,  # the largest norm of the keys at the queries' own positions
-    own_value,  # the same for values
-):
-    """Return which tiles cannot be skipped."""
-    key = tl.load(KeyNorms + tile, mask=inside, other=0.0)
-    value = tl.load(ValueNorms + tile, mask=inside, other=0.0)
-    gap = floor - (reach * key * NORM_SLACK - slope * nearest.to(tl.float32) * (1 - RELATIVE_SLACK))
-    # Keys and values that are longer than the queries' own count for more in dq and in the output.
-    need = need + tl.log2(tl.where(key > own_key, key / own_key, 1.0))
-    need = need + tl.log2(tl.where(value > own_value, value / own_value, 1.0))
-    # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a
-    # tile with a NaN anywhere in its terms is visited.
-    skipped = (gap > need) & (key < float("inf")) & (value < float("inf"))
-    return inside & (skipped == 0)
+def append(List, items, listed):
+    """Store the items that are `listed` at the head of List, in order, and return how many."""
+    listed = listed.to(tl.int32)
+    tl.store(List + tl.cumsum(listed, 0) - 1, items, mask=listed != 0)
+    return tl.sum(listed, axis=0)
 
 
 @triton.jit
-def find_visiting_tiles(
-    FirstTile,  # [query tiles] of this batch and query head
-    EndTile,
-    key_tile,
-    query_tiles,  # how many there are
+def row_skips(
+    row_floor,  # [queries] of a tile, from row_bounds
+    row_reach,  # [queries], likewise
+    key_norm,  # the largest norm of the keys of a tile
+    threshold,  # of this tile of queries and tile of keys, from list_key_tiles
 ):
-    """Return (first, end): the range of query tiles that visit a tile of keys.
+    """Return which queries of a tile skip a tile of keys before them, though others may visit it.
 
-    A tile between the two may not visit it: `accumulate_over_queries` tests every query.
+    Each query decides from what it sees: its own norm, its own floor, and keys before it. Were the
+    decision that of the tile alone, a token could move outputs of tokens before it, if only by
+    2^-24: the tile's floor and reach are those of all its queries.
     """
-    first = query_tiles
-    end = 0
-    for chunk in range(0, query_tiles, 64):
+    return row_floor - row_reach * (key_norm * NORM_SLACK) > threshold
+
+
+@triton.jit
+def row_bounds(q, lse, slope, score_scale, BLOCK_M: tl.constexpr):
+    """Return (row_floor, row_reach) of the queries of a tile, for row_skips.
+
+    `lse` is that over the own tiles. A query is further from every key before it than the tile's
+    first query is, and the floor contains what slope makes of that.
+    """
+    later = tl.arange(0, BLOCK_M).to(tl.float32)
+    row_floor = lse - tl.abs(lse) * RELATIVE_SLACK + slope * later * (1 - RELATIVE_SLACK)
+    x = q.to(tl.float32)
+    return row_floor, tl.sqrt(tl.sum(x * x, axis=1)) * tl.abs(score_scale)
+
+
+@triton.jit
+def list_query_tiles(
+    QueryTiles,  # output, [query tiles], int32
+    Thresholds,  # [query tiles, key tiles] of this batch and query head
+    key_tile,
+    first,  # first tile of queries
+    query_tiles,  # how many there are
+    key_tiles,
+):
+    """List the tiles of queries from `first` on that visit a tile of keys; return how many."""
+    count = 0
+    for chunk in range(first, query_tiles, 64):
         tile = chunk + tl.arange(0, 64)
-        # The defaults for tiles that do not exist are an empty run: from 1 to 0.
-        visits = (tl.load(FirstTile + tile, mask=tile < query_tiles, other=1) <= key_tile) & (
-            tl.load(EndTile + tile, mask=tile < query_tiles, other=0) > key_tile
-        )
-        first = tl.minimum(first, tl.min(tl.where(visits, tile, query_tiles), axis=0))
-        end = tl.maximum(end, tl.max(tl.where(visits, tile + 1, 0), axis=0))
-    return first, end
+        inside = tile < query_tiles
+        threshold = tl.load(
+            Thresholds + tl.cast(tile, tl.int64) * key_tiles + key_tile,
+            mask=inside, other=float("-inf"),
+        )  # fmt: skip
+        # A NaN counts as a visit.
+        count += append(QueryTiles + count, tile, (threshold == float("-inf")) == 0)
+    tl.debug_barrier()
+    return count

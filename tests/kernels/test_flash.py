@@ -10,6 +10,7 @@ import logging
 import pytest
 import torch
 
+from pretrain.kernels import skipping
 from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
@@ -17,7 +18,7 @@ from pretrain.kernels.flash import host
 from pretrain.kernels.flash.host import attention_triton, visited_tiles
 from pretrain.kernels.flash.schedules import Blocks, Schedule
 from pretrain.kernels.reference import attention_reference, dropout_keep
-from pretrain.kernels.skipping import key_runs, share_visited
+from pretrain.kernels.skipping import share_visited
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,6 +145,20 @@ def test_half_precision_is_exact(case, dtype):
     assert_exact(make(*shape, dtype), dtype, **arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_slopes_do_not_suffer_from_the_rounded_output(causal, dtype):
+    """Compare with fp64: the error is that of fp32 sums, far below plain torch's in this dtype.
+
+    A delta made of the rounded output is off by half a unit of that dtype. Times the distance, it
+    made these gradients up to 1.8 times as wrong as those of plain torch.
+    """
+    made = make(128, 128, 1, 4, 4, 16, causal, "trained", dtype)
+    ours = triton(*made)[-1].double()
+    exact, plain = (reference(*made, x)[-1] for x in (torch.float64, dtype))
+    assert (ours - exact).norm() <= 0.01 * (plain - exact).norm()
+
+
 @pytest.mark.parametrize(
     ("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (200, torch.float32)]
 )
@@ -191,11 +206,10 @@ def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     slopes = torch.tensor([2.0, 0.75], device=DEVICE)
     tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
 
-    runs, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
-    model = key_runs(*(x.cpu() for x in (q, k, v, slopes)), causal=causal, **tiles)
-    for kernels, models in zip(runs, model):
-        assert torch.equal(kernels.cpu(), models)
-    share = share_visited(runs, queries, keys, causal=causal, **tiles)
+    tiles_visited, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
+    model = skipping.visited_tiles(*(x.cpu() for x in (q, k, v, slopes)), causal=causal, **tiles)
+    assert torch.equal(tiles_visited.cpu(), model.tiles_BHTK)
+    share = share_visited(tiles_visited, queries, keys, causal=causal, **tiles)
     if kind in ("gaussian", "constant", "one-hot"):
         assert (share < 0.9).all()
 
@@ -203,7 +217,7 @@ def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     on, off = (triton(q, k, v, bias, [q, k, v], skip=skip) for skip in (True, False))
     for name, x, y in zip("oqkv", on, off):
         # With equal keys the gradient of q is zero up to rounding, hence the absolute term.
-        assert (x - y).abs().max() <= 2.0**-20 * max(y.abs().max(), 1e-3), name
+        assert (x - y).abs().max() <= 2.0**-20 * max(y.abs().max(), 1e-2), name
 
 
 def test_forward_and_backward_leave_out_the_same_tiles():
@@ -215,7 +229,7 @@ def test_forward_and_backward_leave_out_the_same_tiles():
     q[128:160] *= 1e4
     bias = ScoreBias(torch.tensor([0.75], device=DEVICE), None, 0, True)
     queries = slice(96, 128)
-    first = visited_tiles(q, k, v, bias.slopes, schedule=SMALL)[0].first_BHT[0, 0]
+    first = visited_tiles(q, k, v, bias.slopes, schedule=SMALL)[0][0, 0].int().argmax(dim=1)
     skipped = slice(first[3].item() * SMALL.key_tile)
     assert first[3] > 0 and first[4] == 0
 
@@ -233,6 +247,74 @@ def test_forward_and_backward_leave_out_the_same_tiles():
     _, dk, dv = gradients(False, v, v)
     assert (dk[skipped] != 0).any() and (dv[skipped] != 0).any()
     assert gradients(False, v, nans)[0][queries].isnan().any()
+
+
+@pytest.mark.parametrize("giant", [1e6, 1e9])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_bit_depends_on_a_later_token(name, giant):
+    """Search over rare inputs: one giant row far back, and another in a later token.
+
+    Each asks the tiles of queries that hold the later token to visit other tiles of keys. Outputs
+    and gradients of queries before it must not notice.
+    """
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(128, 1, 2, 16, generator=generator).to(DEVICE) for _ in range(3))
+    # The last tile of queries just skips the first tile of keys, whose weights are so large that a
+    # giant value shows: it must be visited then, whatever a later value is.
+    q *= 0.1
+    bias = ScoreBias(torch.tensor([0.37, 0.41], device=DEVICE), None, 0, True)
+    for far, token in (("v", 120), ("q", 125)):
+        before = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
+        before[far][30] *= giant
+        after = {each: x.clone() for each, x in before.items()}
+        after[name][token] *= giant
+        results = []
+        for inputs in (before, after):
+            leaves = [x.requires_grad_() for x in inputs.values()]
+            out = attention_triton(*leaves, bias, None, 0.0, skip=True, schedule=SMALL)
+            (dq,) = torch.autograd.grad(out[:token].sum(), leaves[:1])
+            results.append((out[:token].detach(), dq[:token]))
+        for x, y in zip(*results):
+            assert torch.equal(x, y), f"{far}, {token}: {(x - y).abs().max():.1e}"
+
+
+def test_a_query_skips_for_itself_in_a_tile_that_others_visit():
+    """Without a decision by query, a later token brings tiles back for all queries of its tile."""
+    q, k, v, _, _ = make(128, 128, 1, 1, 1, 16, True, None, torch.float32)
+    q, k, v = (x.detach().clone() for x in (q, k, v))
+    slopes = torch.tensor([0.9], device=DEVICE)
+    bias = ScoreBias(slopes, None, 0, True)
+    plain = attention_triton(q, k, v, bias, None, 0.0, skip=True, schedule=SMALL)
+    q[127] *= 1e4
+    visits = skipping.visited_tiles(
+        *(x.cpu() for x in (q, k, v, slopes)), query_tile=32, key_tile=SMALL.key_tile
+    )
+    assert visits.tiles_BHTK[0, 0, 3].all() and visits.rows_BHSK[0, 0, 127].all()
+    assert not visits.rows_BHSK[0, 0, 96:127, 0].any()
+    out = attention_triton(q, k, v, bias, None, 0.0, skip=True, schedule=SMALL)
+    assert torch.equal(out[:127], plain[:127])
+    # Where a query gives a tile no weight, a gradient must not come from it either.
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention_triton(*leaves, bias, None, 0.0, skip=True, schedule=SMALL)
+    _, dk, dv = torch.autograd.grad(out[96:127].sum(), leaves)
+    assert (dk[:32] == 0).all() and (dv[:32] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_attention_sink_costs_one_tile(causal):
+    """A giant value at key 0 must be visited by every query; the tiles between stay skipped."""
+    q, k, v, _, _ = make(192, 192, 1, 1, 1, 16, causal, None, torch.float32)
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q * 0.3, k, v))
+    slopes = torch.tensor([0.9], device=DEVICE)
+    without, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
+    v.data[0] *= 1e30
+    tiles_visited, _ = visited_tiles(q, k, v, slopes, causal, schedule=SMALL)
+    assert tiles_visited[..., 0].all() and (without[0, 0, 3:, 0] == 0).all()
+    assert torch.equal(tiles_visited[..., 1:], without[..., 1:])
+    bias = ScoreBias(slopes, None, 0, causal)
+    on, off = (triton(q, k, v, bias, [q, k, v], skip=skip) for skip in (True, False))
+    for name, x, y in zip("oqkv", on, off):
+        assert (x - y).abs().max() <= 2.0**-20 * y.abs().max(), name
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -303,13 +385,11 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
     assert torch.equal(out, dense[0])
     across[3, 1, 1] *= 1e15
     slopes = torch.tensor([1.0, 1.5], device=DEVICE)
-    runs = visited_tiles(q * 0.1, k, across, slopes, schedule=SMALL)[0]
+    tiles_visited = visited_tiles(q * 0.1, k, across, slopes, schedule=SMALL)[0]
     tiles = {"query_tile": SMALL.forward.queries, "key_tile": SMALL.key_tile}
-    model = key_runs(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
-    assert torch.equal(runs.first_BHT.cpu(), model.first_BHT)
-    assert not torch.equal(model.first_BHT[0], model.first_BHT[1]), (
-        "only that head of that sequence visits them"
-    )
+    model = skipping.visited_tiles(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
+    assert torch.equal(tiles_visited.cpu(), model.tiles_BHTK)
+    assert not torch.equal(*model.tiles_BHTK), "only that head of that sequence visits them"
     expanded = attention_triton(
         *(x[:, :1].expand(-1, 2, -1, -1) for x in views), bias, None, 0.0, schedule=SMALL
     )

@@ -1,0 +1,125 @@
+"""Compile the flash-attention kernels for a named GPU and print what the compiler made of them.
+
+`test_flash_compiled` runs this as a program: it must not share a process with the other tests,
+which set TRITON_INTERPRET. No GPU is needed, because Triton brings its own ptxas and compiles for a
+named target on any machine. By hand, in a clone:
+
+    python -m tests.kernels.compile_flash '{"capability": 90, "width": 128, "skip": false}'
+
+The argument is the JSON of a `Variant`. TRITON_CACHE_DIR must name an empty folder, since ptxas
+reports only on what it assembles. One line of JSON is printed for each kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.flash import host, schedules
+
+
+class Variant(NamedTuple):
+    """An attention call whose kernels are compiled, forward and backward."""
+
+    capability: int
+    """Compute capability of the GPU: 90 for sm_90a, 80 for sm_80."""
+    width: int
+    """Width of a head."""
+    dtype: str = "bfloat16"
+    bias: str = "slopes"
+    """"slopes", "trained" (slopes with a gradient), "table" (T5's) or "none"."""
+    causal: bool = True
+    skip: bool = True
+    dropout_p: float = 0.0
+    length: int = 2048
+    """Number of queries, and of keys."""
+    heads: int = 2
+
+
+class NoDevice:
+    """A driver without a device, for Triton to compile against."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def read_report(name: str, compiled: Any, log: str) -> dict[str, Any]:
+    """Return what matters of a compiled kernel.
+
+    Args:
+        name: Name of the kernel.
+        compiled: Triton's compiled kernel.
+        log: What `ptxas -v` printed while it assembled the kernel.
+    """
+    ptx = compiled.asm["ptx"]
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert spilled and registers, f"ptxas did not report on {name}: {log!r}"
+    return {
+        "name": name,
+        "shared": compiled.metadata.shared,
+        "cubin": len(compiled.asm["cubin"]),
+        "registers": int(registers[1]),
+        "spill_stores": int(spilled[1]),
+        "spill_loads": int(spilled[2]),
+        "advice": [line for line in log.splitlines() if re.search(r"\(C75\d\d\)", line)],
+        "operands": sorted(
+            set(re.findall(r"tt\.dot [^\n]*: tensor<[0-9x]*(\w+)", compiled.asm["ttir"]))
+        ),
+        "products": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "atomics": ptx.count("atom."),
+    }
+
+
+def main(variant: Variant) -> None:
+    """Run attention forward and backward, compiling every kernel instead of launching it."""
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        # Triton calls `ptxas -v` and prints its log if this is set.
+        with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+            triton.knobs.nvidia.dump_ptxas_log = True
+            compiled = run(self, *args, grid=grid, warmup=True, **options)
+        print(json.dumps(read_report(self.fn.__name__, compiled, log.getvalue())))
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(NoDevice(variant.capability))
+    if variant.capability < 90:
+        host.choose_schedule = lambda q: schedules.SCHEDULES_80[q.element_size(), variant.width]
+
+    shape = (variant.length, 1, variant.heads, variant.width)
+    dtype = getattr(torch, variant.dtype)
+    q, k, v = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(3))
+    slopes = table = None
+    if variant.bias in ("slopes", "trained"):
+        slopes = alibi_slopes(variant.heads).requires_grad_(variant.bias == "trained")
+    elif variant.bias == "table":
+        table = torch.zeros(variant.heads, 32).requires_grad_()
+    bias = ScoreBias(slopes, table, 128, variant.causal)
+    out = host.attention_triton(q, k, v, bias, None, variant.dropout_p, skip=variant.skip)
+    out.sum().backward()
+
+
+if __name__ == "__main__":
+    main(Variant(**json.loads(sys.argv[1])))
