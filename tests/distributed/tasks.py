@@ -640,8 +640,6 @@ def reduce_gradients_on_two_nodes(
     host_name = topology.host_name
     names = ("reduce_scatter_tensor", "all_to_all_single")
     originals = {name: getattr(dist, name) for name in names}
-        name: getattr(dist, name) for name in ("reduce_scatter_tensor", "all_to_all_single")
-    }
 
     def counted(name: str) -> Callable[..., Any]:
         def call(output: Tensor, given: Tensor, group: Any = None, **kwargs: Any) -> Any:
