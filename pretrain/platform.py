@@ -57,6 +57,25 @@ def check_precision(precision: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def fp16_allowed() -> Iterator[None]:
+    """Let fp16 pass on a CPU in this context, for counting and for tests.
+
+    torch computes in fp16 on a CPU, slowly. DeepSpeed refuses it, as does `check_precision`.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    check, supported = check_precision, accelerator.is_fp16_supported
+    globals()["check_precision"] = lambda precision: None
+    accelerator.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        globals()["check_precision"] = check
+        accelerator.is_fp16_supported = supported
+
+
 def peak_memory_bytes() -> int:
     """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if has_cuda():
