@@ -14,6 +14,7 @@ import resource
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -58,22 +59,19 @@ def check_precision(precision: str) -> None:
 
 
 @contextlib.contextmanager
-def fp16_allowed() -> Iterator[None]:
-    """Let fp16 pass on a CPU in this context, for counting and for tests.
+def fp16_allowed_on_cpu() -> Iterator[None]:
+    """Let a run in fp16 pass on a CPU in this context, to count what it would do on a GPU.
 
     torch computes in fp16 on a CPU, slowly. DeepSpeed refuses it, as does `check_precision`.
     """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = type(get_accelerator())
-    check, supported = check_precision, accelerator.is_fp16_supported
-    globals()["check_precision"] = lambda precision: None
-    accelerator.is_fp16_supported = lambda self: True
-    try:
+    with (
+        mock.patch(f"{__name__}.check_precision", lambda precision: None),
+        mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
+    ):
         yield
-    finally:
-        globals()["check_precision"] = check
-        accelerator.is_fp16_supported = supported
 
 
 def peak_memory_bytes() -> int:

@@ -9,6 +9,7 @@ recognised by autograd itself.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -78,8 +79,8 @@ class Collective:
     name: str
     """The operator in torch's namespace c10d, without underscores at its ends."""
     group: str
-    """"world", "data", "tensor", "pipeline", "embedding", "model" (tensor x pipeline), or the ranks.
-    """
+    """"world", "data", "tensor", "pipeline", "embedding", "model" (tensor x pipeline), or a list of
+    ranks."""
     group_size: int
     dtype: str
     num_bytes: int
@@ -147,7 +148,7 @@ _FACTORIES = frozenset(
 _READS_BACK = frozenset({Tensor.tolist, Tensor.cpu, Tensor.numpy})
 
 
-class Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mode is untyped
     """A context in which everything that a rank does is counted."""
 
     def __init__(self, work: Callable[[Counter, Collective], Any] | None = None) -> None:
@@ -157,7 +158,7 @@ class Counter(TorchDispatchMode):
             work: Makes the handle of a collective that is not executed, in a simulation. None
                 executes collectives and reads of values.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.counts = StepCounts()
         self._work = work
         self._handles: list[Any] = []
@@ -227,22 +228,22 @@ class Counter(TorchDispatchMode):
         self._add(kind, name, 1, operators.num_bytes(read), operators.num_bytes(written))
 
     def synchronised(self, cause: str) -> None:
-        """Count one wait of the host for the device."""
+        """Count one wait of the host for the device, and note the function that asked for it."""
         if not self._paused:
-            self.counts.synchronisations[self.phase, cause] += 1
+            self.counts.synchronisations[self.phase, f"{cause} in {_caller()}"] += 1
 
     def num_launches(self) -> int:
         """Return the number of kernels launched so far."""
         return self.counts.total().launches
 
     def __enter__(self) -> Counter:
-        self._functions.__enter__()
-        super().__enter__()
+        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._functions.__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch's
+        self._functions.__exit__(*exception)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(
         self,
@@ -337,7 +338,11 @@ class _FunctionCounter(TorchFunctionMode):
         self.counter = counter
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _FACTORIES:
@@ -350,7 +355,10 @@ class _FunctionCounter(TorchFunctionMode):
 
     def _make(self, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor; one of values that the host knows has them in a simulation, too."""
-        on_host = kwargs.get("device") is None
+        # torch's optimizers ask for the CPU by name where they keep their count of steps. Others get
+        # "cpu" from platform.device() or DeepSpeed's accelerator, as the name of the device.
+        by_name = kwargs.get("device") == "cpu" and _caller().startswith("torch.optim.")
+        on_host = kwargs.get("device") is None or by_name
         if factory is torch.tensor and not on_host:
             # Copied from pageable memory, which waits for the device's stream.
             self.counter.synchronised("tensor from Python values")
@@ -359,6 +367,18 @@ class _FunctionCounter(TorchFunctionMode):
         with unset_fake_temporarily():
             made = factory(*args, **kwargs)
         return mark_on_host(made) if on_host else made
+
+
+def _caller() -> str:
+    """Return the module and the function that run, without torch and this room."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        ours = module.startswith("pretrain.plan") and module != "pretrain.plan.step"
+        if not ours and (module.split(".")[0] != "torch" or module.startswith("torch.optim")):
+            return f"{module}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "torch"
 
 
 def mark_on_host(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -53,44 +53,48 @@ CLASSES = {
 }
 """Operators whose class does not follow from torch's tag "pointwise", separated by blanks."""
 
-UNTAGGED_POINTWISE = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    """Return the names in a text that are separated by blanks."""
+    return frozenset(text.split())
+
+
+UNTAGGED_POINTWISE = _names(
     "native_dropout native_dropout_backward dropout bernoulli normal uniform random exponential "
-    "lerp gelu_backward threshold_backward masked_fill".split()
+    "lerp gelu_backward threshold_backward masked_fill"
 )
 """Operators that work element by element without having torch's tag in every version."""
 
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 
-NO_KERNEL = frozenset(
+NO_KERNEL = _names(
     "empty empty_like empty_strided new_empty new_empty_strided empty_permuted _unsafe_view "
     "resize_ set_ record_stream is_pinned _has_compatible_shallow_copy_type is_same_size "
     "_local_scalar_dense lift lift_fresh _efficientzerotensor sym_size sym_numel sym_stride "
-    "_version _pin_memory detach_ t_ transpose_ squeeze_ unsqueeze_ as_strided_".split()
+    "_version _pin_memory detach_ t_ transpose_ squeeze_ unsqueeze_ as_strided_"
 )
 """Operators that allocate or change metadata, besides views, which torch marks itself."""
 
-ALLOCATES = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split()
-)
+ALLOCATES = _names("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
 """Operators whose result is uninitialised memory."""
 
-SYNCHRONISES = frozenset("nonzero masked_select equal _unique2 unique_dim is_nonzero".split())
+SYNCHRONISES = _names("nonzero masked_select equal _unique2 unique_dim is_nonzero")
 """Operators that make the host wait for the device, because their result's shape or value depends
 on data. `_local_scalar_dense` (item) is counted apart."""
 
-WRITE_ONLY = frozenset(
+WRITE_ONLY = _names(
     "copy_ zero_ fill_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_copy_ "
-    "_foreach_zero_".split()
+    "_foreach_zero_"
 )
 """In-place operators that do not read what they overwrite."""
 
-READS_ROWS = frozenset("embedding index index_select gather".split())
+READS_ROWS = _names("embedding index index_select gather")
 """Operators that read as much of their first tensor as they return, and the indices."""
 
-WRITES_ROWS = frozenset("index_put_ _index_put_impl_ scatter_ index_add_ scatter_add_".split())
+WRITES_ROWS = _names("index_put_ _index_put_impl_ scatter_ index_add_ scatter_add_")
 """In-place operators that touch as much of their first tensor as they are given values."""
 
-FUSED_OPTIMIZERS = frozenset("_fused_adamw_ _fused_adam_ _fused_sgd_".split())
+FUSED_OPTIMIZERS = _names("_fused_adamw_ _fused_adam_ _fused_sgd_")
 
 LAUNCHES = {"native_layer_norm_backward": 2}
 """CUDA launches of operators that need more than one. The backward pass of a layer norm launches
@@ -149,8 +153,9 @@ def num_launches(function: OpOverload, args: tuple[Any, ...]) -> int:
     # The count of steps is one number a tensor, which is passed as a pointer and not as a list of
     # the same depth.
     depth = min(depth - (name in FUSED_OPTIMIZERS), len(TENSORS))
-    chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in args[0])
-    return max(math.ceil(chunks / BLOCKS), math.ceil(len(args[0]) / TENSORS[depth - 1]))
+    tensors: Sequence[Tensor] = args[0]
+    chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in tensors)
+    return max(math.ceil(chunks / BLOCKS), math.ceil(len(tensors) / TENSORS[depth - 1]))
 
 
 def _all_tensors(values: Iterable[Any]) -> bool:
@@ -195,7 +200,7 @@ def bytes_moved(
     """
     name = op_name(function)
     read: list[Tensor] = []
-    written: list[Tensor] = list(tensors_in(result))
+    written: list[Tensor] = list(tensors_in(_new_results(function, result)))
     for argument, value in _arguments(function, args, kwargs):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         # The gradients are marked as written, because unscaling them would happen in place
@@ -213,6 +218,13 @@ def bytes_moved(
         values = num_bytes(read[-1:])
         return num_bytes(read[1:]) + (0 if name == "scatter_" else values), values
     return num_bytes(read), num_bytes(written)
+
+
+def _new_results(function: OpOverload, result: Any) -> list[Any]:
+    """Return the results that are not arguments which were written to."""
+    returns = function._schema.returns
+    results = result if len(returns) > 1 else (result,)
+    return [value for declared, value in zip(returns, results) if declared.alias_info is None]
 
 
 def _arguments(

@@ -25,15 +25,17 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from pretrain import platform, topology
+from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.plan.counter import Collective, Counter
 from pretrain.plan.operators import OpClass
-from pretrain.topology import Process, Topology
+from pretrain.topology import Process, Topology, finish, initialize
 
 
 @contextlib.contextmanager
-def simulated_rank(config: RunConfig, rank: int, world_size: int) -> Iterator[tuple[Topology, Counter]]:
+def simulated_rank(
+    config: RunConfig, rank: int, world_size: int
+) -> Iterator[tuple[Topology, Counter]]:
     """Be rank `rank` of `world_size` in this context. No process group may be open.
 
     Args:
@@ -49,16 +51,16 @@ def simulated_rank(config: RunConfig, rank: int, world_size: int) -> Iterator[tu
 
     platform.prepare(0)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(platform.fp16_allowed())
+        stack.enter_context(platform.fp16_allowed_on_cpu())
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        stack.callback(topology.finish)
+        stack.callback(finish)
         # Before the fake mode: the generators' states are real tensors.
-        place = topology.initialize(config, Process(rank, world_size, 0, "simulated", 0))
+        topology = initialize(config, Process(rank, world_size, 0, "simulated", 0))
         counter = Counter(_Handle)
         stack.enter_context(_as_on_cuda(counter))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(counter)
-        yield place, counter
+        yield topology, counter
 
 
 class _Handle(Work):
@@ -83,8 +85,9 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     """Replace what would run differently with fake tensors on a CPU than with real ones on CUDA."""
     from triton.runtime.jit import KernelInterface
 
+    from pretrain.kernels.dispatch import attention
     from pretrain.kernels.flash import host
-    from pretrain.model import attention
+    from pretrain.model import attention as module
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         return functools.partial(_record_launch, counter, kernel)
@@ -95,7 +98,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
         for target, name, replacement in (
             (KernelInterface, "__getitem__", launcher),
             (host, "refusal", lambda queries: None),
-            (attention, "attention", _choose_triton(attention.attention)),
+            (module, "attention", _choose_triton(attention)),
             (nn.Module, "_apply", _apply),
             (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
             (optimizer, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
@@ -124,14 +127,16 @@ def _choose_triton(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _apply(
+    self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """Convert a module's tensors in place, as torch's Module._apply does for real tensors.
 
-    For fake tensors torch's swaps whole tensor objects instead, which fails for those that something
-    holds a weak reference to (torch/nn/modules/module.py), as FakeTensorMode itself does.
+    For fake tensors torch swaps whole tensor objects instead (torch/nn/modules/module.py). That
+    fails for those to which something holds a weak reference, as FakeTensorMode itself does.
     """
     for child in self.children() if recurse else ():
-        child._apply(function)
+        child._apply(function)  # type: ignore[no-untyped-call]  # torch's
     for parameter in self._parameters.values():
         if parameter is not None:
             with torch.no_grad():

@@ -22,6 +22,7 @@ from pretrain.model.gpt import build_model
 from pretrain.optim import zero
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.plan.counter import Counter, Phase, StepCounts
+from pretrain.plan.report import to_json, to_table
 from pretrain.plan.simulation import simulated_rank
 from pretrain.topology import Topology
 from pretrain.train import loop
@@ -52,6 +53,12 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
         with simulated_rank(config, rank, world_size) as (topology, counter):
             counts[stage] = count_step(config, topology, counter)
     return counts
+
+
+def bench_step_counts(config: RunConfig) -> tuple[dict[str, Any], str]:
+    """Count a step and return the counts as JSON values, and the table to print."""
+    layout, counts = config.layout(planned_world_size(config)), count_run(config)
+    return to_json(config, layout, counts), to_table(config, layout, counts)
 
 
 def planned_world_size(config: RunConfig) -> int:
@@ -99,7 +106,9 @@ def _token_batches(
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
     while True:
         with counter.paused():
-            batches = [torch.ones(shape, dtype=torch.int64, device="cpu") for _ in range(num_microbatches)]
+            batches = [
+                torch.ones(shape, dtype=torch.int64, device="cpu") for _ in range(num_microbatches)
+            ]
         yield batches
 
 
