@@ -355,8 +355,8 @@ class _FunctionCounter(TorchFunctionMode):
 
     def _make(self, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor; one of values that the host knows has them in a simulation, too."""
-        # torch's optimizers ask for the CPU by name where they keep their count of steps. Others get
-        # "cpu" from platform.device() or DeepSpeed's accelerator, as the name of the device.
+        # torch's optimizers ask for the CPU by name where they keep their count of steps. In other
+        # code "cpu" is what platform.device() or DeepSpeed's accelerator calls the device.
         by_name = kwargs.get("device") == "cpu" and _caller().startswith("torch.optim.")
         on_host = kwargs.get("device") is None or by_name
         if factory is torch.tensor and not on_host:
@@ -364,7 +364,10 @@ class _FunctionCounter(TorchFunctionMode):
             self.counter.synchronised("tensor from Python values")
         if not on_host and factory is not torch.tensor:
             return factory(*args, **kwargs)
-        with unset_fake_temporarily():
+        with (
+            unset_fake_temporarily(),
+            self.counter.paused() if on_host else contextlib.nullcontext(),
+        ):
             made = factory(*args, **kwargs)
         return mark_on_host(made) if on_host else made
 
