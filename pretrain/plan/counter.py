@@ -331,7 +331,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
 
 
 class _FunctionCounter(TorchFunctionMode):
-    """What the dispatcher does not see: tensors made from Python values, and values read back."""
+    """Count what the dispatcher does not see: tensors of Python values, and values read back."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()

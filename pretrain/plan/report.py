@@ -22,6 +22,7 @@ MODELLED = (
     "Attention is that of the Triton kernels, whose launches are counted, unless "
     "model.attention_backend names another backend.",
     "Optimizers of torch take the path that they prefer on CUDA.",
+    "Regions under torch.compile are counted operator by operator, an upper bound.",
     "Copies between host and device are not counted as kernels.",
 )
 """What a number in the tables stands for, and what it is not."""

@@ -7,6 +7,8 @@ replaced here, and nowhere else:
 
 - attention goes through the Triton kernels, whose launches are recorded instead of executed;
 - torch's optimizers take their multi-tensor or fused path, as they do on CUDA;
+- regions under torch.compile run uncompiled, so that their operators are counted one by one: an
+  upper bound, since fake tensors cannot pass through a compiled kernel;
 - fp16 is allowed.
 """
 
@@ -104,6 +106,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             (optimizer, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

@@ -1,4 +1,4 @@
-"""What a step costs is a budget: a change that adds a kernel, a copy or a collective fails here.
+"""Hold a step to its budget: a change that adds a kernel, a copy or a collective fails here.
 
 The tables hold what is true now, exactly. A change that is meant to change them updates them, and
 says in the changelog what it gained; a failing assertion shows the new lines. The sizes of messages

@@ -1,4 +1,4 @@
-"""The counter: what operators cost, which phase they belong to, and what the command prints."""
+"""Check the counter: costs of operators, phases, synchronisations, and what the command prints."""
 
 from __future__ import annotations
 
