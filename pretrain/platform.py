@@ -17,6 +17,7 @@ import time
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -83,6 +84,22 @@ def can_accumulate_products() -> bool:
     return not has_cuda() or (
         (major, minor) >= (2, 10) and torch.cuda.get_device_capability() >= (8, 0)
     )
+
+
+@contextlib.contextmanager
+def fp16_allowed_on_cpu() -> Iterator[None]:
+    """Let a run in fp16 pass on a CPU in this context, to count what it would do on a GPU.
+
+    torch computes in fp16 on a CPU, slowly. DeepSpeed refuses it, as does `check_precision`.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    with (
+        mock.patch(f"{__name__}.check_precision", lambda precision: None),
+        mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
+    ):
+        yield
 
 
 def peak_memory_bytes() -> int:
