@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
@@ -90,9 +90,12 @@ class Collective:
     """When it was issued."""
     asynchronous: bool
     """False if the caller had the stream wait for it at once."""
-    launches_until_wait: int | None = None
-    """Kernels launched after it was issued and before the caller waited for it, behind which it
-    can hide. None if nobody has waited, or if the processes are real, where waits are not seen."""
+    hidden_behind: Kernels | None = None
+    """Kernels launched after it was issued and before the caller waited for it, except those of the
+    gradient reduction itself. None if nobody has waited, or if the processes are real, where waits
+    are not seen."""
+    awaited_in: Phase | None = None
+    """When the caller waited for it."""
 
     @property
     def wire_bytes(self) -> float:
@@ -110,7 +113,8 @@ class Collective:
     @property
     def is_exposed(self) -> bool:
         """True if nothing was launched that it could hide behind."""
-        return not self.asynchronous or self.launches_until_wait == 0
+        hidden_behind = self.hidden_behind
+        return not self.asynchronous or (hidden_behind is not None and not hidden_behind.launches)
 
 
 @dataclass
@@ -164,6 +168,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         self._handles: list[Any] = []
         self._phases = [Phase.OTHER]
         self._paused = 0
+        self._cover = Kernels()
         self._functions = _FunctionCounter(self)
         # Storages that were allocated and not written yet, by address. A kernel that torch's
         # dispatcher does not know must write what it is given of them.
@@ -213,8 +218,22 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         finally:
             self._paused -= 1
 
+    def kernel(
+        self, kind: OpClass, name: str, read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> None:
+        """Count one kernel that is launched past torch's dispatcher.
+
+        Args:
+            kind: Class of the kernel.
+            name: Name of the kernel.
+            read: The tensors that it reads.
+            written: The tensors that it writes.
+        """
+        self._uninitialised.difference_update(map(_address, written))
+        self._add(kind, name, 1, operators.num_bytes(read), operators.num_bytes(written))
+
     def launch(self, kind: OpClass, name: str, tensors: list[Tensor]) -> None:
-        """Count one kernel that is launched past torch's dispatcher, such as one of Triton's.
+        """Count one kernel of which nobody says what it writes, such as one of Triton's.
 
         Args:
             kind: Class of the kernel.
@@ -224,17 +243,22 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         """
         written = [t for t in tensors if _address(t) in self._uninitialised]
         read = [t for t in tensors if _address(t) not in self._uninitialised]
-        self._uninitialised.difference_update(map(_address, written))
-        self._add(kind, name, 1, operators.num_bytes(read), operators.num_bytes(written))
+        self.kernel(kind, name, read, written)
 
     def synchronised(self, cause: str) -> None:
         """Count one wait of the host for the device, and note the function that asked for it."""
         if not self._paused:
             self.counts.synchronisations[self.phase, f"{cause} in {_caller()}"] += 1
 
-    def num_launches(self) -> int:
-        """Return the number of kernels launched so far."""
-        return self.counts.total().launches
+    def cover(self) -> Kernels:
+        """Return all kernels so far that a collective could hide behind."""
+        return replace(self._cover)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a host's tensor on the device, without counting the copy."""
+        with self.paused():
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return copy.copy_(tensor)
 
     def __enter__(self) -> Counter:
         self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -290,8 +314,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         """Count kernels in the current phase."""
         if self._paused:
             return
-        cost = self.counts.kernels.setdefault((self.phase, kind, name), Kernels())
+        phase = self.phase
+        cost = self.counts.kernels.setdefault((phase, kind, name), Kernels())
         cost.add(launches, bytes_read, bytes_written)
+        # What a reduction does itself (casts, sums of what has arrived) hides no other one.
+        if phase != Phase.GRADIENT_REDUCTION:
+            self._cover.add(launches, bytes_read, bytes_written)
 
     def _note_memory(
         self, function: OpOverload, name: str, args: tuple[Any, ...], outputs: list[Tensor]
@@ -310,7 +338,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
     ) -> Any:
         """Count a collective, and execute it unless this is a simulation."""
         record = _describe(function, args, self.phase)
-        # DeepSpeed and Megatron gather weights within the optimizer's step alone.
+        # Weights are gathered within the optimizer's step alone.
         if (
             record.phase == Phase.OPTIMIZER_STEP
             and record.group in ("data", "world")
@@ -351,6 +379,12 @@ class _FunctionCounter(TorchFunctionMode):
             self.counter.synchronised(func.__name__)
             if self.counter.simulates and func is Tensor.tolist:
                 return _zeros(tuple(args[0].shape))
+        if func is Tensor.to and isinstance(args[0], Tensor) and _is_on_host(args[0]):
+            like = next((t for t in args[1:] if isinstance(t, Tensor)), None)
+            if like is not None and not _is_on_host(like):
+                # Copied from pageable memory, as above.
+                self.counter.synchronised("to the device")
+                return self.counter.to_device(args[0].to(like.dtype))
         return func(*args, **kwargs)
 
     def _make(self, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -203,10 +203,10 @@ def bytes_moved(
     written: list[Tensor] = list(tensors_in(_new_results(function, result)))
     for argument, value in _arguments(function, args, kwargs):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        # The gradients are marked as written, because unscaling them would happen in place
-        # (ATen/native/cuda/fused_adamw_impl.cu). Nothing here asks for that.
+        # The gradients are marked as written, which they are only where the kernel scales them:
+        # it stores the scaled ones (ATen/native/cuda/fused_adam_utils.cuh).
         if name in FUSED_OPTIMIZERS and argument.name == "grads":
-            is_written = False
+            is_written = kwargs.get("grad_scale") is not None
         if is_written:
             written.extend(tensors_in(value))
         # `out=` arguments are the keyword-only ones that are written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from pretrain.config import Layout, RunConfig, num_parameters
@@ -19,10 +20,12 @@ MODELLED = (
     "two, and an operator on lists of tensors as many as ATen's MultiTensorApply needs.",
     "Bytes are those of the tensors that a kernel reads and writes, each once. For attention they "
     "are q, k, v, the output and their gradients, however often a kernel reads a tile.",
-    "Attention is that of the Triton kernels, whose launches are counted, unless "
-    "model.attention_backend names another backend.",
-    "Optimizers of torch take the path that they prefer on CUDA.",
-    "Regions under torch.compile are counted operator by operator, an upper bound.",
+    "Attention is what model.attention_backend = auto chooses on a GPU of compute capability 9.0, "
+    "and fusions are those of train.fusion = auto there.",
+    "A region under torch.compile is one kernel, which reads the region's inputs and writes its "
+    "results; its backward pass has one more for the gradient of a bias.",
+    "A collective is exposed if no kernel is launched between its start and the wait for it, those "
+    "of the gradient reduction itself apart. How long it takes is not counted.",
     "Copies between host and device are not counted as kernels.",
 )
 """What a number in the tables stands for, and what it is not."""
@@ -77,7 +80,8 @@ def _stage_json(stage: int, counts: StepCounts) -> dict[str, Any]:
                 "bytes": each.num_bytes,
                 "wire_bytes": each.wire_bytes,
                 "asynchronous": each.asynchronous,
-                "launches_until_wait": each.launches_until_wait,
+                "awaited_in": each.awaited_in,
+                "hidden_behind": each.hidden_behind and asdict(each.hidden_behind),
                 "exposed": each.is_exposed,
             }
             for each in counts.collectives

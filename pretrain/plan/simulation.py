@@ -2,13 +2,15 @@
 
 torch's fake tensors compute shapes and dtypes only, and its fake process group says yes to every
 collective, so one CPU process runs the real code of the model, of Megatron's schedule and of
-DeepSpeed for any rank of any number of ranks. What the GPU would do differently from the CPU is
+DeepSpeed for any rank of any number of ranks. What an H200 would do differently from the CPU is
 replaced here, and nowhere else:
 
-- attention goes through the Triton kernels, whose launches are recorded instead of executed;
-- torch's optimizers take their multi-tensor or fused path, as they do on CUDA;
-- regions under torch.compile run uncompiled, so that their operators are counted one by one: an
-  upper bound, since fake tensors cannot pass through a compiled kernel;
+- `auto` chooses attention as on that GPU, and the launches of Triton's kernels are recorded instead
+  of executed;
+- `auto` chooses fusions as on that GPU. Regions under torch.compile run uncompiled and uncounted,
+  since fake tensors cannot pass through a compiled kernel, and the kernels are recorded that
+  Inductor makes of them. A weight's gradient is added to fp32 by one matrix product;
+- torch's optimizers take their multi-tensor path where they would on CUDA;
 - fp16 is allowed.
 """
 
@@ -18,8 +20,8 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,18 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.plan.counter import Collective, Counter
+from pretrain.plan.counter import Collective, Counter, Kernels
+from pretrain.plan.fused import compiled_regions, weight_gradients
 from pretrain.plan.operators import OpClass
 from pretrain.topology import Process, Topology, finish, initialize
+
+CAPABILITY = (9, 0)
+"""Compute capability of the GPU that is simulated: Hopper."""
+
+CAPABLE = SimpleNamespace(
+    has_cuda=lambda: True, can_compile=lambda: True, can_accumulate_products=lambda: True
+)
+"""What `pretrain.platform` answers on that GPU when the fusions are chosen."""
 
 
 @contextlib.contextmanager
@@ -71,11 +82,17 @@ class _Handle(Work):
     def __init__(self, counter: Counter, record: Collective) -> None:
         super().__init__()
         self.counter, self.record = counter, record
-        self.issued_at = counter.num_launches()
+        self.issued_at = counter.cover()
 
     def wait(self, *timeout: Any) -> bool:
-        if self.record.launches_until_wait is None:
-            self.record.launches_until_wait = self.counter.num_launches() - self.issued_at
+        if self.record.hidden_behind is None:
+            now, then = self.counter.cover(), self.issued_at
+            self.record.hidden_behind = Kernels(
+                now.launches - then.launches,
+                now.bytes_read - then.bytes_read,
+                now.bytes_written - then.bytes_written,
+            )
+            self.record.awaited_in = self.counter.phase
         return True
 
     def is_completed(self) -> bool:
@@ -87,25 +104,32 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     """Replace what would run differently with fake tensors on a CPU than with real ones on CUDA."""
     from triton.runtime.jit import KernelInterface
 
-    from pretrain.kernels.dispatch import attention
+    from pretrain.kernels import dispatch
     from pretrain.kernels.flash import host
-    from pretrain.model import attention as module
+    from pretrain.model import fusion
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         return functools.partial(_record_launch, counter, kernel)
 
+    def describe_call(*args: Any) -> Any:
+        return describe(*args)._replace(capability=CAPABILITY)
+
+    describe = dispatch.describe_call
     # torch.optim removes its submodule's name.
     optimizer = importlib.import_module("torch.optim.optimizer")
     with contextlib.ExitStack() as stack:
-        for target, name, replacement in (
+        for owner, name, value in (
             (KernelInterface, "__getitem__", launcher),
             (host, "refusal", lambda queries: None),
-            (module, "attention", _choose_triton(attention)),
+            (dispatch, "describe_call", describe_call),
+            (fusion, "platform", CAPABLE),
+            *compiled_regions(counter),
+            *weight_gradients(counter),
             (nn.Module, "_apply", _apply),
             (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
             (optimizer, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         ):
-            stack.enter_context(mock.patch.object(target, name, replacement))
+            stack.enter_context(platform.replaced(owner, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -119,15 +143,6 @@ def _record_launch(counter: Counter, kernel: Any, *args: Any, **kwargs: Any) -> 
     kind = OpClass.ATTENTION if ours else OpClass.ELEMENTWISE
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     counter.launch(kind, function.__name__.strip("_"), tensors)
-
-
-def _choose_triton(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `attention` with "auto" choosing the Triton kernels, as it does on CUDA."""
-
-    def call(*args: Any, backend: str, **kwargs: Any) -> Tensor:
-        return attention(*args, backend="triton" if backend == "auto" else backend, **kwargs)
-
-    return call
 
 
 def _apply(

@@ -1,7 +1,9 @@
 """Count what one optimizer step of a run costs each of its pipeline stages.
 
-The step is that of training (`pretrain.train.loop.train_step`) with random tokens. The second one
-is counted: the first creates Adam's state, and a step may leave work to the next one.
+The step is that of training (`pretrain.train.loop.queue_step`), in the loop's order: the host reads
+the numbers of a step when it has queued the next one. The second step is counted, because the first
+creates Adam's state. A third one runs so that somebody waits for the weights that the second one
+gathers.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,12 +26,10 @@ from pretrain.plan.counter import Counter, Phase, StepCounts
 from pretrain.plan.report import to_json, to_table
 from pretrain.plan.simulation import simulated_rank
 from pretrain.topology import Topology
-from pretrain.train import loop
+from pretrain.train import loop, step
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.start import Run, StartPoint
 from pretrain.train.stopping import Requests
-
-WARM_UP_STEPS = 1
 
 
 def count_run(config: RunConfig) -> dict[int, StepCounts]:
@@ -92,11 +91,13 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
     )
     with _markers(counter, optimizer):
         batches = _token_batches(config, topology.layout.num_microbatches, counter)
-        for _ in range(WARM_UP_STEPS):
-            loop.train_step(run, batches)
+        first = loop.queue_step(run, batches, platform.Moment())
+        counter.counts = counts = StepCounts()
+        second = loop.queue_step(run, batches, first.end)
+        first.read()
         counter.counts = StepCounts()
-        loop.train_step(run, batches)
-    return counter.counts
+        loop.queue_step(run, batches, second.end)
+    return counts
 
 
 def _token_batches(
@@ -114,23 +115,35 @@ def _token_batches(
 
 @contextlib.contextmanager
 def _markers(counter: Counter, optimizer: ZeroOptimizer) -> Iterator[None]:
-    """Tell the counter which part of a step runs, by wrapping the functions of a step."""
+    """Tell the counter which part of a step runs, by wrapping the functions of a step.
 
-    def mark(stack: contextlib.ExitStack, owner: Any, name: str, phase: Phase) -> None:
-        wrapped = counter.marked(phase, getattr(owner, name))
-        stack.enter_context(mock.patch.object(owner, name, wrapped))
+    What `platform` does differently on a GPU is told here, too: the step's numbers arrive in host
+    memory, and the host waits for their arrival.
+    """
+    marks: list[tuple[Any, str, Phase]] = [
+        (loop, "forward_backward", Phase.BETWEEN_PASSES),
+        (forward, "call_model", Phase.FORWARD),
+        (optimizer, "begin_step", Phase.OPTIMIZER_STEP),
+        (optimizer, "reduce_gradients", Phase.GRADIENT_REDUCTION),
+        (optimizer, "update", Phase.OPTIMIZER_STEP),
+        (step, "_sum_over_ranks", Phase.LOSS_AVERAGE),
+        (step.QueuedStep, "read", Phase.LOSS_AVERAGE),
+    ]
+
+    def numbers(readback: platform.Readback) -> list[float]:
+        counter.synchronised("numbers")
+        with counter.paused():
+            return read(readback)
 
     def synchronize() -> None:
         counter.synchronised("synchronize")
 
+    read = platform.Readback.numbers
     with contextlib.ExitStack() as stack:
-        mark(stack, loop, "forward_backward", Phase.BETWEEN_PASSES)
-        mark(stack, forward, "call_model", Phase.FORWARD)
-        mark(stack, zero, "finalize_gradients", Phase.GRADIENT_REDUCTION)
-        mark(stack, optimizer, "step", Phase.OPTIMIZER_STEP)
-        mark(stack, loop, "average_loss", Phase.LOSS_AVERAGE)
-        stack.enter_context(mock.patch.object(platform, "synchronize", synchronize))
-        optimizer.wrap_gradient_reduction(
-            lambda reduction: counter.marked(Phase.GRADIENT_REDUCTION, reduction)
-        )
+        for owner, name, phase in marks:
+            wrapped = counter.marked(phase, getattr(owner, name))
+            stack.enter_context(platform.replaced(owner, name, wrapped))
+        stack.enter_context(platform.replaced(platform.Readback, "numbers", numbers))
+        stack.enter_context(platform.replaced(platform, "to_device", counter.to_device))
+        stack.enter_context(platform.replaced(platform, "synchronize", synchronize))
         yield
