@@ -411,7 +411,7 @@ def _caller() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        ours = module.startswith("pretrain.plan") and module != "pretrain.plan.step"
+        ours = module.startswith("pretrain.plan")
         if not ours and (module.split(".")[0] != "torch" or module.startswith("torch.optim")):
             return f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, load_config, num_parameters
-from pretrain.plan.counter import Collective, Counter, Phase
+from pretrain.plan.counter import Collective, Counter, Kernels, Phase
 from pretrain.plan.operators import OpClass, num_launches
 from pretrain.plan.step import count_run
 
@@ -165,13 +165,16 @@ def test_what_a_rank_sends(name, size, sent):
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "launches_until_wait", "exposed"),
-    [(False, 0, True), (True, 0, True), (True, 3, False), (True, None, False)],
+    ("asynchronous", "hidden_behind", "exposed"),
+    [
+        (False, Kernels(), True),
+        (True, Kernels(), True),
+        (True, Kernels(launches=3), False),
+        (True, None, False),
+    ],
 )
-def test_what_is_exposed(asynchronous, launches_until_wait, exposed):
-    each = Collective(
-        "send", "data", 2, "float32", 1, Phase.BACKWARD, asynchronous, launches_until_wait
-    )
+def test_what_is_exposed(asynchronous, hidden_behind, exposed):
+    each = Collective("send", "data", 2, "float32", 1, Phase.BACKWARD, asynchronous, hidden_behind)
     assert each.is_exposed is exposed
 
 
