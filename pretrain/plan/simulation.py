@@ -104,7 +104,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     """Replace what would run differently with fake tensors on a CPU than with real ones on CUDA."""
     from triton.runtime.jit import KernelInterface
 
-    from pretrain.kernels import dispatch
+    from pretrain.kernels import call, dispatch
     from pretrain.kernels.flash import host
     from pretrain.model import fusion
 
@@ -114,7 +114,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     def describe_call(*args: Any) -> Any:
         return describe(*args)._replace(capability=CAPABILITY)
 
-    describe = dispatch.describe_call
+    describe = call.describe_call
     # torch.optim removes its submodule's name.
     optimizer = importlib.import_module("torch.optim.optimizer")
     with contextlib.ExitStack() as stack:

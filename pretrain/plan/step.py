@@ -20,7 +20,6 @@ from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import RunConfig
 from pretrain.model import forward
 from pretrain.model.gpt import build_model
-from pretrain.optim import zero
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.plan.counter import Counter, Phase, StepCounts
 from pretrain.plan.report import to_json, to_table

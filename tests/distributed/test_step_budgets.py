@@ -11,7 +11,8 @@ compare the simulation with real ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,7 +35,7 @@ class Case(NamedTuple):
     """A layout and what else differs from the defaults."""
 
     world_size: int
-    parallel: dict[str, Any] = {}
+    parallel: Mapping[str, Any] = MappingProxyType({})
     fusion: str = "auto"
 
 
@@ -216,7 +217,7 @@ def small_run(case: str, precision: str, num_layers: int = 0) -> RunConfig:
     pipeline = parallel.get("pipeline_model_parallel_size", 1)
     data = world_size // (tensor * pipeline)
     return tiny_config(
-        parallel=parallel | {"world_size": world_size},
+        parallel={**parallel, "world_size": world_size},
         # Multiples that leave nothing for DeepSpeed to pad.
         model={
             "num_layers": num_layers or (4 if case == "pp2vpp2" else 2),
@@ -316,8 +317,7 @@ def test_messages_are_as_large_as_the_parameters(case, precision):
     for stage, counts in stages.items():
         parameters = num_parameters_of_rank(config, stage)
         if size == 1:
-            assert not [c for c in counts.collectives if c.group == "data" and c.group_size > 1]
-            assert not reductions(counts)
+            assert not [c for c in counts.collectives if c.group == "data"]
             continue
         times = 1 if stage_of_zero == 1 else MICRO_BATCHES
         reduced = reductions(counts)
