@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -342,6 +343,47 @@ def bench_train(
     from pretrain.train.bench import bench_training
 
     bench_training(run, steps)
+
+
+@bench.command("step")
+def bench_step(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    count: Annotated[
+        bool,
+        typer.Option(
+            "--count", help="Count on the CPU, without a GPU, data or memory for the model."
+        ),
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write everything that was counted."),
+    ] = None,
+) -> None:
+    """Count what one optimizer step costs.
+
+    Prints kernel launches, bytes read and written, every collective and every time the host waits
+    for the device, by phase of the step, for one rank of each pipeline stage. The command is a
+    single process whatever the layout: it simulates a rank of parallel.world_size ranks (default:
+    the fewest that the layout allows).
+
+    \b
+    Example:
+      pretrain bench step configs/cc100_roberta/alibi_1024.toml --count --json step.json
+    """
+    if not count:
+        raise ConfigError(
+            "pretrain bench step: says what a step costs by counting. Add --count, or use "
+            "`pretrain bench train` to time steps"
+        )
+    run = load_config(config, overrides)
+    from pretrain.plan.step import bench_step_counts
+
+    counted, table = bench_step_counts(run)
+    print(table)
+    if json_file is not None:
+        with writing(json_file):
+            json_file.write_text(json.dumps(counted, indent=1) + "\n")
 
 
 @bench.command("attention")

@@ -41,7 +41,7 @@ class Step:
 
     def input(self, name: str) -> float:
         """Return the value of INPUTS in this state."""
-        return INPUTS[name].of(self.state)
+        return INPUTS[name].of(self.state, self.is_v100)
 
     @property
     def num_micro_batches(self) -> int:
@@ -83,11 +83,12 @@ class Step:
         m, parameters, memory_ms = self.config.model, self.parameters, self.device.memory_ms
         count, tokens = self.num_micro_batches, self.tokens
         # Two bytes an element.
-        elements = sum(row.of(self.state) for row in ELEMENTWISE.values()) * m.hidden_size
+        rows = (row.of(self.state, self.is_v100) for row in ELEMENTWISE.values())
+        elements = sum(rows) * m.hidden_size
         logits = self.config.padded_vocab_size * tokens
         first = "bytes per parameter to accumulate a gradient, first micro batch"
         later = "the same, later micro batches"
-        if self.is_fp16:
+        if self.is_v100:
             first, later = "first micro batch in fp16", "later micro batches in fp16"
         accumulated = self.input(first) + (count - 1) * self.input(later)
         launches = m.num_layers * self.input("kernel launches per layer, forward and backward")
@@ -175,8 +176,8 @@ class Step:
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
 
     @property
-    def is_fp16(self) -> bool:
-        """True on a device without bf16, which trains in fp16."""
+    def is_v100(self) -> bool:
+        """True on a device without bf16, which trains in fp16 and has no compiled kernels."""
         return "V100" in self.device.name
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.step_model.inputs import (
+    COUNTED,
     EDR,
     ELEMENTWISE,
     FAST,
@@ -39,6 +40,7 @@ def tables() -> dict[str, str]:
         "networks": _networks(),
         "elementwise": _elementwise(config),
         "inputs": _inputs(),
+        "counted": _counted(),
         "one-h200": _one_h200(config),
         "bytes": _bytes(config),
         **{f"128-h200-{slug}": _many(config, H200, network) for slug, network in SLUGS.items()},
@@ -128,33 +130,44 @@ def _networks() -> str:
 
 
 def _elementwise(config: RunConfig) -> str:
-    def kilobytes(elements: float) -> str:
-        return f"{2 * elements * config.model.hidden_size / 1e3:.1f}"
+    """Return the elements that a layer moves per token: before, after, and after on a V100."""
 
-    rows = [
-        [
-            name,
-            f"{row.before:g}",
-            f"{row.after:g}",
-            kilobytes(row.before),
-            kilobytes(row.after),
-            row.origin,
-        ]
-        for name, row in ELEMENTWISE.items()
+    def cells(*elements: float) -> list[str]:
+        kilobytes = (2 * each * config.model.hidden_size / 1e3 for each in elements)
+        return [*(f"{each:g}" for each in elements), *(f"{each:.1f}" for each in kilobytes)]
+
+    columns = [
+        [row.of(state, is_v100) for row in ELEMENTWISE.values()] for state, is_v100 in COLUMNS
     ]
-    before, after = (
-        sum(row.of(state) for row in ELEMENTWISE.values()) for state in ("before", "after")
-    )
-    rows.append(["sum", f"{before:g}", f"{after:g}", kilobytes(before), kilobytes(after), ""])
-    return table(
-        ["per layer and token", "elements of d, before", "after", "kB, before", "after", "origin"],
-        rows,
-    )
+    rows = [
+        [name, *cells(*values), row.origin]
+        for (name, row), values in zip(ELEMENTWISE.items(), zip(*columns))
+    ]
+    rows.append(["sum", *cells(*map(sum, columns)), ""])
+    names = ["before", "after", "after, V100"]
+    header = ["per layer and token", f"elements of d, {names[0]}", *names[1:]]
+    return table([*header, f"kB, {names[0]}", *names[1:], "origin"], rows)
+
+
+COLUMNS = [("before", False), ("after", False), ("after", True)]
+"""State, and if it is that of a V100."""
 
 
 def _inputs() -> str:
-    rows = [[name, f"{i.before:g}", f"{i.after:g}", i.origin] for name, i in INPUTS.items()]
-    return table(["input", "before", "after", "origin"], rows)
+    rows = [
+        [name, *(f"{i.of(state, is_v100):g}" for state, is_v100 in COLUMNS), i.origin]
+        for name, i in INPUTS.items()
+    ]
+    return table(["input", "before", "after", "after, V100", "origin"], rows)
+
+
+def _counted() -> str:
+    """Return what was counted, before and after."""
+    rows = [
+        [name, *(f"{n:,}" for n in c.launches), *(f"{gb:.2f}" for gb in c.gigabytes)]
+        for name, c in COUNTED.items()
+    ]
+    return table(["", "launches, before", "after", "GB, before", "after"], rows)
 
 
 def _steps(steps: dict[str, Step]) -> str:

@@ -113,21 +113,10 @@ def train_steps_in_fp16_on_cpu(
 
 @contextlib.contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """Compute in fp16 on a CPU.
-
-    torch can, but DeepSpeed refuses it, as does `pretrain.platform`. Both are told otherwise here.
-    """
+    """Compute in fp16 on a CPU, which DeepSpeed and `pretrain.platform` refuse otherwise."""
     platform.prepare(0)
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = type(get_accelerator())
-    check, supported = platform.check_precision, accelerator.is_fp16_supported
-    platform.check_precision = lambda precision: None
-    accelerator.is_fp16_supported = lambda self: True
-    try:
+    with platform.fp16_allowed_on_cpu():
         yield
-    finally:
-        platform.check_precision, accelerator.is_fp16_supported = check, supported
 
 
 def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ FLOORS = [
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
+    {"pretrain.plan"},
     {"pretrain.exits"},
     {"pretrain.cli"},
     {"pretrain.main"},

@@ -1,0 +1,298 @@
+"""Check the counter: costs of operators, phases, synchronisations, and what the command prints."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
+
+from benchmarks.step_model.inputs import COUNTED, ELEMENTWISE
+from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
+from pretrain.model.flops import num_matmul_parameters
+from pretrain.plan.counter import Collective, Counter, Kernels, Phase, StepCounts
+from pretrain.plan.operators import OpClass, num_launches
+from pretrain.plan.report import PASSES
+from pretrain.plan.step import count_run
+
+KB = 1024  # an fp32 matrix of 16 x 16
+
+
+@pytest.fixture
+def x():
+    return torch.ones(16, 16)
+
+
+def costs(function):
+    """{(class, operator): (launches, bytes read, bytes written)} of what a function runs."""
+    with Counter() as counter:
+        function()
+    return {
+        (kind, name): (cost.launches, cost.bytes_read, cost.bytes_written)
+        for (_, kind, name), cost in counter.counts.kernels.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "name", "cost"),
+    [
+        (lambda x: x + 2 * torch.eye(16, device="cpu"), "elementwise", "add", (1, 2 * KB, KB)),
+        (lambda x: x + x, "elementwise", "add", (1, KB, KB)),
+        (lambda x: x @ x.clone(), "matmul", "mm", (1, 2 * KB, KB)),
+        (lambda x: x.copy_(x.half()), "copy/cast", "copy_", (1, KB // 2, KB)),
+        (lambda x: x.half(), "copy/cast", "_to_copy", (1, KB, KB // 2)),
+        (lambda x: x.zero_(), "copy/cast", "zero_", (1, 0, KB)),
+        (lambda x: x.mul_(2), "elementwise", "mul_", (1, KB, KB)),
+        (lambda x: x.sum(), "reduction", "sum", (1, KB, 4)),
+        (lambda x: torch.maximum(x, x), "elementwise", "maximum", (1, KB, KB)),
+        (lambda x: torch.add(x, x, out=torch.empty_like(x)), "elementwise", "add", (1, KB, KB)),
+        # A row that is expanded to a matrix is read once.
+        (lambda x: x[0].expand(16, 16).clone(), "copy/cast", "clone", (1, 64, KB)),
+        # Two rows of 64 bytes and two indices.
+        (
+            lambda x: F.embedding(torch.ones(2, dtype=torch.int64, device="cpu"), x),
+            "embedding",
+            "embedding",
+            (1, 2 * 64 + 16, 2 * 64),
+        ),
+        (lambda x: F.layer_norm(x, (16,)), "norm", "native_layer_norm", (1, KB, KB + 2 * 64)),
+        (lambda x: F.gelu(x), "elementwise", "gelu", (1, KB, KB)),
+    ],
+)
+def test_what_an_operator_costs(x, function, kind, name, cost):
+    assert costs(lambda: function(x))[OpClass(kind), name] == cost
+
+
+def test_views_and_allocations_launch_nothing(x):
+    def free():
+        x.view(-1), x.t(), x[0], x.split(4), x.expand(2, 16, 16), x.detach(), x.reshape(4, 64)
+        torch.empty_like(x), x.new_empty(3), x.contiguous(), x.unsqueeze(0), x[:0].clone()
+
+    assert costs(free) == {}
+
+
+def test_the_fused_optimizer_reads_four_tensors_and_writes_three(x):
+    weight = torch.nn.Parameter(x)
+    weight.grad = torch.ones_like(x)
+    adam = torch.optim.AdamW([weight], fused=True)
+    adam.step()
+    [cost] = [cost for key, cost in costs(adam.step).items() if key[0] == OpClass.OPTIMIZER]
+    # Besides: the count of steps, 4 bytes.
+    assert cost == (1, 4 * KB + 4, 3 * KB)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "launches"),
+    [
+        ([1] * 10, 1),
+        # 110 tensors a launch for an operator on one list.
+        ([1] * 221, 3),
+        # 320 blocks of 65,536 elements a launch.
+        ([320 * 65_536], 1),
+        ([320 * 65_536 + 1], 2),
+    ],
+)
+def test_launches_of_operators_on_lists(tensors, launches):
+    lists = [torch.empty(numel, device="meta") for numel in tensors]
+    assert num_launches(torch.ops.aten._foreach_mul_.Scalar, (lists, 2.0)) == launches
+
+
+def test_phases_follow_markers_and_autograd(x):
+    """A hook of the backward pass and a recomputed forward pass belong to the backward pass."""
+    weight = x.clone().requires_grad_()
+
+    def negate(parameter):
+        parameter.grad.neg_()
+
+    weight.register_post_accumulate_grad_hook(negate)
+    with Counter() as counter:
+        with counter.during(Phase.FORWARD):
+            loss = checkpoint(lambda w: w.exp().sin().sum(), weight, use_reentrant=False)
+            loss.backward()
+        with counter.during(Phase.OPTIMIZER_STEP):
+            weight.data.sub_(weight.grad)
+        with counter.paused():
+            x.exp()
+    launches = {
+        (phase.value, name): cost.launches
+        for (phase, _, name), cost in counter.counts.kernels.items()
+    }
+    assert launches["forward", "exp"] == launches["backward", "exp"] == 1
+    assert launches["backward", "neg_"] == launches["backward", "cos"] == 1
+    assert launches["optimizer step", "sub_"] == 1
+    assert ("other", "exp") not in launches
+
+
+def test_the_host_waits_for_values_of_the_device_alone(x):
+    with Counter() as counter:
+        torch.tensor(1.0).add_(1).item()
+        torch.zeros(3).tolist()
+        assert counter.counts.synchronisations.total() == 0
+        assert not counter.counts.kernels
+        x.sum().item()
+        x[0].tolist()
+        bool(x[0, 0] > 0)
+        torch.tensor([1.0], device="cpu")
+    causes = [cause.split(" in ")[0] for _, cause in counter.counts.synchronisations.elements()]
+    assert sorted(causes) == ["item", "item", "tensor from Python values", "tolist"]
+    assert all(__name__ in cause for _, cause in counter.counts.synchronisations)
+
+
+def test_a_kernel_that_the_dispatcher_does_not_see_writes_what_is_fresh(x):
+    with Counter() as counter:
+        out = torch.empty_like(x)
+        counter.launch(OpClass.ATTENTION, "kernel", [x, out])
+        counter.launch(OpClass.ATTENTION, "kernel", [x, out])
+    cost = counter.counts.total(kind=OpClass.ATTENTION)
+    assert (cost.launches, cost.bytes_read, cost.bytes_written) == (2, 3 * KB, KB)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "sent"),
+    [
+        ("allreduce", 4, 150.0),
+        ("allgather_base", 4, 75.0),
+        ("reduce_scatter_base", 4, 75.0),
+        ("alltoall_base", 4, 75.0),
+        ("send", 2, 100.0),
+        ("recv", 2, 0.0),
+        ("allreduce", 1, 0.0),
+    ],
+)
+def test_what_a_rank_sends(name, size, sent):
+    each = Collective(name, "data", size, "float32", 100, Phase.BACKWARD, asynchronous=True)
+    assert each.wire_bytes == sent
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "hidden_behind", "exposed"),
+    [
+        (False, Kernels(), True),
+        (True, Kernels(), True),
+        (True, Kernels(launches=3), False),
+        (True, None, False),
+    ],
+)
+def test_what_is_exposed(asynchronous, hidden_behind, exposed):
+    each = Collective("send", "data", 2, "float32", 1, Phase.BACKWARD, asynchronous, hidden_behind)
+    assert each.is_exposed is exposed
+
+
+LARGE = "configs/cc100_roberta/alibi_1024.toml"
+TOKENS = 4 * 1024
+"""Tokens of the one micro batch that a rank of `large` passes."""
+
+
+@functools.cache
+def large(num_layers: int) -> tuple[RunConfig, StepCounts]:
+    """The 1.3B run in bf16 with few layers, on one of 128 ranks."""
+    settings = ["train.precision=bf16", "batch.micro_batch_size=4", "batch.global_batch_size=512"]
+    config = load_config(LARGE, [*settings, f"model.num_layers={num_layers}"])
+    [counts] = count_run(config).values()
+    return config, counts
+
+
+def test_a_rank_of_128_in_one_process():
+    """Collectives, matrix products and the optimizer in closed form."""
+    config, counts = large(1)
+    # In each layer four products; the logits are one more. The backward pass has two for each.
+    products = {
+        phase: counts.total(phase, OpClass.MATMUL).launches
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    assert products == {Phase.FORWARD: 5, Phase.BACKWARD: 10}
+    data = [each for each in counts.collectives if each.group == "data"]
+    assert {each.group_size for each in data} == {128}
+    reduced = [each for each in data if each.name.startswith("reduce_scatter")]
+    gathered = [each for each in data if each.name.startswith("allgather")]
+    assert len(data) == len(reduced) + len(gathered)
+    assert all(each.phase == Phase.BACKWARD for each in reduced)
+    assert all(each.awaited_in == Phase.FORWARD for each in gathered)
+    padded = sum(each.num_bytes for each in reduced) // 4
+    # Each bucket is padded to a multiple of twice the ranks, so that all parts are aligned.
+    assert 0 <= padded - num_parameters(config) < len(reduced) * 2 * 128
+    sent = [sum(each.wire_bytes for each in part) for part in (reduced, gathered)]
+    assert sent == [4 * padded * 127 / 128, 2 * padded * 127 / 128]
+    # Norm 4, AdamW 32 and cast 6 bytes a parameter of the shard; zero 4 of what layers add to.
+    moved = counts.total(Phase.OPTIMIZER_STEP).bytes_moved
+    known = 42 * padded // 128 + 4 * num_matmul_parameters(config)
+    assert known <= moved < known + 4000
+
+
+def test_what_fused_kernels_move():
+    """As counted with Inductor on a CPU: kB a token at hidden size 2,048, in 16 bit."""
+    _, counts = large(1)
+
+    def kilobytes(name: str) -> float:
+        return counts.total(name=name).bytes_moved / TOKENS / 1e3
+
+    assert kilobytes("bias_gelu") == pytest.approx(32.8, rel=2e-3)
+    # The second kernel of the backward pass is the sum for the bias, which torch's engine adds. The
+    # bias of qkv has one over 3 d.
+    assert kilobytes("bias_gelu_back") == pytest.approx(65.7 - 16.4, rel=5e-3)
+    assert kilobytes("sum") == pytest.approx(16.4 + 12.3, rel=2e-3)
+    assert kilobytes("bias_dropout_add") == pytest.approx(2 * 12.3, rel=2e-3)
+    assert kilobytes("bias_gradient") == pytest.approx(2 * 4.1, rel=2e-3)
+    logits = 50_304 / 1e3
+    assert kilobytes("compiled_statistics") == pytest.approx(2 * logits, rel=1e-3)
+    assert kilobytes("compiled_gradient") == pytest.approx(4 * logits, rel=1e-3)
+
+
+def test_the_model_of_a_step_takes_what_is_counted():
+    """docs/performance.md: launches and bytes of a micro batch, and of what is between products."""
+    (_, one), (_, two) = large(1), large(2)
+
+    def cost(counts: StepCounts, *kinds: OpClass) -> Kernels:
+        result = Kernels()
+        for phase in PASSES:
+            for kind in kinds or OpClass:
+                part = counts.total(phase, kind)
+                result.add(part.launches, part.bytes_read, part.bytes_written)
+        return result
+
+    layer = cost(two).launches - cost(one).launches
+    counted = COUNTED["all of a micro batch"]
+    # Megatron's schedule launches one kernel a step, which four micro batches shared.
+    assert cost(one).launches + 24 * layer == counted.launches[1] + 1
+    moved = 24 * cost(two).bytes_moved - 23 * cost(one).bytes_moved
+    # The first micro batch copies the embedding's gradient where the later ones add it.
+    assert moved / 1e9 == pytest.approx(counted.gigabytes[1], rel=1e-2)
+    kinds = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.NORM, OpClass.REDUCTION)
+    elements = (cost(two, *kinds).bytes_moved - cost(one, *kinds).bytes_moved) / (4096 * TOKENS)
+    # Norms read their inputs twice in the backward pass, of which the counter knows nothing.
+    assert elements == pytest.approx(sum(row.after for row in ELEMENTWISE.values()) - 4, rel=2e-3)
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path):
+    from pretrain.cli import app
+
+    small = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2"]
+    small += ["model.ffn_hidden_size=64", "data.sequence_length=16", "batch.micro_batch_size=1"]
+    small += ["batch.global_batch_size=2", "parallel.world_size=2"]
+    settings = [argument for each in small for argument in ("--set", each)]
+    file = tmp_path / "step.json"
+    result = CliRunner().invoke(
+        app,
+        ["bench", "step", "configs/demo.toml", *settings, "--count", "--json", str(file)],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0
+    for text in ("gradient reduction", "a micro batch: ", "the host waits", "data (2)"):
+        assert text in result.output
+    counted = json.loads(file.read_text())
+    assert counted["layout"]["data"] == 2
+    [stage] = counted["stages"]
+    assert {each["phase"] for each in stage["kernels"]} >= {"forward", "backward"}
+    assert any(each["group"] == "world" for each in stage["collectives"])
+    assert sum(each["times"] for each in stage["synchronisations"]) > 0
+
+
+def test_the_command_says_what_it_needs():
+    from pretrain.cli import app
+
+    with pytest.raises(ConfigError, match="Add --count"):
+        CliRunner().invoke(app, ["bench", "step", "configs/demo.toml"], catch_exceptions=False)
