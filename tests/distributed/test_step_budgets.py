@@ -86,7 +86,6 @@ BUDGETS = {
     ("dp4 plain", "bf16"): Budget(293, 46, 39615, 352984, 1),
     ("dp4 16-bit wire", "bf16"): Budget(245, 53, 15038, 584664, 1),
     ("tp2dp2", "bf16"): Budget(267, 47, 7089, 423224, 1),
-    ("tp2dp2", "fp16"): Budget(271, 47, 7090, 423224, 2),
     ("tp2dp2sp", "bf16"): Budget(269, 65, 6385, 430472, 1),
     ("pp2dp2", "bf16"): Budget(246, 89, 10879, 1148192, 2),
     ("tp2pp2sp", "bf16"): Budget(276, 111, 5882, 1099392, 2),
@@ -100,7 +99,6 @@ BUDGETS = {
 
 LAYERS = {
     ("dp4", "bf16"): (42, 2282),
-    ("dp4", "fp32"): (42, 4498),
     ("dp4 plain", "bf16"): (49, 4838),
 }
 """What a layer adds in the forward and backward pass of a micro batch: launches, and bytes of
