@@ -11,6 +11,8 @@ replaced here, and nowhere else:
   since fake tensors cannot pass through a compiled kernel, and the kernels are recorded that
   Inductor makes of them. A weight's gradient is added to fp32 by one matrix product;
 - torch's optimizers take their multi-tensor path where they would on CUDA;
+- data-parallel ranks stand on one node, which decides how gradients travel in 16 bit
+  (pretrain/optim/wire.py);
 - fp16 is allowed.
 """
 
@@ -107,6 +109,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     from pretrain.kernels import call, dispatch
     from pretrain.kernels.flash import host
     from pretrain.model import fusion
+    from pretrain.optim import wire
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         return functools.partial(_record_launch, counter, kernel)
@@ -123,6 +126,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             (host, "refusal", lambda queries: None),
             (dispatch, "describe_call", describe_call),
             (fusion, "platform", CAPABLE),
+            (wire, "ranks_per_node", lambda group: group.size()),
             *compiled_regions(counter),
             *weight_gradients(counter),
             (nn.Module, "_apply", _apply),
