@@ -262,15 +262,24 @@ def on_main(topology: Topology, function: Callable[[], T]) -> T:
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:
-    """Return the number of a group's ranks on each node. All ranks of the group together.
+    """Return the number of a group's ranks on each node, the same for all groups of its kind.
 
-    It is 1 unless every node holds equally many ranks, with consecutive numbers in the group.
+    All processes call this together, each with its own group, such as the data-parallel one. The
+    number is 1 unless every node holds equally many ranks of each group, with consecutive numbers.
     """
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, host_name(), group=group)
-    sizes = {len(list(block)) for _, block in itertools.groupby(hosts)}
-    is_regular = len(sizes) == 1 and len(set(hosts)) * next(iter(sizes)) == len(hosts)
-    return next(iter(sizes)) if is_regular else 1
+    everyone: list[tuple[str, tuple[int, ...]]] = [("", ())] * dist.get_world_size()
+    own = host_name(), tuple(dist.get_process_group_ranks(group))
+    dist.all_gather_object(everyone, own)
+    groups = {ranks for _, ranks in everyone}
+    sizes = {_block_size([everyone[rank][0] for rank in ranks]) for ranks in groups}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _block_size(hosts: list[str]) -> int:
+    """Return n if the hosts of consecutive ranks come in blocks of n, each host once; else 1."""
+    sizes = [len(list(block)) for _, block in itertools.groupby(hosts)]
+    is_regular = len(set(sizes)) == 1 and len(sizes) == len(set(hosts))
+    return sizes[0] if is_regular else 1
 
 
 def host_name() -> str:
@@ -278,19 +287,26 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def make_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Make a process group. Its members call this together; it is closed with Megatron's groups.
+def make_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
+    """Make process groups, which are closed together with Megatron's.
+
+    All processes call this together, each with the groups that it belongs to.
 
     Args:
-        ranks: The members' ranks among all processes.
+        wanted: The ranks, among all processes, of each group that this process belongs to.
     """
     from megatron.core import parallel_state
 
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
-    )
-    parallel_state._global_process_group_list.append(group)
-    return group
+    everyones: list[list[list[int]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, wanted)
+    # Every process makes every group, in one order. The alternative, in which members alone take
+    # part (use_local_synchronization), names a group by its ranks. A group that is made a second
+    # time then meets the first one's keys in the store, and can hang.
+    distinct = sorted({tuple(ranks) for groups in everyones for ranks in groups})
+    made = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in distinct}
+    own = [made[tuple(ranks)] for ranks in wanted]
+    parallel_state._global_process_group_list.extend(own)
+    return own
 
 
 def finish() -> None:

@@ -54,7 +54,11 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
     in_backward_order = list(parameters)[::-1]
     kinds: dict[tuple[bool, bool, bool], list[Named]] = {}
     for named in in_backward_order:
-        kind = (is_completed_late(named), not _is_decayed(named), named.is_copy)
+        # Not by `is_copy`, which differs between ranks that hold the same parameter. Their buckets
+        # must be alike: where an element lies in a bucket decides in which order the sum over the
+        # ranks is taken, and the copies would drift apart by the rounding.
+        is_replicated = named.shape == named.global_shape
+        kind = (is_completed_late(named), not _is_decayed(named), is_replicated)
         kinds.setdefault(kind, []).append(named)
     total = sum(named.parameter.numel() for named in in_backward_order)
     largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))
@@ -65,9 +69,9 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
             parameters=[named.parameter for named in part],
             weight_decay=0.0 if is_undecayed else config.optimizer.weight_decay,
             is_late=is_late,
-            is_copy=is_copy,
+            is_copy=_is_copy(part),
         )
-        for (is_late, is_undecayed, is_copy), members in sorted(kinds.items(), key=lambda k: k[0])
+        for (is_late, is_undecayed, _), members in sorted(kinds.items(), key=lambda k: k[0])
         for part in _cut(members, largest)
     ]
 
@@ -91,6 +95,12 @@ def plan_decay_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bu
 def _is_decayed(named: Named) -> bool:
     """Return True for matrices; False for biases, norms and what is learned per head."""
     return len(named.global_shape) == 2 and not named.name.startswith("position.")
+
+
+def _is_copy(members: list[Named]) -> bool:
+    """Return True if the members are copies: all are or none is, since they are of one kind."""
+    [is_copy] = {named.is_copy for named in members}
+    return is_copy
 
 
 def _cut(members: list[Named], largest: int) -> list[list[Named]]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.topology import make_group, ranks_per_node
+from pretrain.topology import make_groups, ranks_per_node
 
 Wait = Callable[[], None]
 """Waits until this rank's part of a bucket holds the sums."""
@@ -41,7 +41,7 @@ class Wire(Protocol):
 
 
 def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
-    """Return the way in which gradients travel. All ranks of the group together.
+    """Return the way in which gradients travel. All processes together.
 
     Args:
         group: The data-parallel ranks.
@@ -109,7 +109,7 @@ class TwoStages:
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, per_node: int) -> None:
-        """Make the groups of the two stages. All ranks of the group together.
+        """Make the groups of the two stages. All processes together.
 
         Args:
             group: The data-parallel ranks.
@@ -121,8 +121,10 @@ class TwoStages:
         ranks = dist.get_process_group_ranks(group)
         node, self._number = divmod(group.rank(), per_node)
         first = node * per_node
-        self._node_group = make_group(ranks[first : first + per_node])
-        self._exchange = Exchange(make_group(ranks[self._number :: per_node]), dtype)
+        self._node_group, peers = make_groups(
+            [ranks[first : first + per_node], ranks[self._number :: per_node]]
+        )
+        self._exchange = Exchange(peers, dtype)
 
     def start(self, flat: Tensor) -> Wait:
         """Start to sum a bucket (`Wire.start`)."""

@@ -664,6 +664,19 @@ def ranks_per_node(hosts: list[str]) -> int:
         topology.host_name = host_name
 
 
+def bucket_layout(config: RunConfig) -> tuple[int, list[list[str]]]:
+    """Return this rank's pipeline stage and the names in each of its buckets, in order."""
+    from pretrain.model.gpt import build_model
+    from pretrain.model.parameters import named_parameters
+    from pretrain.optim.buckets import plan_buckets
+
+    topology = initialize(config)
+    named = list(named_parameters(build_model(config)))
+    names = {id(each.parameter): each.name for each in named}
+    buckets = plan_buckets(config, named)
+    return topology.pipeline_rank, [[names[id(p)] for p in b.parameters] for b in buckets]
+
+
 def tests_config() -> RunConfig:
     """Return a tiny run's config."""
     from tests.conftest import tiny_config
