@@ -201,11 +201,8 @@ COLLECTIVES: dict[tuple[str, str], list[str]] = {
 of each. "exposed" are the calls behind which no kernel is launched."""
 
 
-STAGE_ONE = [
-    (case, precision)
-    for case, precision in BUDGETS
-    if "dp" in case  # ZeRO 1 with several data-parallel ranks.
-]
+# ZeRO 1 with several data-parallel ranks.
+STAGE_ONE = [(case, precision) for case, precision in BUDGETS if "dp" in case]
 
 
 def small_run(case: str, precision: str, num_layers: int = 0) -> RunConfig:
