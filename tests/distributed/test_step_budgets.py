@@ -20,7 +20,7 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.config.parameters import num_parameters_of_rank
 from pretrain.model.flops import num_matmul_parameters
-from pretrain.plan.counter import Collective, Phase, StepCounts
+from pretrain.plan.costs import Collective, Phase, StepCounts
 from pretrain.plan.operators import OpClass
 from pretrain.plan.report import PASSES
 from pretrain.plan.step import count_run
