@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pretrain.config import Layout, RunConfig, num_parameters
-from pretrain.plan.counter import Collective, Kernels, Phase, StepCounts
+from pretrain.plan.costs import Collective, Kernels, Phase, StepCounts
 from pretrain.plan.operators import OpClass
 
 PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_PASSES)

@@ -33,7 +33,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.plan.counter import Collective, Counter, Kernels
+from pretrain.plan.costs import Collective, Kernels
+from pretrain.plan.counter import Counter
 from pretrain.plan.fused import compiled_regions, weight_gradients
 from pretrain.plan.operators import OpClass
 from pretrain.topology import Process, Topology, finish, initialize

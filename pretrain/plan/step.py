@@ -21,7 +21,8 @@ from pretrain.config import RunConfig
 from pretrain.model import forward
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.plan.counter import Counter, Phase, StepCounts
+from pretrain.plan.costs import Phase, StepCounts
+from pretrain.plan.counter import Counter
 from pretrain.plan.report import to_json, to_table
 from pretrain.plan.simulation import simulated_rank
 from pretrain.topology import Topology

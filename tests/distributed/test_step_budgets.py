@@ -20,7 +20,7 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.config.parameters import num_parameters_of_rank
 from pretrain.model.flops import num_matmul_parameters
-from pretrain.plan.counter import Collective, Phase, StepCounts
+from pretrain.plan.costs import Collective, Phase, StepCounts
 from pretrain.plan.operators import OpClass
 from pretrain.plan.report import PASSES
 from pretrain.plan.step import count_run
@@ -201,11 +201,8 @@ COLLECTIVES: dict[tuple[str, str], list[str]] = {
 of each. "exposed" are the calls behind which no kernel is launched."""
 
 
-STAGE_ONE = [
-    (case, precision)
-    for case, precision in BUDGETS
-    if "dp" in case  # ZeRO 1 with several data-parallel ranks.
-]
+# ZeRO 1 with several data-parallel ranks.
+STAGE_ONE = [(case, precision) for case, precision in BUDGETS if "dp" in case]
 
 
 def small_run(case: str, precision: str, num_layers: int = 0) -> RunConfig:
