@@ -38,9 +38,12 @@ def dkdv_kernel(
     RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
     Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
     KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
-    DK,  # output, [keys, B, G, D], dense
-    DV,  # output, [keys, B, G, D], dense
+    DK,  # output, [keys, B, G, D], any strides but a dense D
+    DV,  # output, [keys, B, G, D], the strides of DK
     QueryTiles,  # scratch if SKIP, [B, H, key blocks, query tiles], int32: see list_query_tiles
+    dk_stride_s,
+    dk_stride_b,
+    dk_stride_h,
     scale,
     dropout_p,
     q_stride_s,
@@ -163,10 +166,9 @@ def dkdv_kernel(
         )  # fmt: skip
 
     # d score / d k is scale * q: the scale is applied once, to the sum.
-    offset = (tl.cast(batch, tl.int64) * groups + group) * D
-    stride = batches * groups * D
-    store_tile(DK + offset, dk * scale, key_start, stride, num_keys, BLOCK_N, D, BLOCK_D)
-    store_tile(DV + offset, dv, key_start, stride, num_keys, BLOCK_N, D, BLOCK_D)
+    offset = tl.cast(batch, tl.int64) * dk_stride_b + tl.cast(group, tl.int64) * dk_stride_h
+    store_tile(DK + offset, dk * scale, key_start, dk_stride_s, num_keys, BLOCK_N, D, BLOCK_D)
+    store_tile(DV + offset, dv, key_start, dk_stride_s, num_keys, BLOCK_N, D, BLOCK_D)
 
 
 @triton.jit

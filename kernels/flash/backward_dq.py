@@ -70,9 +70,12 @@ def dq_kernel(
     RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
     Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
     KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
-    DQ,  # output, [queries, B, H, D], dense
+    DQ,  # output, [queries, B, H, D], any strides but a dense D
     BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys;
     # with slopes, the first half is the sum of d_score * |distance|, which the host negates
+    dq_stride_s,
+    dq_stride_b,
+    dq_stride_h,
     scale,
     dropout_p,
     q_stride_s,
@@ -196,9 +199,8 @@ def dq_kernel(
         CAUSAL, BIAS, False, DROPOUT, UPCAST,
     )  # fmt: skip
 
-    offset = tl.cast(batch_head, tl.int64) * D
-    stride = batches * heads * D
-    store_tile(DQ + offset, dq * scale, start, stride, num_queries, BLOCK_M, D, BLOCK_D)
+    DQ += tl.cast(batch, tl.int64) * dq_stride_b + tl.cast(head, tl.int64) * dq_stride_h
+    store_tile(DQ, dq * scale, start, dq_stride_s, num_queries, BLOCK_M, D, BLOCK_D)
     if BIAS_GRAD:
         if BIAS == SLOPES:
             # A query's score gradients sum to zero but for the error of its delta, which was made

@@ -147,6 +147,7 @@ def run_backward(
 
     Returns:
         The gradients of q, k, v, slopes [H] and bias rows; None for the last two if not wanted.
+        Those of q, k and v are slices of one tensor if q, k and v are: see `_allocate_gradients`.
     """
     q, k, v, _, bias_row, _ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
@@ -157,7 +158,7 @@ def run_backward(
         D=head_dim, BLOCK_D=padded_width(head_dim), BLOCK_M=64, num_warps=4,
     )  # fmt: skip
 
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = _allocate_gradients(q, k, v)
     # The arguments that all backward kernels take, before and after their own outputs.
     tensors = (q, k, v, d_out, lse, delta, *_bias_arguments(inputs), *plan)
     strides = (*_strides(q), *_strides(k), *_strides(v))
@@ -172,7 +173,8 @@ def run_backward(
     lists_shape = (batch if options.skip else 0, heads, key_blocks, query_tiles)
     query_lists = torch.empty(lists_shape, dtype=torch.int32, device=q.device)
     dkdv_kernel[(batch * groups * key_blocks,)](
-        *tensors, dk, dv, query_lists, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        *tensors, dk, dv, query_lists, *_strides(dk), *scalars,
+        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
 
@@ -181,8 +183,9 @@ def run_backward(
     # Each query's share of the gradient of the bias: see accumulate_over_keys in backward_dq.py.
     sums = torch.empty(2 if bias_grad else 0, *lse.shape, dtype=torch.float32, device=q.device)
     dq_kernel[(batch * heads * triton.cdiv(num_queries, blocks.queries),)](
-        *tensors, dq, sums, *scalars, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
-        BIAS_GRAD=bias_grad, **tiles, **constants, **_resources(blocks, bias_row),
+        *tensors, dq, sums, *_strides(dq), *scalars,
+        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BIAS_GRAD=bias_grad,
+        **tiles, **constants, **_resources(blocks, bias_row),
     )  # fmt: skip
 
     d_slopes = d_row = None
@@ -192,6 +195,51 @@ def run_backward(
     elif bias_row is not None and row_wants_grad:
         d_row = _row_gradient(tensors, scalars, constants, bias_row, sums)
     return dq, dk, dv, d_slopes, d_row
+
+
+def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the gradients of q, k and v: slices of one tensor if q, k and v are, else dense.
+
+    Megatron splits one tensor [S, B, G, (H / G + 2) * D], in which the query heads of a group come
+    first, then its key, then its value. With gradients that lie like that, the gradient of the
+    split is the whole tensor, and nothing needs to be copied (`_Split` in
+    `pretrain.model.attention`).
+
+    Args:
+        q: Queries, [queries, B, H, D].
+        k: Keys, [keys, B, G, D].
+        v: Values, [keys, B, G, D].
+
+    Returns:
+        Uninitialized tensors of the shapes of q, k and v. The last two have the same strides.
+    """
+    (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
+    # Several groups of several heads leave q's heads unevenly spaced, and no view has such strides.
+    evenly_spaced = groups in (1, heads)
+    # The gradient of a leaf stays dense: autograd would copy slices into `leaf.grad`. Megatron's
+    # recomputation of attention makes leaves of q, k and v.
+    has_leaf = q.is_leaf or k.is_leaf or v.is_leaf
+    if num_queries == num_keys and evenly_spaced and not has_leaf:
+        sizes = [heads // groups * head_dim, head_dim, head_dim]
+        whole = torch.empty(num_queries, batch, groups, sum(sizes), dtype=q.dtype, device=q.device)
+        dq, dk, dv = whole.split_with_sizes(sizes, dim=3)
+        dq = dq.view(q.shape)
+        if all(_lies_like(x, q, gradient) for x, gradient in ((q, dq), (k, dk), (v, dv))):
+            return dq, dk, dv
+    return _dense_like(q), _dense_like(k), _dense_like(v)
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _lies_like(x: Tensor, first: Tensor, gradient: Tensor) -> bool:
+    """Return True if x lies after `first` in one storage as `gradient` lies in its own."""
+    same_storage = x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    same_offset = x.storage_offset() - first.storage_offset() == gradient.storage_offset()
+    # The stride of a dimension of one element says nothing.
+    strides = zip(x.shape, x.stride(), gradient.stride())
+    return same_storage and same_offset and all(a == b for size, a, b in strides if size > 1)
 
 
 def _row_gradient(
