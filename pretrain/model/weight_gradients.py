@@ -10,8 +10,8 @@ APEX. `torch.addmm` with `out_dtype` does the same and takes the extension's pla
 
 The optimizer provides the buffers and follows Megatron's convention:
 
-    parameter.main_grad                 The fp32 buffer. It must be zero when a step begins, because
-                                        every micro batch adds to it.
+    parameter.main_grad                 The fp32 buffer. Every micro batch adds to it, except that
+                                        the first one overwrites a buffer that is marked as stale.
     parameter.grad_added_to_main_grad   Exists on the weights whose layer adds its gradient itself.
                                         The layer sets it to True when it has done so, and gives
                                         autograd an unfilled gradient, so that hooks still run. A
@@ -43,8 +43,7 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> list[nn.Parameter]:
         chunks: This rank's model chunks.
 
     Returns:
-        All parameters whose `main_grad` a layer adds to, marked or not. The optimizer has to zero
-        these buffers before a step, and must not overwrite them in its first micro batch.
+        All parameters whose `main_grad` a layer adds to, marked or not.
     """
     _install_stand_in()
     weights = []
@@ -66,8 +65,24 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> list[nn.Parameter]:
     return weights
 
 
+def mark_stale(main_grad: Tensor) -> None:
+    """Mark a buffer as holding the last step's gradient, which the next gradient overwrites.
+
+    It saves setting all buffers to zero before a step, and reading them in its first micro batch.
+    """
+    main_grad.is_stale = True  # type: ignore[attr-defined]  # our mark
+
+
+def take_stale(main_grad: Tensor) -> bool:
+    """Return True if a buffer is stale, and take the mark away: the caller overwrites it."""
+    if not getattr(main_grad, "is_stale", False):
+        return False
+    main_grad.is_stale = False  # type: ignore[attr-defined]  # our mark
+    return True
+
+
 def add_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add grad_output^T inputs to an fp32 buffer.
+    """Add grad_output^T inputs to an fp32 buffer, or overwrite a stale one with it.
 
     Its signature is that of APEX's `wgrad_gemm_accum_fp32`.
 
@@ -76,14 +91,20 @@ def add_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) 
         grad_output: Gradient of its output, [tokens, out].
         main_grad: fp32 buffer, [out, in].
     """
-    if inputs.dtype == torch.float32:
-        main_grad.addmm_(grad_output.t(), inputs)
-    elif inputs.is_cuda:
+    left, is_stale = grad_output.t(), take_stale(main_grad)
+    if inputs.is_cuda and inputs.dtype != torch.float32:
         # The tensor cores accumulate in fp32 in any case; `out_dtype` keeps what they have.
-        torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+        if is_stale:
+            torch.mm(left, inputs, out_dtype=torch.float32, out=main_grad)
+        else:
+            torch.addmm(main_grad, left, inputs, out_dtype=torch.float32, out=main_grad)
+        return
+    # `out_dtype` exists on CUDA alone. Products of two 16-bit numbers are exact in fp32.
+    left, inputs = left.float(), inputs.float()
+    if is_stale:
+        torch.mm(left, inputs, out=main_grad)
     else:
-        # `out_dtype` exists on CUDA alone. Products of two 16-bit numbers are exact in fp32.
-        main_grad.addmm_(grad_output.t().float(), inputs.float())
+        main_grad.addmm_(left, inputs)
 
 
 def _install_stand_in() -> None:

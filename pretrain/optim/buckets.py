@@ -62,8 +62,14 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
         kinds.setdefault(kind, []).append(named)
     total = sum(named.parameter.numel() for named in in_backward_order)
     largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))
-    # Sorted, so that every rank of a data-parallel group reduces in the same order: first what
-    # completes early, and of that first the matrices, which are nearly everything.
+    completed = {named.name: number for number, named in enumerate(in_backward_order)}
+    parts = [
+        (is_late, completed[part[-1].name], is_undecayed, part)
+        for (is_late, is_undecayed, _), members in kinds.items()
+        for part in _cut(members, largest)
+    ]
+    # In the order in which they are completed, which is that of their last parameters. No two have
+    # the same last parameter, so all ranks of a data-parallel group reduce in the same order.
     return [
         Bucket(
             parameters=[named.parameter for named in part],
@@ -71,8 +77,7 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
             is_late=is_late,
             is_copy=_is_copy(part),
         )
-        for (is_late, is_undecayed, _), members in sorted(kinds.items(), key=lambda k: k[0])
-        for part in _cut(members, largest)
+        for is_late, _, is_undecayed, part in sorted(parts, key=lambda part: part[:2])
     ]
 
 

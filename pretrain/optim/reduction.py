@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.model.weight_gradients import mark_stale, take_stale
 from pretrain.optim.buckets import Bucket
 from pretrain.optim.wire import Wait, make_wire, own_part
 
@@ -56,7 +57,6 @@ class GradientReducer:
         self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
         self._num_microbatches = 0
         self._num_sent = 0
-        self._to_be_zero: list[Tensor] = []
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.parameter.main_grad = slot.gradient  # type: ignore[attr-defined]  # Megatron
@@ -72,19 +72,6 @@ class GradientReducer:
         """
         return [own_part(bucket.gradients, self._group) for bucket in self._buckets]
 
-    def let_layers_add(self, parameters: list[nn.Parameter]) -> None:
-        """Expect that layers add some parameters' gradients to `main_grad` themselves.
-
-        Args:
-            parameters: What `pretrain.model.weight_gradients.accumulate_in_layers` returned. Their
-                gradients are zero when a step begins, because every micro batch adds to them.
-        """
-        added = {id(parameter) for parameter in parameters}
-        slots = [s for b in self._buckets for s in b.slots if id(s.parameter) in added]
-        for slot in slots:
-            slot.is_added_to = True
-        self._to_be_zero = [slot.gradient for slot in slots]
-
     def begin_step(self, num_microbatches: int) -> None:
         """Forget the gradients of the last step.
 
@@ -97,16 +84,15 @@ class GradientReducer:
             bucket.num_complete = 0
             for slot in bucket.slots:
                 slot.num_accumulated = 0
+                mark_stale(slot.gradient)
                 # A micro batch that ended in an error may have left one.
                 slot.parameter.grad = None
-        if self._to_be_zero:
-            torch._foreach_zero_(self._to_be_zero)
 
     def clear_unused(self) -> None:
         """Set the gradients to zero that no backward pass has reached in this step."""
         for bucket in self._buckets:
             for slot in bucket.slots:
-                if slot.num_accumulated == 0:
+                if take_stale(slot.gradient):
                     slot.gradient.zero_()
 
     def finish(self) -> None:
@@ -128,11 +114,10 @@ class GradientReducer:
         if getattr(slot.parameter, "grad_added_to_main_grad", False):
             # The layer has added it, and what autograd got in its place was never filled.
             slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron
-        elif slot.is_added_to or slot.num_accumulated > 0:
-            slot.gradient.add_(gradient)
-        else:
-            # The first micro batch overwrites, so that nothing has to be zero when a step begins.
+        elif take_stale(slot.gradient):
             slot.gradient.copy_(gradient)
+        else:
+            slot.gradient.add_(gradient)
         slot.parameter.grad = None
         slot.num_accumulated += 1
         if bucket.is_late or slot.num_accumulated < self._num_microbatches:
@@ -168,8 +153,6 @@ class _Slot:
     parameter: nn.Parameter
     gradient: Tensor
     """A view of the bucket's gradients, in the shape of the parameter."""
-    is_added_to: bool = False
-    """True if a layer adds gradients to it (`GradientReducer.let_layers_add`)."""
     num_accumulated: int = 0
     """Gradients added in this step."""
 

@@ -58,7 +58,7 @@ class ShardedStep:
         flat_weights = zero.bit16_groups_flat
         self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype, overlap)
         if add_in_layers:
-            self._reducer.let_layers_add(accumulate_in_layers(chunks))
+            accumulate_in_layers(chunks)
         self._gather = WeightGather(chunks, buckets, flat_weights, group, overlap)
 
     def begin(self, num_microbatches: int) -> None:

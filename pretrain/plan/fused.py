@@ -108,7 +108,11 @@ def weight_gradients(counter: Counter) -> Iterator[Replacement]:
     """
 
     def add(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        counter.kernel(OpClass.MATMUL, "addmm", [inputs, grad_output, main_grad], [main_grad])
+        factors = [inputs, grad_output]
+        if in_layers.take_stale(main_grad):
+            counter.kernel(OpClass.MATMUL, "mm", factors, [main_grad])
+        else:
+            counter.kernel(OpClass.MATMUL, "addmm", [*factors, main_grad], [main_grad])
 
     yield in_layers, "add_weight_gradient", add
     yield loss, "add_weight_gradient", add

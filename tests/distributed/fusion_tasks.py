@@ -80,10 +80,12 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
         precision: A value of train.precision.
     """
     from pretrain import platform
-    from pretrain.model.weight_gradients import add_weight_gradient
+    from pretrain.model.weight_gradients import add_weight_gradient, mark_stale
 
     generator = torch.Generator().manual_seed(2)
-    total, expected = torch.zeros(48, 24), torch.zeros(48, 24, dtype=torch.float64)
+    # What an earlier step has left must not be read, not even to be multiplied by zero.
+    total, expected = torch.full((48, 24), torch.nan), torch.zeros(48, 24, dtype=torch.float64)
+    mark_stale(total)
     for _ in range(2):
         inputs, grad_output = (
             torch.randn(32, size, generator=generator).to(platform.DTYPES[precision])

@@ -19,7 +19,6 @@ import pytest
 
 from pretrain.config import RunConfig
 from pretrain.config.parameters import num_parameters_of_rank
-from pretrain.model.flops import num_matmul_parameters
 from pretrain.plan.costs import Collective, Phase, StepCounts
 from pretrain.plan.operators import OpClass
 from pretrain.plan.report import PASSES
@@ -80,39 +79,39 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ("dp4", "bf16"): Budget(239, 47, 11894, 484056, 1),
-    ("dp4", "fp16"): Budget(243, 47, 11895, 484056, 2),
-    ("dp4", "fp32"): Budget(237, 47, 19400, 500824, 1),
-    ("dp4 plain", "bf16"): Budget(293, 46, 39615, 352984, 1),
-    ("dp4 16-bit wire", "bf16"): Budget(245, 53, 15038, 584664, 1),
-    ("tp2dp2", "bf16"): Budget(267, 47, 7089, 423224, 1),
-    ("tp2dp2sp", "bf16"): Budget(269, 65, 6385, 430472, 1),
-    ("pp2dp2", "bf16"): Budget(246, 89, 10879, 1148192, 2),
-    ("tp2pp2sp", "bf16"): Budget(276, 111, 5882, 1099392, 2),
-    ("tp2pp2sp", "fp32"): Budget(274, 111, 9844, 1149760, 2),
-    ("pp2vpp2", "bf16"): Budget(420, 89, 15460, 2946976, 2),
-    ("pp2vpp2", "fp16"): Budget(424, 89, 15460, 2946976, 4),
-    ("zero2", "bf16"): Budget(301, 161, 35338, 588084, 9),
-    ("zero2", "fp32"): Budget(286, 94, 53668, 538985, 8),
-    ("zero3", "bf16"): Budget(365, 121, 37998, 589003, 6),
+    ("dp4", "bf16"): Budget(235, 46, 11126, 352984, 1),
+    ("dp4", "fp16"): Budget(239, 46, 11127, 352984, 2),
+    ("dp4", "fp32"): Budget(233, 46, 17864, 369752, 1),
+    ("dp4 plain", "bf16"): Budget(289, 46, 38847, 352984, 1),
+    ("dp4 16-bit wire", "bf16"): Budget(241, 52, 14270, 453592, 1),
+    ("tp2dp2", "bf16"): Budget(263, 49, 6705, 357768, 1),
+    ("tp2dp2sp", "bf16"): Budget(265, 64, 6001, 364936, 1),
+    ("pp2dp2", "bf16"): Budget(242, 87, 10111, 1017120, 2),
+    ("tp2pp2sp", "bf16"): Budget(272, 109, 5498, 1033856, 2),
+    ("tp2pp2sp", "fp32"): Budget(270, 109, 9076, 1084224, 2),
+    ("pp2vpp2", "bf16"): Budget(412, 87, 13924, 2750368, 2),
+    ("pp2vpp2", "fp16"): Budget(416, 87, 13924, 2750368, 4),
+    ("zero2", "bf16"): Budget(297, 161, 34570, 588084, 9),
+    ("zero2", "fp32"): Budget(282, 94, 52132, 538985, 8),
+    ("zero3", "bf16"): Budget(361, 121, 37230, 589003, 6),
 }
 
 LAYERS = {
-    ("dp4", "bf16"): (42, 2282),
-    ("dp4 plain", "bf16"): (49, 4838),
+    ("dp4", "bf16"): (41, 1898),
+    ("dp4 plain", "bf16"): (48, 4454),
 }
 """What a layer adds in the forward and backward pass of a micro batch: launches, and bytes of
 elementwise kernels and copies per token."""
 
 COLLECTIVES: dict[tuple[str, str], list[str]] = {
     ("dp4", "all"): [
-        "backward: reduce_scatter_base, data 4, float32, 6 calls, 2 exposed",
+        "backward: reduce_scatter_base, data 4, float32, 6 calls, 1 exposed",
         "loss average: allreduce, world 4, float64, 1 calls, 1 exposed",
         "optimizer step: allreduce, world 4, float64, 1 calls, 1 exposed",
         "weight gather: allgather_base, data 4, {dtype}, 6 calls, 0 exposed",
     ],
     ("dp4 plain", "all"): [
-        "backward: reduce_scatter_base, data 4, float32, 6 calls, 2 exposed",
+        "backward: reduce_scatter_base, data 4, float32, 6 calls, 1 exposed",
         "loss average: allreduce, world 4, float64, 1 calls, 1 exposed",
         "optimizer step: allreduce, world 4, float64, 1 calls, 1 exposed",
         "weight gather: allgather_base, data 4, {dtype}, 6 calls, 0 exposed",
@@ -125,16 +124,16 @@ COLLECTIVES: dict[tuple[str, str], list[str]] = {
     ],
     ("tp2dp2", "all"): [
         "backward: allreduce, tensor 2, {dtype}, 10 calls, 0 exposed",
-        "backward: reduce_scatter_base, data 2, float32, 6 calls, 2 exposed",
+        "backward: reduce_scatter_base, data 2, float32, 7 calls, 1 exposed",
         "forward: allreduce, tensor 2, {dtype}, 10 calls, 10 exposed",
         "forward: allreduce, tensor 2, float32, 4 calls, 4 exposed",
         "loss average: allreduce, world 4, float64, 1 calls, 1 exposed",
         "optimizer step: allreduce, world 4, float64, 1 calls, 1 exposed",
-        "weight gather: allgather_base, data 2, {dtype}, 6 calls, 0 exposed",
+        "weight gather: allgather_base, data 2, {dtype}, 7 calls, 0 exposed",
     ],
     ("tp2dp2sp", "all"): [
         "backward: allgather_base, tensor 2, {dtype}, 18 calls, 10 exposed",
-        "backward: reduce_scatter_base, data 2, float32, 6 calls, 2 exposed",
+        "backward: reduce_scatter_base, data 2, float32, 6 calls, 1 exposed",
         "backward: reduce_scatter_base, tensor 2, {dtype}, 10 calls, 0 exposed",
         "forward: allgather_base, tensor 2, {dtype}, 10 calls, 10 exposed",
         "forward: allreduce, tensor 2, float32, 4 calls, 4 exposed",
@@ -363,8 +362,8 @@ def late_parameters(config: RunConfig, stage: int) -> int:
 def test_reductions_begin_inside_the_backward_pass(case, precision):
     """All but those of gradients that other model-parallel ranks have to complete first.
 
-    Nothing is left to hide the bucket behind that the end of the backward pass completes: with the
-    small ones behind it, that is the only exposed part.
+    Nothing is left to hide the bucket behind that the end of the backward pass completes, which is
+    the embedding's.
     """
     config, stages = counted(case, precision)
     wire = WIRE_BYTES[config.parallel.gradient_reduce_dtype]
@@ -378,7 +377,7 @@ def test_reductions_begin_inside_the_backward_pass(case, precision):
         assert all(c.asynchronous for c in reduced)
         hidden = [not c.is_exposed for c in early]
         assert hidden == sorted(hidden, reverse=True)
-        assert len(early) - sum(hidden) <= 2 < sum(hidden)
+        assert len(early) - sum(hidden) <= 1 < sum(hidden)
 
 
 @pytest.mark.parametrize(("case", "precision"), STAGE_ONE)
@@ -406,7 +405,7 @@ def test_the_host_waits_once_a_step(case, precision):
     ("case", "precision"), [("dp4", "bf16"), ("dp4", "fp32"), ("tp2dp2", "bf16")]
 )
 def test_the_optimizer_works_on_its_shard(case, precision):
-    """Norm, AdamW and cast move bytes of the shard alone. What is zeroed is all that layers add to.
+    """Norm, AdamW and cast move bytes of the shard alone, and nothing is set to zero.
 
     The norm reads 4 bytes a parameter. AdamW reads gradient, weight and two moments and writes
     them, since it stores the gradient that it has scaled: 32. The cast reads 4 and writes the
@@ -417,12 +416,10 @@ def test_the_optimizer_works_on_its_shard(case, precision):
     [counts] = stages.values()
     shard = num_parameters_of_rank(config, 0) // size
     moved = counts.total(Phase.OPTIMIZER_STEP).bytes_moved
-    zeroed = counts.total(Phase.OPTIMIZER_STEP, name="_foreach_zero_").bytes_moved
-    tensor = config.parallel.tensor_model_parallel_size
-    assert zeroed == 4 * num_matmul_parameters(config) // tensor
+    assert not any("zero_" in name for _, _, name in counts.kernels)
     own = (4 + 32 + 4 + WIRE_BYTES[precision]) * shard
     # Beside: norms, scales and counts of steps, single numbers of each bucket.
-    assert own <= moved - zeroed < own + 1500
+    assert own <= moved < own + 1500
 
 
 def test_an_added_copy_and_an_added_collective_are_seen(monkeypatch):

@@ -236,9 +236,9 @@ def test_a_rank_of_128_in_one_process():
     assert 0 <= padded - num_parameters(config) < len(reduced) * 2 * 128
     sent = [sum(each.wire_bytes for each in part) for part in (reduced, gathered)]
     assert sent == [4 * padded * 127 / 128, 2 * padded * 127 / 128]
-    # Norm 4, AdamW 32 and cast 6 bytes a parameter of the shard; zero 4 of what layers add to.
+    # Norm 4, AdamW 32 and cast 6 bytes a parameter of the shard.
     moved = counts.total(Phase.OPTIMIZER_STEP).bytes_moved
-    known = 42 * padded // 128 + 4 * num_matmul_parameters(config)
+    known = 42 * padded // 128
     assert known <= moved < known + 4000
 
 
@@ -278,8 +278,9 @@ def test_the_model_of_a_step_takes_what_is_counted():
     # Megatron's schedule launches one kernel a step, which four micro batches shared.
     assert cost(one).launches + 24 * layer == counted.launches[1] + 1
     moved = 24 * cost(two).bytes_moved - 23 * cost(one).bytes_moved
-    # The first micro batch copies the embedding's gradient where the later ones add it.
-    assert moved / 1e9 == pytest.approx(counted.gigabytes[1], rel=1e-2)
+    # The first micro batch does not read the sums that the later ones add to.
+    overwritten = 4 * num_matmul_parameters(load_config(LARGE)) / 1e9
+    assert moved / 1e9 == pytest.approx(counted.gigabytes[1] - overwritten, rel=1e-2)
     kinds = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.NORM, OpClass.REDUCTION)
     elements = (cost(two, *kinds).bytes_moved - cost(one, *kinds).bytes_moved) / (4096 * TOKENS)
     # Norms read their inputs twice in the backward pass, of which the counter knows nothing.
