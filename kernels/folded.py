@@ -42,6 +42,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensorMode
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.call import Call
@@ -140,18 +141,22 @@ def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> T
         scale: Factor that the kernel applies to q k^T.
         dtype: Dtype of q: fp16 or bf16.
     """
-    # A tensor of inference mode has no version, by which a change of its values would be seen, and
-    # under a fake mode (`pretrain.plan`) the columns have no values.
-    if slopes.is_inference() or active_fake_mode() is not None:
+    if slopes.is_inference():
+        # Such a tensor has no version, by which a change of its values would be seen.
         return query_columns(slopes, scale, dtype)
-    return _query_columns_of_version(slopes, slopes._version, scale, dtype)
+    mode = active_fake_mode()
+    return _query_columns_of_version(slopes, slopes._version, scale, dtype, mode)
 
 
 @lru_cache(maxsize=16)
 def _query_columns_of_version(
-    slopes: Tensor, version: int, scale: float, dtype: torch.dtype
+    slopes: Tensor,
+    version: int,
+    scale: float,
+    dtype: torch.dtype,
+    mode: FakeTensorMode | None,
 ) -> Tensor:
-    # A tensor is a key by its identity.
+    # A tensor is a key by its identity, and so is a mode (see `_key_columns_of_mode`).
     with torch.inference_mode(False):
         return query_columns(slopes, scale, dtype)
 
@@ -186,17 +191,21 @@ def _cached_key_columns(
         dtype: Dtype of k: fp16 or bf16.
         device: Where to make them.
     """
-    # Columns that a fake mode makes have no values, and it takes no real ones.
-    if active_fake_mode() is not None:
-        return key_columns(num_keys, centre, dtype, device)
-    return _real_key_columns(num_keys, centre, dtype, device)
+    return _key_columns_of_mode(num_keys, centre, dtype, device, active_fake_mode())
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _real_key_columns(
-    num_keys: int, centre: int, dtype: torch.dtype, device: torch.device
+def _key_columns_of_mode(
+    num_keys: int,
+    centre: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: FakeTensorMode | None,
 ) -> Tensor:
+    # Columns that a fake mode makes (`pretrain.plan` counts under one) have no values: a real call
+    # must not get them, nor another mode. Each mode keeps its own, so that what is counted is what
+    # a real step does.
     return key_columns(num_keys, centre, dtype, device)
 
 
