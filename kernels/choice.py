@@ -69,8 +69,8 @@ def choose_backend(call: Call) -> Choice:
     cast = "" if call.dtype == torch.float32 else f" q, k and v are cast from {call.dtype_name},"
     return Choice(
         "sdpa",
-        f"with a float mask in blocks; slow:{cast} products are in fp32. The Triton kernel cannot "
-        f"serve, {triton}; folding cannot, {folding}",
+        f"with a float mask in blocks; slow:{cast} products are in fp32{_padding(call)}. The "
+        f"Triton kernel cannot serve, {triton}; folding cannot, {folding}",
     )
 
 
@@ -93,6 +93,14 @@ def _products(call: Call) -> str:
     return f"products of {call.dtype_name} numbers are added in fp32"
 
 
+def _padding(call: Call) -> str:
+    """Return what `sdpa` on a GPU says of heads that it pads, or nothing if it pads none."""
+    width = sdpa.aligned(call.head_dim)
+    if width == call.head_dim:
+        return ""
+    return f", heads of width {call.head_dim} are padded to {width}"
+
+
 def _cpu_reason(call: Call) -> str:
     if call.bias == "none" and (call.num_queries == call.num_keys or not call.causal):
         return f"torch's kernel for CPUs, which needs no mask here; q, k and v in {call.dtype_name}"
@@ -109,6 +117,7 @@ def _unbiased_reason(call: Call) -> str:
     else:
         kernel = "fastest fused kernel (cuDNN or flash)"
     return (
-        f"nothing is added to the scores, so torch's {kernel} needs no mask; {_products(call)}. "
-        "Its backward pass may add in an order that varies; backend triton never does"
+        f"nothing is added to the scores, so torch's {kernel} needs no mask; "
+        f"{_products(call)}{_padding(call)}. Its backward pass may add in an order that varies; "
+        "backend triton never does"
     )

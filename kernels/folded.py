@@ -41,10 +41,12 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensorMode
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.call import Call
-from pretrain.kernels.sdpa import causal_sdpa, only_fused
+from pretrain.kernels.sdpa import ALIGNMENT, aligned, causal_sdpa, only_fused
 
 QUERY_CHUNK = 2048
 """Most queries that one call serves. It bounds the rounding error of steep heads (see
@@ -59,8 +61,6 @@ SLOPE_FACTORS = {torch.float16: 2**11, torch.bfloat16: 2**8}
 """Factor on each remainder of a slope: what its rounding to the dtype leaves is smaller by it."""
 MAX_POSITION = 60_000
 """Largest |j - c|: fp16 ends at 65,504."""
-ALIGNMENT = 8
-"""Widths must be multiples of this for the fused kernels' 16-byte loads."""
 
 
 def refusal(call: Call) -> str | None:
@@ -91,7 +91,9 @@ def attention_folded(
     """Compute causal ALiBi attention by a kernel that takes no bias.
 
     Nothing is cast: products are of fp16 or bf16 numbers, sums are in fp32. The extra columns are
-    constants and get no gradient.
+    constants and get no gradient. They are made once for a tensor of slopes, and again once torch
+    has counted a change of its values. A change that torch does not count, as through
+    `slopes.data.copy_(...)` or NumPy, is not seen: change slopes in place under `torch.no_grad()`.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D], fp16 or bf16. They are the last positions of the keys.
@@ -108,18 +110,22 @@ def attention_folded(
     scale = width**-0.5 if scale is None else scale
     assert bias.slopes is not None  # `refusal` has seen to it
     q = _widened(q_SBHD, _cached_query_columns(bias.slopes, scale, q_SBHD.dtype))
+    # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a view
+    # of the fused qkv projection, it would keep all of that in memory, too.
     if _takes_narrow_values(q):
-        # The backward pass keeps q, k and v. The widened q and k are copies, and if v were still a
-        # view of the fused qkv projection, it would keep all of that in memory, too.
+        value_width = aligned(width)
+    else:
+        value_width = q.shape[3]
+    if value_width == width:
         v_SBGD = v_SBGD.contiguous()
     else:
-        v_SBGD = torch.nn.functional.pad(v_SBGD, (0, q.shape[3] - width))
+        v_SBGD = torch.nn.functional.pad(v_SBGD, (0, value_width - width))
 
     outputs = []
     for start in range(0, num_queries, QUERY_CHUNK):
         queries = min(QUERY_CHUNK, num_queries - start)
         keys = num_keys - num_queries + start + queries
-        columns_SE = key_columns(keys, keys - queries // 2, q.dtype, q.device)
+        columns_SE = _cached_key_columns(keys, keys - queries // 2, q.dtype, q.device)
         k = _widened(k_SBGD[:keys], columns_SE[:, None, None])
         with only_fused():
             out = causal_sdpa(q[start : start + queries], k, v_SBGD[:keys], scale, dropout_p)
@@ -138,14 +144,19 @@ def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> T
     if slopes.is_inference():
         # Such a tensor has no version, by which a change of its values would be seen.
         return query_columns(slopes, scale, dtype)
-    return _query_columns_of_version(slopes, slopes._version, scale, dtype)
+    mode = active_fake_mode()
+    return _query_columns_of_version(slopes, slopes._version, scale, dtype, mode)
 
 
 @lru_cache(maxsize=16)
 def _query_columns_of_version(
-    slopes: Tensor, version: int, scale: float, dtype: torch.dtype
+    slopes: Tensor,
+    version: int,
+    scale: float,
+    dtype: torch.dtype,
+    mode: FakeTensorMode | None,
 ) -> Tensor:
-    # A tensor is a key by its identity.
+    # A tensor is a key by its identity, and so is a mode (see `_key_columns_of_mode`).
     with torch.inference_mode(False):
         return query_columns(slopes, scale, dtype)
 
@@ -169,9 +180,35 @@ def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
-# The same for all layers and, in training, for all steps.
+def _cached_key_columns(
+    num_keys: int, centre: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return `key_columns`, made once for all layers and, in training, for all steps.
+
+    Args:
+        num_keys: Number of keys.
+        centre: The position that is represented by 0.
+        dtype: Dtype of k: fp16 or bf16.
+        device: Where to make them.
+    """
+    return _key_columns_of_mode(num_keys, centre, dtype, device, active_fake_mode())
+
+
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
+def _key_columns_of_mode(
+    num_keys: int,
+    centre: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: FakeTensorMode | None,
+) -> Tensor:
+    # Columns that a fake mode makes (`pretrain.plan` counts under one) have no values: a real call
+    # must not get them, nor another mode. Each mode keeps its own, so that what is counted is what
+    # a real step does.
+    return key_columns(num_keys, centre, dtype, device)
+
+
 def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the extra columns of k, which hold the position of each key relative to `centre`.
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.call import Call
@@ -25,6 +25,11 @@ QUERY_BLOCK = 256
 """Queries served by one call of torch's kernel. A block is not given the keys after its last query,
 which halves the work of long causal sequences. Of 64, 128, 256 and 512, 256 was the fastest at
 2,048 and 4,096 tokens and within 3 % of it at 512 (benchmarks/results/cpu_attention_mask.md)."""
+
+ALIGNMENT = 8
+"""Widths of heads that the fused kernels of a GPU serve are multiples of this. The memory-efficient
+kernel wants 16-byte rows of q and v: 8 numbers of fp16 or bf16, and 4 of fp32 from compute
+capability 8.0 on (`minimum_gemm_alignment` in torch's sdp_utils.cpp)."""
 
 
 def attention_sdpa(
@@ -38,7 +43,9 @@ def attention_sdpa(
     """Compute attention by torch's fused kernels, a block of queries at a time.
 
     At most QUERY_BLOCK queries by all keys of the mask are in memory at once. On a CPU, torch
-    serves dropout and masks that need a gradient by its unfused path, which stores the scores.
+    serves dropout and masks that need a gradient by its unfused path, which stores the scores. On a
+    GPU, heads whose width is no multiple of ALIGNMENT are padded with zeros, which change neither
+    scores nor output.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -51,6 +58,12 @@ def attention_sdpa(
     Returns:
         The output, [queries, B, H, D] in the dtype of q.
     """
+    width = q_SBHD.shape[3]
+    if _wants_padding(q_SBHD):
+        # The default scale is that of the heads, not of the padded ones.
+        scale = width**-0.5 if scale is None else scale
+        q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
+        return attention_sdpa(q, k, v, bias, scale, dropout_p)[..., :width]
     if not needs_mask(q_SBHD, k_SBGD, bias):
         return _without_mask(q_SBHD, k_SBGD, v_SBGD, bias.causal, scale, dropout_p)
     dtype = q_SBHD.dtype
@@ -90,6 +103,16 @@ def attention_sdpa(
         block = reversed_q[:, :, start : start + queries]
         blocks.append(attend(block, k[:, :, :keys], v[:, :, :keys], attn_mask=mask))
     return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3).to(dtype)
+
+
+def aligned(width: int) -> int:
+    """Return the width to which heads are padded for the fused kernels of a GPU."""
+    return width + -width % ALIGNMENT
+
+
+def _wants_padding(q_SBHD: Tensor) -> bool:
+    """Return True if heads must be padded, so that the fused kernels of a GPU serve them."""
+    return q_SBHD.is_cuda and q_SBHD.shape[3] % ALIGNMENT != 0
 
 
 def needs_mask(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias) -> bool:

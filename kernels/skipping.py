@@ -64,11 +64,22 @@ see a NaN or an infinity does visit it.
 visited (an attention sink, often key 0) costs one tile. The backward pass visits the same tiles as
 the forward pass.
 
-**Causality.** Under a causal mask no output depends on a later token by a single bit, though a tile
-of queries decides as one. The own value and key in `need` are those at the position of the tile's
-first query, which all its queries see. Floor and |q| of the tile decide which tiles are loaded;
-within a loaded tile, a query that could skip it by its own logsumexp and its own norm gives it no
-weight. As the tile decides with twice the slack, it skips only what each of its queries skips.
+**Causality.** Under a causal mask and with finite q, k and v, no output depends on a later token by
+a single bit, though a tile of queries decides as one. (Keys after a query get the weight 0, and 0
+times an infinity or a NaN among their values is NaN, as in every backend.) The own value and key in
+`need` are those at the position of the tile's first query, which all its queries see. Floor and |q|
+of the tile decide which tiles are loaded; within a loaded tile, a query that could skip it by its
+own logsumexp and its own norm gives it no weight. As the tile decides with twice the slack, it
+skips only what each of its queries skips.
+
+That holds where the slack covers the rounding of the two comparisons in fp32. Terms of the size of
+the floor are covered everywhere, by RELATIVE_SLACK. What else is rounded errs by at most 7 * 2^-24
+of the threshold, counted over both, as the device associates their products differently.
+ABSOLUTE_SLACK covers that for thresholds down to -2^15 bits: a slope * distance of 22,700, or
+22,700 keys at a slope of 1. Further away a tile may be skipped that one of its queries would visit,
+if the product of norms is also of that size. The weights that are lost are within the bounds above
+even then, since the distance has a RELATIVE_SLACK of its own, but they may depend on a later token
+of the tile.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head,

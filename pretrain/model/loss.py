@@ -110,6 +110,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return -log softmax(hidden weight^T)[label] of every token, differentiable in the first two.
 
+    There can be one backward pass. It replaces the logits that the forward pass saved by their
+    gradient, so a second one, as with `retain_graph=True`, fails with torch's message that a
+    variable "has been modified by an inplace operation". Compute the loss again instead.
+
     Args:
         hidden: Hidden states, [S, B, hidden]; this rank's part of S under sequence parallelism.
         weight: This rank's rows of the output layer, [V, hidden].

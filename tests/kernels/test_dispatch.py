@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from pretrain.kernels import sdpa
 from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
@@ -106,6 +107,29 @@ def test_fused_sdpa_is_exact_with_fixed_bias(case):
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=torch.float32)
     assert_as_good_as_plain_torch(run(attention, qkv, arguments), plain, exact, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["odd width", "odd width, nothing added", "odd width, symmetric"])
+def test_padded_heads_are_those_of_the_given_width(case, monkeypatch):
+    """Pad on a CPU as on a GPU: the scale stays that of the heads, and gradients are as wide."""
+    widths = []
+    unpadded = sdpa.needs_mask
+
+    def record(q, k, bias):
+        widths.append((q.shape[3], k.shape[3]))
+        return unpadded(q, k, bias)
+
+    monkeypatch.setattr(sdpa, "needs_mask", record)
+    monkeypatch.setattr(sdpa, "_wants_padding", lambda q: q.shape[3] % 8 != 0)
+    monkeypatch.setitem(CASES, "odd width", (65, 65, 2, 12, 12, 12, True, "slopes"))
+    monkeypatch.setitem(CASES, "odd width, nothing added", (65, 65, 2, 8, 4, 12, True, None))
+    monkeypatch.setitem(CASES, "odd width, symmetric", (60, 129, 2, 8, 8, 13, False, None))
+    qkv, arguments = make(case, torch.float32)
+    exact = run(attention_reference, qkv, arguments)
+    plain = run(attention_reference, qkv, arguments, dtype=torch.float32)
+    ours = run(attention, qkv, arguments, backend="sdpa")
+    assert_as_good_as_plain_torch(ours, plain, exact, torch.float32)
+    assert widths == [(16, 16)]
 
 
 @torch.no_grad()

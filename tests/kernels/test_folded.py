@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.kernels import folded
@@ -172,8 +173,11 @@ def test_torch_s_unfused_path_is_never_taken():
     assert torch.backends.cuda.math_sdp_enabled()
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_the_fused_qkv_projection_is_not_kept(narrow, monkeypatch):
+@pytest.mark.parametrize(
+    ("width", "narrow", "value_width"),
+    [(16, True, 16), (16, False, 24), (12, True, 16), (18, True, 24), (18, False, 24)],
+)
+def test_the_fused_qkv_projection_is_not_kept(width, narrow, value_width, monkeypatch):
     """The backward pass keeps what the kernel is given, and that is no view of the projection."""
     given = []
 
@@ -183,10 +187,11 @@ def test_the_fused_qkv_projection_is_not_kept(narrow, monkeypatch):
 
     monkeypatch.setattr(folded, "causal_sdpa", record)
     monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
-    q, k, v = torch.zeros(10, 1, 4, 3, 18, dtype=torch.float16).unbind(3)
+    q, k, v = torch.zeros(10, 1, 4, 3, width, dtype=torch.float16).unbind(3)
     bias = ScoreBias(alibi_slopes(4), None, 128, True)
     folded.attention_folded(q, k, v, bias, None, 0.0)
-    assert [x.shape[3] for x in given] == [24, 24, 18 if narrow else 24]
+    # Narrow values are padded only where the kernel's 16-byte loads want it.
+    assert [x.shape[3] for x in given] == [24, 24, value_width]
     for x in given:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
@@ -207,6 +212,49 @@ def test_columns_are_made_once_and_follow_the_slopes():
     for used in (slopes, fixed):
         out = attention(*(x[:40] for x in qkv), slopes=used, backend="folded")
         torch.autograd.grad(out.sum(), qkv)
+
+
+def test_columns_made_without_values_are_not_kept():
+    """Count a call under a fake mode, as `pretrain.plan` does, and then make it."""
+    (q, k, v), _ = make("one chunk", torch.float16)
+    # A length of its own, for which nothing is cached yet.
+    q, k, v, slopes = *(x.detach()[:83] for x in (q, k, v)), torch.full((8,), 0.3)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v, slopes)]
+        attention(*fakes[:3], slopes=fakes[3], backend="folded")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attention(*fakes[:3], slopes=slopes, backend="folded")
+    out = attention(q, k, v, slopes=slopes, backend="folded")
+    assert not isinstance(out, FakeTensor) and out.isfinite().all()
+    # Nor does a fake mode get what a real call kept.
+    with mode:
+        attention(*fakes[:3], slopes=fakes[3], backend="folded")
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_padded_values_change_nothing(narrow, monkeypatch):
+    """Compare width 12 with the reference, values padded as the two kinds of GPU kernels want."""
+    if narrow:
+        # Torch's kernel for CPUs takes values as wide as the keys only.
+        monkeypatch.setattr(folded, "causal_sdpa", wide_values(folded.causal_sdpa))
+    monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
+    monkeypatch.setitem(CASES, "width 12", (65, 65, 2, 12, 12, 12))
+    qkv, arguments = make("width 12", torch.float16)
+    exact = run(attention_reference, qkv, arguments)
+    plain = run(attention_reference, qkv, arguments, dtype=torch.float16)
+    ours = run(attention, qkv, arguments, backend="folded")
+    assert_as_good_as_plain_torch(ours, plain, exact, torch.float16)
+
+
+def wide_values(attend):
+    """Return `attend` for values that are narrower than the keys."""
+
+    def with_wide_values(q, k, v, scale, dropout_p):
+        assert v.shape[3] == 16
+        wide = torch.nn.functional.pad(v, (0, k.shape[3] - v.shape[3]))
+        return attend(q, k, wide, scale, dropout_p)[..., : v.shape[3]]
+
+    return with_wide_values
 
 
 def test_custom_scale():
