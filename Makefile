@@ -4,10 +4,10 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 DEMO := runs/demo
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test torture lint clean
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP)  ## make .venv and install the pinned dependencies; does nothing the second time
 
@@ -22,6 +22,9 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
 	$(BIN)/python -m pytest
+
+torture: $(SETUP)  ## run the further cases that `make test` leaves out
+	$(BIN)/python -m pytest -m torture
 
 lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff check

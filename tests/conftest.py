@@ -25,6 +25,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> list[Any]:
+    """Return a test's cases, all but the core marked as "torture": `make torture` runs those.
+
+    Args:
+        cases: The values of each case.
+        core: The cases that `make test` runs, which must be among them.
+    """
+    assert core <= set(cases), core - set(cases)
+    long = pytest.mark.torture
+    return [case if case in core else pytest.param(*case, marks=long) for case in cases]
+
+
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a small data set of Shakespeare and return its directory.
