@@ -20,7 +20,7 @@ SPIN_HERTZ = 2e9
 
 
 class Reading(NamedTuple):
-    """What one contestant's calls took."""
+    """The times of one contestant's calls."""
 
     seconds: float
     """Median."""

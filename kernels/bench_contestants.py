@@ -33,7 +33,7 @@ in for a trained model's: with larger scores a head looks further, and fewer til
 
 @dataclass(frozen=True)
 class Case:
-    """What all contestants do in turn."""
+    """The attention call that all contestants make in turn."""
 
     length: int
     head_dim: int

@@ -15,7 +15,7 @@ from pretrain.model.flops import peak_tflops_per_second
 
 @dataclass(frozen=True)
 class Device:
-    """What one GPU achieves."""
+    """The speeds that one GPU achieves."""
 
     name: str
     """As torch.cuda.get_device_name() reports it; `pretrain.model.flops` knows its peak."""

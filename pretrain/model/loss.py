@@ -140,6 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
     ) -> Tensor:
+        """Compute the losses, and keep the logits for the backward pass."""
         rows = _all_tokens(hidden, options)
         logits = rows @ weight.t()
         # The label's column on this rank. One of another rank is negative or beyond the last

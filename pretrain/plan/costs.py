@@ -96,7 +96,7 @@ class Collective:
 
 @dataclass
 class StepCounts:
-    """What one optimizer step of one rank costs."""
+    """The cost of one optimizer step of one rank."""
 
     kernels: dict[tuple[Phase, OpClass, str], Kernels] = field(default_factory=dict)
     """By phase, class and name of the operator."""

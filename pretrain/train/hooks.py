@@ -29,7 +29,7 @@ from pretrain.train.stopping import Interrupted
 
 
 class Hook:
-    """What the loop calls, on every rank. Each hook overrides what it needs."""
+    """The interface that the loop calls on every rank. Each hook overrides what it needs."""
 
     def at_start(self, run: Run) -> None:
         """Finish the work that the previous attempt left undone at this step."""
