@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
+from pretrain.rundir.lineage import Branch, Lineage
 
-FORMAT = 1
+FORMAT = 2
 STATE, CONFIG = "state.json", "config.toml"
 
 Files = dict[str, dict[str, Any]]
@@ -46,6 +47,37 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A key that was changed between two attempts although it changes what is trained."""
+
+    step: int
+    """The step of the checkpoint after which the new value holds."""
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a save records about where its state comes from."""
+
+    parent: str | None = None
+    """The id of the checkpoint that was saved or loaded before."""
+    branches: tuple[Branch, ...] = ()
+    """The branches that lead here, oldest first."""
+    data: dict[str, str] = field(default_factory=dict)
+    """"training", "validation" and "tokenizer" -> SHA-256 of what they hold."""
+    changes: tuple[Change, ...] = ()
+    """Changes that the user allowed, oldest first."""
+    validation_loss_nats: float | None = None
+    """The loss at the training length, if this very step was evaluated."""
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint is not as it was written; an earlier one may be good."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint whose state.json and config.toml have been verified and parsed."""
 
@@ -60,6 +92,10 @@ class Checkpoint:
     """fp16: the dynamic loss scaler's fields. None in other precisions."""
     shapes: dict[str, list[int]]
     """Global name of every parameter -> its global shape."""
+    lineage: Lineage
+    """Its id and ancestry."""
+    origin: Origin
+    """What was recorded beside the state."""
 
     def is_unchanged(self) -> bool:
         """Return True if the manifest on disk is still the one that was opened.
@@ -118,6 +154,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: format {state.get('format')}, this version reads {FORMAT}. "
             "Use the version that saved it"
         )
+    manifest = json.loads((path / MANIFEST).read_text())
+    branches = tuple(Branch(**branch) for branch in manifest["branches"])
+    lineage = Lineage(manifest["id"], manifest["step"], manifest["parent"], branches)
     return Checkpoint(
         path=path,
         files=files,
@@ -126,6 +165,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         adam_steps=state["adam_steps"],
         loss_scaler_state=state["loss_scaler"],
         shapes=state["shapes"],
+        lineage=lineage,
+        origin=Origin(
+            parent=lineage.parent,
+            branches=lineage.branches,
+            data=state["data"],
+            changes=tuple(Change(**change) for change in state["changes"]),
+            validation_loss_nats=manifest["validation_loss_nats"],
+        ),
     )
 
 
@@ -167,15 +214,17 @@ def _check_same(config: RunConfig, checkpoint: Checkpoint, section: str, keys: s
 def _verify_file(checkpoint: Path, name: str, files: Files) -> None:
     path, expected = checkpoint / name, files.get(name)
     if expected is None:
-        raise ConfigError(f"{checkpoint / MANIFEST}: does not list {name}. {_remedy(checkpoint)}")
+        raise DamagedCheckpoint(
+            f"{checkpoint / MANIFEST}: does not list {name}. {_remedy(checkpoint)}"
+        )
     if not path.is_file():
-        raise ConfigError(f"{path}: missing. {_remedy(checkpoint)}")
+        raise DamagedCheckpoint(f"{path}: missing. {_remedy(checkpoint)}")
     if (size := path.stat().st_size) != expected["bytes"]:
-        raise ConfigError(
+        raise DamagedCheckpoint(
             f"{path}: {size} bytes, the manifest says {expected['bytes']}. {_remedy(checkpoint)}"
         )
     if describe(path)["sha256"] != expected["sha256"]:
-        raise ConfigError(f"{path}: its SHA-256 is not the manifest's. {_remedy(checkpoint)}")
+        raise DamagedCheckpoint(f"{path}: its SHA-256 is not the manifest's. {_remedy(checkpoint)}")
 
 
 def _read_manifest(checkpoint: Path) -> Files:
@@ -187,9 +236,9 @@ def _read_manifest(checkpoint: Path) -> Files:
             for name, entry in json.loads(path.read_text())["files"].items()
         }
     except FileNotFoundError:
-        raise ConfigError(f"{path}: missing. {_remedy(checkpoint)}") from None
+        raise DamagedCheckpoint(f"{path}: missing. {_remedy(checkpoint)}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ConfigError(f"{path}: not a manifest. {_remedy(checkpoint)}") from None
+        raise DamagedCheckpoint(f"{path}: not a manifest. {_remedy(checkpoint)}") from None
 
 
 def _remedy(checkpoint: Path) -> str:

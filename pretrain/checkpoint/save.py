@@ -6,6 +6,7 @@ distributed checkpoint (DCP) as N-dimensional boxes of global tensors. Any layou
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ from pretrain.checkpoint.manifest import (
     CONFIG,
     FORMAT,
     STATE,
+    Origin,
     TrainerState,
     describe,
 )
@@ -42,12 +44,17 @@ from pretrain.rundir.files import (
     replace_json,
     restore_replaced,
 )
+from pretrain.rundir.lineage import new_id
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology
 
 
 def save_checkpoint(
-    config: RunConfig, topology: Topology, optimizer: ZeroOptimizer, trainer_state: TrainerState
+    config: RunConfig,
+    topology: Topology,
+    optimizer: ZeroOptimizer,
+    trainer_state: TrainerState,
+    origin: Origin,
 ) -> Path:
     """Save a checkpoint in <run>/checkpoints/step-########. All ranks together.
 
@@ -60,6 +67,7 @@ def save_checkpoint(
         topology: The processes' layout.
         optimizer: The optimizer, whose masters stand for the weights.
         trainer_state: How far training has come.
+        origin: Where its state comes from.
 
     Returns:
         The checkpoint's directory.
@@ -88,7 +96,7 @@ def save_checkpoint(
             written: list[Any] = [None] * topology.layout.world_size
             dist.all_gather_object(written, (own_files, optimizer.shapes))
             if topology.is_main:
-                _publish(config, state, trainer_state, partial, final, written)
+                _publish(config, state, trainer_state, origin, partial, final, written)
         except (OSError, KeyboardInterrupt):
             # A disk that is full gets its room back.
             shutil.rmtree(partial, ignore_errors=True)
@@ -138,6 +146,7 @@ def _publish(
     config: RunConfig,
     optimizer_state: OptimizerState,
     trainer_state: TrainerState,
+    origin: Origin,
     partial: Path,
     final: Path,
     written: list[Any],
@@ -148,6 +157,7 @@ def _publish(
         config: The run.
         optimizer_state: The optimizer's state, for its scalars.
         trainer_state: How far training has come.
+        origin: Where its state comes from.
         partial: The hidden directory, in which all ranks have written their tensors.
         final: The checkpoint's directory.
         written: Of each rank, the manifest entries of its files and its parameters' shapes.
@@ -158,6 +168,8 @@ def _publish(
         "consumed_samples": trainer_state.consumed_samples,
         "adam_steps": optimizer_state.adam_steps,
         "loss_scaler": optimizer_state.loss_scaler_state,
+        "data": origin.data,
+        "changes": [dataclasses.asdict(change) for change in origin.changes],
         "shapes": {name: shape for _, part in written for name, shape in part.items()},
     }
     # Durable: a rename that survives a power cut must not publish files whose content did not.
@@ -166,7 +178,15 @@ def _publish(
     files = {name: entry for part, _ in written for name, entry in part.items()}
     files |= {name: describe(partial / name) for name in (STATE, CONFIG, ".metadata")}
     # Last, because a checkpoint with a manifest is complete.
-    manifest = {"format": FORMAT, "files": files}
+    manifest = {
+        "format": FORMAT,
+        "id": new_id(),
+        "parent": origin.parent,
+        "branches": [dataclasses.asdict(branch) for branch in origin.branches],
+        "step": trainer_state.step,
+        "validation_loss_nats": origin.validation_loss_nats,
+        "files": files,
+    }
     replace_json(partial / MANIFEST, manifest, durable=True, indent=2)
     flush_directory(partial)
     # The step may have been saved before, by a run that then went on from an earlier checkpoint.

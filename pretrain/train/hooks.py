@@ -187,5 +187,5 @@ class CheckpointHook(Hook):
         if step == self.saved_step:
             return
         with run.reporter.during(Phase.SAVING, step, saved=step):
-            save_checkpoint(run.config, run.topology, run.optimizer, run.state)
+            save_checkpoint(run.config, run.topology, run.optimizer, run.state, run.origin)
         self.saved_step = step

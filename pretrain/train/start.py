@@ -8,8 +8,9 @@ until a moment ago.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
@@ -17,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
     Checkpoint,
+    Origin,
     TrainerState,
     check_same_model,
     check_same_order,
@@ -30,6 +32,7 @@ from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import complete_checkpoints, find_checkpoint
+from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology, owner, supervised_attempt
@@ -55,6 +58,15 @@ class StartPoint:
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
 
+    def origin(self) -> Origin:
+        """Return what the next save records about where its state comes from."""
+        if self.checkpoint is None:
+            return Origin(branches=(Branch(new_id(), 0),))
+        lineage = self.checkpoint.lineage
+        return dataclasses.replace(
+            self.checkpoint.origin, parent=lineage.id, validation_loss_nats=None
+        )
+
     def is_finished(self, config: RunConfig) -> bool:
         """Return True if there is no step to take and nothing to evaluate."""
         return self.step >= config.train.num_steps and not self.pending_evaluations
@@ -75,6 +87,8 @@ class Run:
     start_point: StartPoint
     requests: Requests
     reporter: AttemptReporter
+    origin: Origin = field(default_factory=Origin)
+    """What the next save records about where its state comes from."""
 
 
 def prepare(config: RunConfig, resume: str) -> tuple[Streams, Topology, Checkpoint | None]:
@@ -165,7 +179,16 @@ def load_run(
     else:
         state = load_checkpoint(start_point.checkpoint, optimizer)
     return Run(
-        config, topology, chunks, optimizer, *streams, state, start_point, requests, reporter
+        config,
+        topology,
+        chunks,
+        optimizer,
+        *streams,
+        state,
+        start_point,
+        requests,
+        reporter,
+        start_point.origin(),
     )
 
 

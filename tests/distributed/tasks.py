@@ -244,7 +244,7 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     began = run.state.step
     steps = step_batches(run)
     records = [queue_step(run, steps, platform.Moment()).read() for _ in range(until - began)]
-    save_checkpoint(config, run.topology, run.optimizer, run.state)
+    save_checkpoint(config, run.topology, run.optimizer, run.state, run.origin)
     result = {
         "began": began,
         "losses": [r["loss_nats"] for r in records],
