@@ -15,12 +15,16 @@ import os
 import resource
 import shutil
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
 
@@ -210,6 +214,87 @@ class Readback:
         """Return the numbers, once they are here."""
         self.arrival.wait()
         return [float(number) for number in self._host.tolist()]
+
+
+class HostCopy:
+    """A copy of tensors into host memory, made while the device and the host go on.
+
+    The tensors must not change before `before_change` has been called.
+    """
+
+    def __init__(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        """Start to copy.
+
+        Args:
+            sources: Tensors on the device, each of one dimension.
+            targets: Host memory for each, of the same size and dtype; pinned if `pin` could.
+        """
+        self._thread: threading.Thread | None = None
+        self._event: torch.cuda.Event | None = None
+        if has_cuda():
+            with beside():
+                for source, target in zip(sources, targets, strict=True):
+                    target.copy_(source, non_blocking=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+            return
+        # NumPy copies on one core and lets other threads run; torch would start a second team of
+        # threads that competes with the model's.
+        pairs = [(s.detach().numpy(), t.numpy()) for s, t in zip(sources, targets, strict=True)]
+        self._thread = threading.Thread(target=_copy_all, args=(pairs,), daemon=True)
+        self._thread.start()
+
+    def before_change(self) -> None:
+        """Have whatever changes the tensors from now on wait for the copy."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until the copy is complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _copy_all(pairs: list[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+    for source, target in pairs:
+        np.copyto(target, source)
+
+
+def pin(memory: torch.Tensor) -> bool:
+    """Pin host memory that another process shares, so that the device copies into it by itself.
+
+    Returns:
+        False where it could not be pinned: copies then pass through a buffer of the driver's.
+    """
+    if not has_cuda():
+        return False
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `pin`."""
+    if has_cuda():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that can be allocated: the machine's, or its cgroup's."""
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    with contextlib.suppress(OSError, ValueError):
+        # Of cgroup v2; "max", which is no number, where there is no limit.
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, limit - used)
+    return available
 
 
 def prepare(local_rank: int) -> None:

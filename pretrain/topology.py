@@ -275,6 +275,13 @@ def ranks_per_node(group: dist.ProcessGroup) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
+def ranks_here() -> int:
+    """Return the number of ranks on this node. All processes call this together."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_name())
+    return hosts.count(host_name())
+
+
 def _block_size(hosts: list[str]) -> int:
     """Return n if the hosts of consecutive ranks come in blocks of n, each host once; else 1."""
     sizes = [len(list(block)) for _, block in itertools.groupby(hosts)]

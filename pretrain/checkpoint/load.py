@@ -1,23 +1,46 @@
-"""Load a checkpoint that was saved on any layout: into this one, or into full tensors."""
+"""Load a checkpoint that was saved on any layout: into this one, or into full tensors.
+
+Each process reads the boxes that it needs and no others, and verifies every block that it reads.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 
-from pretrain.checkpoint.boxes import BoxTensor
-from pretrain.checkpoint.manifest import Checkpoint, TrainerState
-from pretrain.checkpoint.save import box_tensors
+from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
+from pretrain.checkpoint.boxes import global_boxes
+from pretrain.checkpoint.index import ITEM_BYTES, Chunk
+from pretrain.checkpoint.manifest import MASTER, Checkpoint, TrainerState, remedy
 from pretrain.config import ConfigError
 from pretrain.model.parameters import Named, named_parameters
+from pretrain.optim.state import Fragment
 from pretrain.optim.zero import ZeroOptimizer
+
+SLAB_BYTES = 32 << 20
+"""Most bytes that are read before they are copied to where they belong."""
+TASK_BYTES = 256 << 20
+"""About as many bytes of a file are read by one thread."""
+NUM_THREADS = 4
+
+
+class Target(NamedTuple):
+    """A box of a global tensor, and the memory that it is to be read into."""
+
+    name: str
+    """The global tensor: "<kind>/<parameter>"."""
+    offset: tuple[int, ...]
+    values: Tensor
+    """Of the box's size; on any device, and of any dtype that fp32 is cast to."""
 
 
 def load_checkpoint(checkpoint: Checkpoint, optimizer: ZeroOptimizer) -> TrainerState:
@@ -31,16 +54,15 @@ def load_checkpoint(checkpoint: Checkpoint, optimizer: ZeroOptimizer) -> Trainer
         How far training had come.
 
     Raises:
-        ConfigError: A file is damaged, or a parameter's shape is not the checkpoint's. Nothing has
-            been changed then, and every rank raises it.
+        DamagedCheckpoint: A file is damaged. The optimizer is partly loaded then: load another
+            checkpoint into it, or end. Every rank raises it.
+        ConfigError: A parameter's shape is not the checkpoint's. Every rank raises it.
     """
-    _verify(checkpoint, optimizer.parameters)
+    optimizer.before_change()
     # The state's tensors are views of the optimizer's buffers: filling them loads it.
-    _load_into(box_tensors(optimizer.state().fragments, with_copies=True), checkpoint.path)
+    targets = _state_targets(optimizer.state().fragments)
+    _load(checkpoint, optimizer.parameters, targets)
     optimizer.load_state(checkpoint.adam_steps, checkpoint.loss_scaler_state)
-    if not optimizer.partitions_weights:
-        # The masters on this rank are fragments, but its weights are whole.
-        _load_into(_weights(optimizer.parameters), checkpoint.path)
     return checkpoint.trainer_state
 
 
@@ -48,67 +70,165 @@ def load_weights(checkpoint: Checkpoint, chunks: list[GPTModel]) -> None:
     """Load a model's weights alone, cast to its dtype, for evaluation. All ranks together.
 
     Raises:
-        ConfigError: As `load_checkpoint`.
+        DamagedCheckpoint, ConfigError: As `load_checkpoint`.
     """
     parameters = list(named_parameters(chunks))
-    _verify(checkpoint, parameters)
-    _load_into(_weights(parameters), checkpoint.path)
+    targets = [Target(f"{MASTER}/{p.name}", p.offset, p.parameter.data) for p in parameters]
+    _load(checkpoint, parameters, targets)
 
 
 def load_global_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return every fp32 master by its global name, whole, in this process alone, for an export.
 
     Raises:
-        ConfigError: A file is damaged.
+        DamagedCheckpoint: A file is damaged.
     """
-    checkpoint.verify_tensors()
-    tensors = {f"master/{name}": torch.empty(shape) for name, shape in checkpoint.shapes.items()}
-    _load_into(tensors, checkpoint.path, alone=True)
-    return {name.removeprefix("master/"): tensor for name, tensor in tensors.items()}
+    tensors = {name: torch.empty(shape) for name, shape in checkpoint.shapes.items()}
+    read_into(
+        checkpoint,
+        [Target(f"{MASTER}/{name}", (0,) * t.dim(), t) for name, t in tensors.items()],
+    )
+    return tensors
 
 
-def _verify(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
-    """Verify files, dealt to the ranks, and shapes. Raise the first problem on every rank."""
-    problem = None
+def read_into(checkpoint: Checkpoint, targets: Iterable[Target]) -> None:
+    """Fill the targets in this process alone.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        targets: Boxes within the checkpoint's tensors.
+
+    Raises:
+        DamagedCheckpoint: A block that was read is not as it was written.
+    """
+    files = checkpoint.index.files
+    by_file: dict[int, list[_Copy]] = {}
+    for copy in _copies(checkpoint, targets):
+        by_file.setdefault(copy.chunk.file, []).append(copy)
+    tasks = [
+        (files[number], share)
+        for number, copies in by_file.items()
+        for share in _shares(sorted(copies, key=lambda copy: copy.start))
+    ]
     try:
-        checkpoint.verify_tensors(dist.get_rank(), dist.get_world_size())
-        problem = _mismatch(checkpoint, parameters)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            list(pool.map(lambda task: _read_file(checkpoint.path, *task), tasks))
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{error}. {remedy(checkpoint.path)}") from None
+
+
+# ---- on all ranks --------------------------------------------------------------------------------
+def _load(checkpoint: Checkpoint, parameters: Iterable[Named], targets: Iterable[Target]) -> None:
+    """Compare the shapes and fill the targets. Raise the first problem on every rank."""
+    problem: ConfigError | None = None
+    try:
+        _check_shapes(checkpoint, parameters)
+        read_into(checkpoint, targets)
     except ConfigError as error:
-        problem = str(error)
-    # The ranks tell each other: those that found nothing would otherwise wait in the load's
-    # collectives for one that has ended.
-    problems: list[str | None] = [None] * dist.get_world_size()
+        problem = error
+    # The ranks tell each other: those that found nothing would otherwise wait in their next
+    # collective for one that has ended.
+    problems: list[ConfigError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    if found := [p for p in problems if p]:
-        raise ConfigError(found[0])
+    for found in problems:
+        if found is not None:
+            raise found
 
 
-def _mismatch(checkpoint: Checkpoint, parameters: Iterable[Named]) -> str | None:
-    """Return a message about the first parameter whose shape is not the checkpoint's, or None."""
+def _check_shapes(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
+    """Raise ConfigError about the first parameter whose shape is not the checkpoint's."""
+    shapes = checkpoint.shapes
     for named in parameters:
-        saved = checkpoint.shapes.get(named.name)
-        if saved != list(named.global_shape):
-            return (
-                f"{checkpoint.path}: its {named.name} is {saved or 'absent'}, the config's is "
-                f"{list(named.global_shape)}. [model], [position] and data.vocab_size must be "
-                "those of the run that saved it"
+        saved = shapes.get(named.name)
+        if saved != tuple(named.global_shape):
+            raise ConfigError(
+                f"{checkpoint.path}: its {named.name} is {list(saved) if saved else 'absent'}, "
+                f"the config's is {list(named.global_shape)}. [model], [position] and "
+                "data.vocab_size must be those of the run that saved it"
             )
-    return None
 
 
-def _weights(parameters: Iterable[Named]) -> dict[str, BoxTensor]:
-    """Return this rank's weights as what the masters are read into; DCP casts as it copies."""
-    return {
-        f"master/{named.name}": BoxTensor(
-            named.global_shape, named.parameter.dtype, [(named.offset, named.parameter.data)]
-        )
-        for named in parameters
-    }
+def _state_targets(fragments: Iterable[Fragment]) -> Iterator[Target]:
+    """Yield the boxes of the optimizer's state on this rank."""
+    for fragment in fragments:
+        named = fragment.named
+        for kind, flat in fragment.tensors.items():
+            position = 0
+            end = fragment.start + flat.numel()
+            for offset, size in global_boxes(named.shape, fragment.start, end, named.offset):
+                count = math.prod(size)
+                values = flat.narrow(0, position, count).view(size)
+                yield Target(f"{kind}/{named.name}", offset, values)
+                position += count
 
 
-def _load_into(tensors: Mapping[str, Tensor], directory: Path, alone: bool = False) -> None:
-    """Fill `tensors` in place from a checkpoint's files. All ranks together, unless `alone`."""
-    with warnings.catch_warnings(), torch.no_grad():
-        # DCP warns that it assumes a single process, which is what `alone` asks for.
-        warnings.simplefilter("ignore")
-        state_dict_loader.load(dict(tensors), checkpoint_id=directory, no_dist=alone)
+# ---- from files to tensors -----------------------------------------------------------------------
+class _Copy(NamedTuple):
+    """What a chunk and a target have in common: rows of the chunk that are read, and where to."""
+
+    chunk: Chunk
+    rows: tuple[int, int]
+    """First and last row of the chunk, along its first axis."""
+    inside: tuple[slice, ...]
+    """What of a row belongs to the target."""
+    values: Tensor
+    """[rows, ...] of the target."""
+
+    @property
+    def row_bytes(self) -> int:
+        return ITEM_BYTES * math.prod(self.chunk.size[1:])
+
+    @property
+    def start(self) -> int:
+        """Return the first byte in the file."""
+        return self.chunk.start + self.rows[0] * self.row_bytes
+
+    @property
+    def bytes(self) -> int:
+        return (self.rows[1] - self.rows[0]) * self.row_bytes
+
+
+def _copies(checkpoint: Checkpoint, targets: Iterable[Target]) -> Iterator[_Copy]:
+    """Yield what has to be copied to fill the targets."""
+    for name, offset, values in targets:
+        if not values.dim():
+            chunk = checkpoint.index.tensors[name].chunks[0]
+            yield _Copy(chunk._replace(offset=(0,), size=(1,)), (0, 1), (), values.view(1))
+            continue
+        for chunk in checkpoint.index.overlapping(name, offset, values.shape):
+            begin = [max(a, b) for a, b in zip(offset, chunk.offset)]
+            ends = zip(offset, values.shape, chunk.offset, chunk.size)
+            end = [min(o + n, c + m) for o, n, c, m in ends]
+            inside = [slice(b - c, e - c) for b, e, c in zip(begin, end, chunk.offset)]
+            target = values[tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offset))]
+            rows = inside[0].start, inside[0].stop
+            yield _Copy(chunk, rows, tuple(inside[1:]), target)
+
+
+def _shares(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
+    """Split the copies from one file into shares for threads, in the order of the file."""
+    share: list[_Copy] = []
+    size = 0
+    for copy in copies:
+        share.append(copy)
+        size += copy.bytes
+        if size >= TASK_BYTES:
+            yield share
+            share, size = [], 0
+    if share:
+        yield share
+
+
+def _read_file(directory: Path, record: FileRecord, copies: Sequence[_Copy]) -> None:
+    """Fill targets from one file."""
+    with BlockReader(directory, record) as file, torch.no_grad():
+        for copy in copies:
+            rows_at_once = max(1, SLAB_BYTES // max(1, copy.row_bytes))
+            first, last = copy.rows
+            for row in range(first, last, rows_at_once):
+                count = min(rows_at_once, last - row)
+                data = file.read(copy.chunk.start + row * copy.row_bytes, count * copy.row_bytes)
+                source = data.view(np.float32).reshape(count, *copy.chunk.size[1:])
+                target = copy.values[row - first : row - first + count]
+                # Not written to: the reader keeps a part of it.
+                target.copy_(torch.from_numpy(source[(slice(None), *copy.inside)]))

@@ -1,39 +1,41 @@
 """A checkpoint's manifest: which files belong to it, and proof that each is as it was written.
 
-manifest.json lists every file with its size and SHA-256 and is written last, so a checkpoint that
-has one was written completely. `open_checkpoint` verifies and parses the two small files,
-state.json and config.toml, once; everything that is asked about a checkpoint later is answered by
-the object that it returns. The tensors' files are verified by `Checkpoint.verify_tensors`, whose
-work the ranks share.
+manifest.json lists every file with its size, and the SHA-256 of the small ones; index.json holds
+the digests of the large ones, block by block (pretrain/checkpoint/index.py). The manifest is
+written last, so a checkpoint that has one was written completely. It holds a checksum of itself.
+
+`open_checkpoint` verifies and parses the small files once; everything that is asked about a
+checkpoint later is answered by the object that it returns. The tensors are verified as they are
+read. A file that the manifest does not list is refused, and no file is ever unpickled.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
+from pretrain.checkpoint.index import FILE_NAME, Index, Natural
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
 from pretrain.rundir.lineage import Branch, Lineage
 
 FORMAT = 2
-STATE, CONFIG = "state.json", "config.toml"
+STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+"""What is saved of every parameter: fp32 weights and Adam's moments, by torch's names."""
 
-Files = dict[str, dict[str, Any]]
-"""A manifest's entries: file name -> {"bytes": size, "sha256": hex digest}."""
-
-
-def describe(path: Path) -> dict[str, Any]:
-    """Return a file's manifest entry: its size in bytes and its SHA-256."""
-    with path.open("rb") as file:
-        return {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }
+Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,121 @@ class Origin:
     """The loss at the training length, if this very step was evaluated."""
 
 
-class DamagedCheckpoint(ConfigError):
-    """A checkpoint is not as it was written; an earlier one may be good."""
+# ---- what the files hold -------------------------------------------------------------------------
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
+class _Entry(_Strict):
+    """A file in the manifest."""
+
+    bytes: Natural
+    sha256: Sha256 | None = None
+
+
+class _Branch(_Strict):
+    id: Id
+    since: Natural
+
+
+class _Manifest(_Strict):
+    """The content of manifest.json, without its checksum."""
+
+    format: Literal[2]
+    id: Id
+    parent: Id | None
+    branches: tuple[_Branch, ...] = Field(min_length=1)
+    step: Natural
+    validation_loss_nats: float | None
+    files: dict[str, _Entry]
+
+    @property
+    def lineage(self) -> Lineage:
+        branches = tuple(Branch(branch.id, branch.since) for branch in self.branches)
+        return Lineage(self.id, self.step, self.parent, branches)
+
+
+class _Change(_Strict):
+    step: Natural
+    key: str
+    before: Any
+    after: Any
+
+
+class _State(_Strict):
+    """The content of state.json."""
+
+    step: Natural
+    consumed_samples: Natural
+    adam_steps: Natural
+    loss_scaler: dict[str, float] | None
+    data: dict[str, str]
+    changes: tuple[_Change, ...]
+
+
+def state_content(
+    trainer_state: TrainerState,
+    adam_steps: int,
+    loss_scaler_state: dict[str, float] | None,
+    origin: Origin,
+) -> dict[str, Any]:
+    """Return the content of state.json.
+
+    Args:
+        trainer_state: How far training has come.
+        adam_steps: Updates made by Adam.
+        loss_scaler_state: fp16: the dynamic loss scaler's fields.
+        origin: Where the state comes from.
+    """
+    return {
+        **dataclasses.asdict(trainer_state),
+        "adam_steps": adam_steps,
+        "loss_scaler": loss_scaler_state,
+        "data": origin.data,
+        "changes": [dataclasses.asdict(change) for change in origin.changes],
+    }
+
+
+def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any]:
+    """Return the manifest's entries that say which checkpoint this is.
+
+    Args:
+        identifier: The checkpoint's own id.
+        step: Optimizer steps done.
+        origin: Where its state comes from.
+    """
+    return {
+        "id": identifier,
+        "parent": origin.parent,
+        "branches": [dataclasses.asdict(branch) for branch in origin.branches],
+        "step": step,
+        "validation_loss_nats": origin.validation_loss_nats,
+    }
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a small file's manifest entry: its size in bytes and its SHA-256."""
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without its own checksum."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- an open checkpoint --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose state.json and config.toml have been verified and parsed."""
+    """A complete checkpoint whose small files have been verified and parsed."""
 
     path: Path
-    files: Files
+    checksum: str
+    """The manifest's own, which tells two saves of the same step apart."""
+    files: dict[str, int]
+    """Every file of the checkpoint but the manifest -> its size in bytes."""
     config: RunConfig
     """The config of the run that saved it."""
     trainer_state: TrainerState
@@ -90,33 +197,62 @@ class Checkpoint:
     """Updates made by Adam; fewer than steps where fp16 skipped some."""
     loss_scaler_state: dict[str, float] | None
     """fp16: the dynamic loss scaler's fields. None in other precisions."""
-    shapes: dict[str, list[int]]
-    """Global name of every parameter -> its global shape."""
     lineage: Lineage
     """Its id and ancestry."""
     origin: Origin
     """What was recorded beside the state."""
+    index_sha256: str
+    """The SHA-256 of index.json."""
+
+    @cached_property
+    def index(self) -> Index:
+        """Where the tensors' values are in the files.
+
+        Raises:
+            DamagedCheckpoint: index.json is damaged, or does not describe the files and tensors
+                that a checkpoint has.
+        """
+        content = _read(self.path, INDEX, self.files[INDEX], self.index_sha256)
+        try:
+            index = Index.parse(content)
+            self._check_index(index)
+        except DamagedCheckpoint as error:
+            raise _damaged(self.path / INDEX, str(error)) from None
+        return index
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global name of every parameter -> its global shape."""
+        prefix = f"{MASTER}/"
+        return {
+            name.removeprefix(prefix): tensor.shape
+            for name, tensor in self.index.tensors.items()
+            if name.startswith(prefix)
+        }
 
     def is_unchanged(self) -> bool:
         """Return True if the manifest on disk is still the one that was opened.
 
-        Another process may save the same step again meanwhile; its files then have other digests.
+        Another process may save the same step again meanwhile; its manifest is another one then.
         """
-        return _read_manifest(self.path) == self.files
+        return _read_manifest(self.path)[1] == self.checksum
 
     def verify_tensors(self, share: int = 0, shares: int = 1) -> None:
-        """Verify the files that were not verified at opening, before anything of them is unpickled.
+        """Read and verify all files of tensors.
 
         Args:
             share: Number of this share, counted from 0; usually the rank.
             shares: Number of equal shares that the files are dealt to, usually the world size.
 
         Raises:
-            ConfigError: A file is missing or damaged; names it and the checkpoint before.
+            DamagedCheckpoint: A file is missing or damaged; names it and the checkpoint before.
         """
-        names = sorted(self.files.keys() - {STATE, CONFIG})
-        for name in names[share::shares]:
-            _verify_file(self.path, name, self.files)
+        for record in self.index.files[share::shares]:
+            try:
+                with BlockReader(self.path, record) as file:
+                    file.verify()
+            except DamagedCheckpoint as error:
+                raise DamagedCheckpoint(f"{error}. {remedy(self.path)}") from None
 
     def load_config(
         self,
@@ -134,46 +270,72 @@ class Checkpoint:
         """
         return load_config(self.path / CONFIG, overrides, sections)
 
+    def _check_index(self, index: Index) -> None:
+        """Check that the index names the manifest's files, and all that is saved of a parameter."""
+        listed = {name: size for name, size in self.files.items() if FILE_NAME.fullmatch(name)}
+        if {file.name: file.bytes for file in index.files} != listed:
+            raise DamagedCheckpoint("its files are not the manifest's")
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {kind: {} for kind in (MASTER, *MOMENTS)}
+        for name, tensor in index.tensors.items():
+            kind, _, parameter = name.partition("/")
+            if kind not in shapes or not parameter:
+                raise DamagedCheckpoint(f"{name}: not {MASTER}, {' or '.join(MOMENTS)}")
+            shapes[kind][parameter] = tensor.shape
+        if not shapes[MASTER] or any(shapes[kind] != shapes[MASTER] for kind in MOMENTS):
+            raise DamagedCheckpoint("weights and moments are not of the same parameters")
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify and parse a checkpoint's state.json and config.toml.
+    """Verify and parse a checkpoint's manifest, state.json and config.toml.
 
     Args:
         path: The checkpoint's directory, as `find_checkpoint` returns it.
 
     Raises:
-        ConfigError: A file is missing or damaged, or this version does not know the format.
+        DamagedCheckpoint: A file is missing, damaged or not listed.
+        ConfigError: This version does not know the format.
     """
-    files = _read_manifest(path)
-    _verify_file(path, CONFIG, files)
+    manifest, own_checksum = _read_manifest(path)
+    _check_files(path, manifest)
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    digests = {name: manifest.files[name].sha256 or "" for name in (STATE, CONFIG, INDEX)}
+    _read(path, CONFIG, sizes[CONFIG], digests[CONFIG])
     config = load_config(path / CONFIG)
-    _verify_file(path, STATE, files)
-    state = json.loads((path / STATE).read_text())
-    if state.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path}: format {state.get('format')}, this version reads {FORMAT}. "
-            "Use the version that saved it"
-        )
-    manifest = json.loads((path / MANIFEST).read_text())
-    branches = tuple(Branch(**branch) for branch in manifest["branches"])
-    lineage = Lineage(manifest["id"], manifest["step"], manifest["parent"], branches)
+    try:
+        content = _read(path, STATE, sizes[STATE], digests[STATE])
+        state = _State.model_validate_json(content)
+    except ValidationError as error:
+        raise _damaged(path / STATE, f"not a state ({_first(error)})") from None
+    if state.step != manifest.step:
+        raise _damaged(path / STATE, f"step {state.step}, the manifest says {manifest.step}")
     return Checkpoint(
         path=path,
-        files=files,
+        checksum=own_checksum,
+        files=sizes,
         config=config,
-        trainer_state=TrainerState(state["step"], state["consumed_samples"]),
-        adam_steps=state["adam_steps"],
-        loss_scaler_state=state["loss_scaler"],
-        shapes=state["shapes"],
-        lineage=lineage,
+        trainer_state=TrainerState(state.step, state.consumed_samples),
+        adam_steps=state.adam_steps,
+        loss_scaler_state=state.loss_scaler,
+        lineage=manifest.lineage,
         origin=Origin(
-            parent=lineage.parent,
-            branches=lineage.branches,
-            data=state["data"],
-            changes=tuple(Change(**change) for change in state["changes"]),
-            validation_loss_nats=manifest["validation_loss_nats"],
+            parent=manifest.parent,
+            branches=manifest.lineage.branches,
+            data=state.data,
+            changes=tuple(Change(**change.model_dump()) for change in state.changes),
+            validation_loss_nats=manifest.validation_loss_nats,
         ),
+        index_sha256=digests[INDEX],
     )
+
+
+def read_lineage(path: Path) -> Lineage:
+    """Return a checkpoint's id and ancestry, from its manifest alone.
+
+    Raises:
+        DamagedCheckpoint: The manifest is missing or damaged.
+        ConfigError: This version does not know the format.
+    """
+    return _read_manifest(path)[0].lineage
 
 
 def check_same_model(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -211,37 +373,79 @@ def _check_same(config: RunConfig, checkpoint: Checkpoint, section: str, keys: s
             )
 
 
-def _verify_file(checkpoint: Path, name: str, files: Files) -> None:
-    path, expected = checkpoint / name, files.get(name)
-    if expected is None:
-        raise DamagedCheckpoint(
-            f"{checkpoint / MANIFEST}: does not list {name}. {_remedy(checkpoint)}"
-        )
-    if not path.is_file():
-        raise DamagedCheckpoint(f"{path}: missing. {_remedy(checkpoint)}")
-    if (size := path.stat().st_size) != expected["bytes"]:
-        raise DamagedCheckpoint(
-            f"{path}: {size} bytes, the manifest says {expected['bytes']}. {_remedy(checkpoint)}"
-        )
-    if describe(path)["sha256"] != expected["sha256"]:
-        raise DamagedCheckpoint(f"{path}: its SHA-256 is not the manifest's. {_remedy(checkpoint)}")
-
-
-def _read_manifest(checkpoint: Path) -> Files:
-    """Return the entries of a checkpoint's manifest; only the keys that a verification needs."""
+def _read_manifest(checkpoint: Path) -> tuple[_Manifest, str]:
+    """Return a checkpoint's manifest and its checksum, which has been compared."""
     path = checkpoint / MANIFEST
     try:
-        return {
-            name: {key: entry[key] for key in ("bytes", "sha256")}
-            for name, entry in json.loads(path.read_text())["files"].items()
-        }
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: missing. {_remedy(checkpoint)}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DamagedCheckpoint(f"{path}: not a manifest. {_remedy(checkpoint)}") from None
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damaged(path, "missing") from None
+    except (ValueError, RecursionError):
+        raise _damaged(path, "not a manifest") from None
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT and isinstance(found, int) and not isinstance(found, bool):
+        # Not damaged: it would be wrong to go on from an earlier one.
+        raise ConfigError(
+            f"{path}: format = {found}, this version reads {FORMAT}. Use the version that saved it"
+        )
+    try:
+        manifest = _Manifest.model_validate_json(json.dumps(content))
+    except (ValidationError, ValueError) as error:
+        why = _first(error) if isinstance(error, ValidationError) else str(error)
+        raise _damaged(path, f"not a manifest ({why})") from None
+    own = checksum(content)
+    if content.get("checksum") != own:
+        raise _damaged(path, "its checksum is not that of its content")
+    return manifest, own
 
 
-def _remedy(checkpoint: Path) -> str:
+def _check_files(checkpoint: Path, manifest: _Manifest) -> None:
+    """Check that the manifest lists what a checkpoint has, and that nothing else is there."""
+    path, names = checkpoint / MANIFEST, manifest.files.keys()
+    small = {STATE, CONFIG, INDEX}
+    for name, entry in manifest.files.items():
+        is_small = name in small
+        if not is_small and not FILE_NAME.fullmatch(name):
+            raise _damaged(path, f"lists {name!r}, which is no file of a checkpoint")
+        if is_small and entry.sha256 is None:
+            raise _damaged(path, f"has no SHA-256 of {name}")
+    if missing := small - names:
+        raise _damaged(path, f"does not list {min(missing)}")
+    # An NFS client gives a file that was removed while it was open a name of this form.
+    found = {name for name in os.listdir(checkpoint) if not name.startswith(".nfs")}
+    if unlisted := found - names - {MANIFEST}:
+        raise _damaged(
+            checkpoint / min(unlisted),
+            "not a file of this checkpoint: the manifest does not list it",
+        )
+    if missing := names - found:
+        raise _damaged(checkpoint / min(missing), "missing")
+    for name, entry in manifest.files.items():
+        size = (checkpoint / name).stat().st_size
+        if size != entry.bytes:
+            raise _damaged(checkpoint / name, f"{size} bytes, the manifest says {entry.bytes}")
+
+
+def _read(checkpoint: Path, name: str, size: int, sha256: str) -> bytes:
+    """Return a small file's content, verified."""
+    content = (checkpoint / name).read_bytes()
+    if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
+        raise _damaged(checkpoint / name, "its SHA-256 is not the manifest's")
+    return content
+
+
+def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path}: {reason}. {remedy(path.parent)}")
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first thing that is wrong, with the key."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def remedy(checkpoint: Path) -> str:
     """Return the end of a message: what can be done instead of using a damaged checkpoint."""
     step = checkpoint_step(checkpoint.name) or 0
     found = complete_checkpoints(checkpoint.parent.parent)

@@ -1,202 +1,340 @@
-"""Save a run: every rank writes its share of one directory, which names no parallel layout.
+"""Save a run beside training: every rank writes its share of one directory, which names no layout.
 
-The tensors are fp32 master weights and Adam moments under their global names, written by torch's
-distributed checkpoint (DCP) as N-dimensional boxes of global tensors. Any layout can load them.
+A save begins with a copy of the state into host memory, made while the next step computes: the
+state changes only when that step updates it. Each rank's writing process (`writer`) then writes and
+hashes the copy. When all parts are on the disk, rank 0's publishes the checkpoint. A problem on any
+rank is an error on all ranks, by the next step.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import shutil
-from collections.abc import Iterable
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 
-from pretrain.checkpoint.boxes import BoxTensor, box_tensor
+from pretrain import platform
+from pretrain.checkpoint.boxes import global_boxes
+from pretrain.checkpoint.index import Part, Piece
 from pretrain.checkpoint.manifest import (
-    CONFIG,
-    FORMAT,
-    STATE,
+    MASTER,
+    MOMENTS,
     Origin,
     TrainerState,
-    describe,
+    lineage_content,
+    state_content,
 )
-from pretrain.config import RunConfig, dump_config, writing
-from pretrain.optim.state import Fragment, OptimizerState
+from pretrain.checkpoint.part import Values, write_part
+from pretrain.checkpoint.publish import Publication, publish
+from pretrain.checkpoint.writer import Writer
+from pretrain.config import RunConfig, RunFailed, dump_config, writing
+from pretrain.optim.state import Fragment
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import (
-    MANIFEST,
-    checkpoint_directory,
-    checkpoints_awaiting_evaluation,
-    complete_checkpoints,
-)
-from pretrain.rundir.files import (
-    flush_directory,
-    partial_directory,
-    publish_directory,
-    remove,
-    remove_directory,
-    replace_file,
-    replace_json,
-    restore_replaced,
-)
+from pretrain.rundir.checkpoints import MANIFEST, checkpoint_directory
+from pretrain.rundir.files import partial_directory, remove, restore_replaced
 from pretrain.rundir.lineage import new_id
 from pretrain.rundir.paths import RunPaths
-from pretrain.topology import Topology
+from pretrain.topology import Topology, on_main, ranks_here
+
+MEMORY_MARGIN = 1.2
+"""A save goes beside training if so many times the memory of its copy is available."""
 
 
-def save_checkpoint(
+@dataclass
+class _Save:
+    """A save that is under way."""
+
+    id: str
+    step: int
+    partial: Path
+    final: Path
+    publication: Publication
+    problem: RunFailed | None = None
+    """What went wrong on this rank so far."""
+    is_beside: bool = False
+    """True if the writing process does it."""
+
+
+class Saver:
+    """Saves a run's checkpoints, one at a time."""
+
+    def __init__(self, config: RunConfig, topology: Topology, optimizer: ZeroOptimizer) -> None:
+        """Do nothing yet.
+
+        Args:
+            config: The run; run.directory and [checkpoint].
+            topology: The processes' layout.
+            optimizer: The optimizer, whose masters stand for the weights.
+        """
+        self._config, self._topology, self._optimizer = config, topology, optimizer
+        self._writer = Writer()
+        self._save: _Save | None = None
+        self._copy: platform.HostCopy | None = None
+        self._pinned: torch.Tensor | None = None
+        self._writing: threading.Thread | None = None
+
+    @property
+    def has_problem(self) -> bool:
+        """True if this rank knows of a problem with the save that is under way."""
+        save = self._save
+        return save is not None and bool(save.problem or self._writer.problem)
+
+    def begin(self, trainer_state: TrainerState, origin: Origin) -> str:
+        """Begin to save a checkpoint in <run>/checkpoints/step-########. All ranks together.
+
+        The save before is waited for. Everything is written to a hidden directory, which is renamed
+        when it is complete, so a checkpoint under its name is never a partial one.
+
+        Args:
+            trainer_state: How far training has come.
+            origin: Where its state comes from.
+
+        Returns:
+            The new checkpoint's id.
+
+        Raises:
+            RunFailed: The save before failed, or the hidden directory cannot be made.
+        """
+        self.finish()
+        state = self._optimizer.state()
+        step = trainer_state.step
+        identifier, partial = on_main(self._topology, lambda: (new_id(), self._prepare(step)))
+        final = checkpoint_directory(self._config.directory, step)
+        publication = Publication(
+            partial=str(partial),
+            final=str(final),
+            world_size=self._topology.layout.world_size,
+            lineage=lineage_content(identifier, step, origin),
+            state=state_content(trainer_state, state.adam_steps, state.loss_scaler_state, origin),
+            config=dump_config(self._config),
+        )
+        self._save = _Save(identifier, step, partial, final, publication)
+        part, tensors = lay_out(self._topology.rank, state.fragments)
+        if self._config.checkpoint.asynchronous and self._has_room(part):
+            self._begin_beside(part, tensors)
+        else:
+            self._write_here(part, tensors)
+        return identifier
+
+    def finish(self) -> None:
+        """Wait until the save under way, if there is one, is published. All ranks together.
+
+        Raises:
+            RunFailed: It could not be written, on this or another rank. All ranks raise it.
+        """
+        save = self._save
+        if save is None:
+            return
+        if save.is_beside:
+            self._before_change()
+            # Of rank 0's two commands, the publication still waits for the other ranks.
+            self._note_problem(save, unanswered=int(self._topology.is_main))
+        problems: list[RunFailed | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, save.problem)
+        self._save = None
+        try:
+            for problem in problems:
+                if problem is not None:
+                    raise problem
+            on_main(self._topology, lambda: self._publish(save))
+        except RunFailed:
+            self._give_up(save)
+            raise
+
+    def close(self) -> None:
+        """End the writing process. A save that is under way is lost unless it was finished."""
+        self._optimizer.before_change = _nothing
+        if self._copy is not None:
+            self._copy.wait()
+        if self._pinned is not None:
+            platform.unpin(self._pinned)
+        self._writer.close()
+
+    # ---- the two ways to write ----
+    def _has_room(self, part: Part) -> bool:
+        """Return True if the copy of the state fits into the host's memory."""
+        if self._copy is not None:
+            # It has been allocated for an earlier save.
+            return True
+        needed = int(MEMORY_MARGIN * part.data_bytes * ranks_here())
+        available = platform.available_memory()
+        if needed > available and self._topology.is_main:
+            print(
+                f"checkpoint.asynchronous: a copy of the state needs {needed / 1e9:.1f} GB of "
+                f"memory on each node, {available / 1e9:.1f} GB are available; training waits for "
+                "its saves",
+                file=sys.stderr,
+                flush=True,
+            )
+        return needed <= available
+
+    def _begin_beside(self, part: Part, tensors: list[torch.Tensor]) -> None:
+        """Copy the state beside training, and have the writing process write the copy."""
+        assert self._save is not None
+        memory = torch.from_numpy(self._writer.memory(part.data_bytes))
+        if self._copy is None and platform.pin(memory):
+            self._pinned = memory
+        copy = platform.HostCopy(tensors, _split(memory, tensors))
+        self._copy, self._optimizer.before_change = copy, self._before_change
+        save, is_main = self._save, self._topology.is_main
+        save.is_beside = True
+
+        def write() -> None:
+            copy.wait()
+            self._writer.write(save.partial, part)
+            if is_main:
+                self._writer.publish(save.publication)
+
+        self._writing = threading.Thread(target=write, daemon=True)
+        self._writing.start()
+
+    def _before_change(self) -> None:
+        """Let the state change as soon as it has been copied."""
+        if self._copy is not None:
+            self._copy.before_change()
+
+    def _write_here(self, part: Part, tensors: list[torch.Tensor]) -> None:
+        """Write the state in this process; training waits."""
+        save = self._save
+        assert save is not None
+        try:
+            with writing(save.final):
+                write_part(save.partial, part, _host_values(tensors))
+        except RunFailed as error:
+            save.problem = error
+        except KeyboardInterrupt:
+            # A disk that is full gets its room back.
+            shutil.rmtree(save.partial, ignore_errors=True)
+            raise
+
+    # ---- the end of a save ----
+    def _note_problem(self, save: _Save, unanswered: int) -> None:
+        """Wait until this rank's part is written, and note what went wrong."""
+        assert self._writing is not None
+        self._writing.join()
+        try:
+            with writing(save.final):
+                self._writer.wait(unanswered)
+        except RunFailed as error:
+            save.problem = save.problem or error
+
+    def _publish(self, save: _Save) -> None:
+        """Publish the checkpoint, of which all parts are written. Rank 0 alone."""
+        with writing(save.final):
+            if save.is_beside:
+                self._writer.tell("all written", save.id)
+                warnings = self._writer.wait()
+            else:
+                warnings = publish(save.publication)
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+    def _give_up(self, save: _Save) -> None:
+        """Leave nothing of a save that failed. A disk that is full gets its room back."""
+        if not self._topology.is_main:
+            return
+        if save.is_beside:
+            self._writer.tell("give up", save.id)
+            with contextlib.suppress(RunFailed, OSError):
+                self._writer.wait()
+        shutil.rmtree(save.partial, ignore_errors=True)
+
+    def _prepare(self, step: int) -> Path:
+        """Make the hidden directory that all ranks write to. Rank 0 alone."""
+        final = checkpoint_directory(self._config.directory, step)
+        partial = partial_directory(final)
+        with writing(final):
+            # A save that was killed may have left this step's old checkpoint renamed: put that
+            # back first, because all hidden directories are removed next.
+            recover(self._config.directory)
+            for left_behind in final.parent.glob(".step-*"):
+                remove(left_behind)
+            partial.mkdir(parents=True)
+        return partial
+
+
+def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.Tensor]]:
+    """Lay out a rank's file.
+
+    Args:
+        rank: The rank.
+        fragments: Its optimizer state, as `ZeroOptimizer.state` gives it. Parameters that another
+            model-parallel rank holds too, and saves, are left out.
+
+    Returns:
+        What the file holds, and the values of each piece, fp32 [n] on the device.
+    """
+    pieces, tensors = [], []
+    for fragment in fragments:
+        named = fragment.named
+        if named.is_copy:
+            continue
+        for kind, flat in fragment.tensors.items():
+            end = fragment.start + flat.numel()
+            boxes = global_boxes(named.shape, fragment.start, end, named.offset)
+            pieces.append(Piece(f"{kind}/{named.name}", tuple(named.global_shape), boxes))
+            tensors.append(flat)
+    return Part(rank, tuple(pieces)), tensors
+
+
+def write_checkpoint(
     config: RunConfig,
-    topology: Topology,
-    optimizer: ZeroOptimizer,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
     trainer_state: TrainerState,
     origin: Origin,
 ) -> Path:
-    """Save a checkpoint in <run>/checkpoints/step-########. All ranks together.
-
-    Everything is written to a hidden directory first, which is renamed when it is complete, so a
-    checkpoint under its name is never a partial one. Checkpoints beyond checkpoint.keep are
-    removed afterwards, except those that still wait for an evaluation.
+    """Write a checkpoint from whole weights, in this process alone. The moments are zero.
 
     Args:
-        config: The run; run.directory and [checkpoint].
-        topology: The processes' layout.
-        optimizer: The optimizer, whose masters stand for the weights.
+        config: The run; the checkpoint is written to its run.directory.
+        shapes: Global name -> shape of every parameter.
+        read: Returns a parameter by its name, fp32. It is called once for each, in the order of
+            `shapes`, so that no more than one has to be in memory.
         trainer_state: How far training has come.
-        origin: Where its state comes from.
+        origin: Where the state comes from.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        RunFailed: A file could not be written, on this or another rank.
+        RunFailed: The disk refused, or a weight is not finite.
     """
     final = checkpoint_directory(config.directory, trainer_state.step)
     partial = partial_directory(final)
+    pieces = tuple(
+        Piece(f"{kind}/{name}", tuple(shape), (((0,) * len(shape), tuple(shape)),))
+        for name, shape in shapes.items()
+        for kind in (MASTER, *MOMENTS)
+    )
+
+    def values() -> Iterator[Values]:
+        for name in shapes:
+            master = read(name).detach().float().contiguous().view(-1).numpy()
+            yield master
+            for _ in MOMENTS:
+                yield np.zeros_like(master)
+
+    publication = Publication(
+        partial=str(partial),
+        final=str(final),
+        world_size=1,
+        lineage=lineage_content(new_id(), trainer_state.step, origin),
+        state=state_content(trainer_state, 0, None, origin),
+        config=dump_config(config),
+    )
     with writing(final):
-        if topology.is_main:
-            # A save that was killed may have left this step's old checkpoint renamed: put that
-            # back first, because all hidden directories are removed next.
-            recover(config.directory)
-            for left_behind in final.parent.glob(".step-*"):
-                remove(left_behind)
-            partial.mkdir(parents=True)
-        # No rank may write before the directory is there.
-        dist.barrier()
-        try:
-            state = optimizer.state()
-            _save_tensors(box_tensors(state.fragments, with_copies=False), partial)
-            # Each rank hashes its own files (DCP names them __<rank>_<number>.distcp), so hashing
-            # is spread over the machines as writing was.
-            own_files = {f.name: describe(f) for f in partial.glob(f"__{topology.rank}_*")}
-            written: list[Any] = [None] * topology.layout.world_size
-            dist.all_gather_object(written, (own_files, optimizer.shapes))
-            if topology.is_main:
-                _publish(config, state, trainer_state, origin, partial, final, written)
-        except (OSError, KeyboardInterrupt):
-            # A disk that is full gets its room back.
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    # No rank may go on, and end, before the checkpoint has its name.
-    dist.barrier()
+        partial.mkdir(parents=True)
+        write_part(partial, Part(0, pieces), values())
+        publish(publication)
     return final
-
-
-def box_tensors(fragments: Iterable[Fragment], with_copies: bool) -> dict[str, BoxTensor]:
-    """Return the tensors of a checkpoint, each holding what this rank has of it.
-
-    Args:
-        fragments: This rank's optimizer state, as `ZeroOptimizer.state` gives it.
-        with_copies: False to leave out parameters that another model-parallel rank holds too and
-            saves (to save); True to include them, because each copy has to be filled (to load).
-
-    Returns:
-        "master/<global name>", "exp_avg/<global name>" and "exp_avg_sq/<global name>" -> boxes.
-    """
-    tensors = {}
-    for fragment in fragments:
-        named = fragment.named
-        if named.is_copy and not with_copies:
-            continue
-        for key, flat in fragment.tensors.items():
-            tensors[f"{key}/{named.name}"] = box_tensor(
-                flat, fragment.start, named.shape, named.global_shape, named.offset
-            )
-    return tensors
-
-
-def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
-    """Write this rank's boxes. All ranks together; OSError on all when one of them cannot write."""
-    try:
-        state_dict_saver.save(tensors, checkpoint_id=directory)
-    # DCP collects what its ranks raised and raises this on all of them. It is a BaseException, so
-    # `except Exception` would miss it (torch/distributed/checkpoint/api.py).
-    except CheckpointException as failure:
-        rank, (error, _) = next(iter(failure.failures.items()))
-        if isinstance(error, KeyboardInterrupt):
-            raise error from None
-        raise OSError(f"rank {rank}: {error}") from None
-
-
-def _publish(
-    config: RunConfig,
-    optimizer_state: OptimizerState,
-    trainer_state: TrainerState,
-    origin: Origin,
-    partial: Path,
-    final: Path,
-    written: list[Any],
-) -> None:
-    """Complete the checkpoint in `partial` and give it its name; then remove what is beyond keep.
-
-    Args:
-        config: The run.
-        optimizer_state: The optimizer's state, for its scalars.
-        trainer_state: How far training has come.
-        origin: Where its state comes from.
-        partial: The hidden directory, in which all ranks have written their tensors.
-        final: The checkpoint's directory.
-        written: Of each rank, the manifest entries of its files and its parameters' shapes.
-    """
-    state = {
-        "format": FORMAT,
-        "step": trainer_state.step,
-        "consumed_samples": trainer_state.consumed_samples,
-        "adam_steps": optimizer_state.adam_steps,
-        "loss_scaler": optimizer_state.loss_scaler_state,
-        "data": origin.data,
-        "changes": [dataclasses.asdict(change) for change in origin.changes],
-        "shapes": {name: shape for _, part in written for name, shape in part.items()},
-    }
-    # Durable: a rename that survives a power cut must not publish files whose content did not.
-    replace_json(partial / STATE, state, durable=True, indent=2)
-    replace_file(partial / CONFIG, dump_config(config), durable=True)
-    files = {name: entry for part, _ in written for name, entry in part.items()}
-    files |= {name: describe(partial / name) for name in (STATE, CONFIG, ".metadata")}
-    # Last, because a checkpoint with a manifest is complete.
-    manifest = {
-        "format": FORMAT,
-        "id": new_id(),
-        "parent": origin.parent,
-        "branches": [dataclasses.asdict(branch) for branch in origin.branches],
-        "step": trainer_state.step,
-        "validation_loss_nats": origin.validation_loss_nats,
-        "files": files,
-    }
-    replace_json(partial / MANIFEST, manifest, durable=True, indent=2)
-    flush_directory(partial)
-    # The step may have been saved before, by a run that then went on from an earlier checkpoint.
-    publish_directory(partial, final, replace=True)
-    if config.checkpoint.keep is not None:
-        awaited = checkpoints_awaiting_evaluation(config.directory)
-        for old in complete_checkpoints(config.directory)[: -config.checkpoint.keep]:
-            # One that awaits its evaluation goes after a later save.
-            if old not in awaited:
-                remove_directory(old)
 
 
 def recover(run: Path) -> None:
@@ -205,3 +343,22 @@ def recover(run: Path) -> None:
     One rank does so, before the run's checkpoints are looked at.
     """
     restore_replaced(RunPaths(run).checkpoints, "step-*", MANIFEST)
+
+
+def _host_values(tensors: list[torch.Tensor]) -> Iterator[Values]:
+    """Yield tensors as arrays in the host's memory."""
+    for tensor in tensors:
+        yield tensor.detach().cpu().numpy()
+
+
+def _split(memory: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return consecutive parts of `memory`, one for each tensor."""
+    parts, start = [], 0
+    for tensor in like:
+        parts.append(memory.narrow(0, start, tensor.numel()))
+        start += tensor.numel()
+    return parts
+
+
+def _nothing() -> None:
+    """Do nothing."""

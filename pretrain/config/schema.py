@@ -293,6 +293,10 @@ class CheckpointSection(Section):
     """Steps from one checkpoint to the next. The last step is always saved, and so is a run that is
     asked to stop."""
 
+    asynchronous: bool = True
+    """Write beside training, from a copy of the optimizer's state in host memory. false stops
+    training until a checkpoint is written, and needs no memory for the copy."""
+
     keep: int | None = Field(default=None, gt=0)
     """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept."""
 

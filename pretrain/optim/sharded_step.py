@@ -104,6 +104,13 @@ class ShardedStep:
         self._gather.start()
         return norm
 
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """Set all weights from the masters, after a load. All data-parallel ranks together."""
+        torch._foreach_copy_(self._weights, self._masters)
+        self._gather.start()
+        self._gather.wait()
+
     def wait_for_weights(self) -> None:
         """Wait until the updated weights of all ranks are here."""
         self._gather.wait()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class ZeroOptimizer:
                 measurements, gives the same bits.
         """
         self.stage = _stage(config, topology)
+        self.before_change: Callable[[], None] = _nothing
+        """Called before the state changes. A save that still copies the state waits here."""
         self.is_fp16 = config.train.precision == "fp16"
         # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
         self.parameters: list[Named] = list(named_parameters(chunks))
@@ -134,18 +137,22 @@ class ZeroOptimizer:
         return OptimizerState(fragments, adam_steps(self), loss_scaler_state(self))
 
     def load_state(self, adam_steps: int, loss_scaler: dict[str, float] | None) -> None:
-        """Complete a load after the tensors of `state` have been filled.
+        """Complete a load after the tensors of `state` have been filled. All ranks together.
 
-        Under ZeRO 3 the model's weights are set from the masters. In the other stages each rank
-        holds whole weights but only fragments of the masters, so the caller loads the weights.
+        The model's weights are set from the masters, of which each data-parallel rank holds a part:
+        the ranks send them to each other, so that no rank reads more than its part of the state.
 
         Args:
             adam_steps: Number of updates made when the state was saved.
             loss_scaler: The saved loss scaler's fields; ignored unless this run trains in fp16.
         """
         set_adam_steps(self, adam_steps)
-        if self.partitions_weights:
+        if self._sharded_step is not None:
+            self._sharded_step.refresh_weights()
+        elif self.partitions_weights:
             copy_masters_to_partitions(self)
+        else:
+            self.zero.update_lp_params()
         if self.is_fp16 and loss_scaler:
             set_loss_scaler_state(self, loss_scaler)
 
@@ -177,6 +184,7 @@ class ZeroOptimizer:
             the weights have not been updated (stage 1, and fp16 at every stage), and in fp16 the
             loss scale has been lowered.
         """
+        self.before_change()
         for group in self.zero.param_groups:
             group["lr"] = learning_rate
         if self._sharded_step is None:
@@ -206,6 +214,10 @@ class ZeroOptimizer:
         """Return the loss times the dynamic loss scale."""
         scaled: Tensor = loss * self.zero.loss_scale
         return scaled
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _stage(config: RunConfig, topology: Topology) -> int:

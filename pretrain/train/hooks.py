@@ -12,10 +12,11 @@ A stopped run then saves its step, and the evaluation is done at the next start.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 from pretrain import platform
-from pretrain.checkpoint.save import save_checkpoint
+from pretrain.checkpoint.save import Saver
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
@@ -155,6 +156,8 @@ class CheckpointHook(Hook):
 
     def __init__(self, run: Run) -> None:
         self.saved_step = run.start_point.saved_step
+        self.saver = Saver(run.config, run.topology, run.optimizer)
+        run.requests.has_problem = lambda: self.saver.has_problem
 
     def at_start(self, run: Run) -> None:
         """Save a run that is stopped before its first step, unless it has that step on disk.
@@ -165,27 +168,48 @@ class CheckpointHook(Hook):
             self._save(run)
 
     def is_due(self, run: Run) -> bool:
-        """Return True if the step is to be saved."""
-        step, config = run.state.step, run.config
-        is_last = step == config.train.num_steps
-        is_regular = step % config.checkpoint.interval_steps == 0
-        return bool(run.requests.agreed) or is_regular or is_last
+        """Return True if the step is to be saved, or a save has failed."""
+        return run.requests.problem_agreed or self._is_save_due(run)
 
     def between_steps(self, run: Run) -> None:
         """Save if it is due. All ranks together."""
         step, last = run.state.step, run.config.train.num_steps
-        if self.is_due(run):
+        if run.requests.problem_agreed:
+            # It raises the problem on every rank.
+            self.saver.finish()
+        if self._is_save_due(run):
             self._save(run)
         # A request may have come while saving, which can take minutes. The run then stops here,
         # rather than one step and a second save later.
         if self.saved_step == step < last and not run.requests.agreed:
             agree(run.requests)
+        if run.requests.agreed or step >= last:
+            # The processes end after this, and the checkpoint has to be published before.
+            self._finish(run)
+
+    def close(self) -> None:
+        """End the process that writes."""
+        self.saver.close()
+
+    def _is_save_due(self, run: Run) -> bool:
+        step, config = run.state.step, run.config
+        is_last = step == config.train.num_steps
+        is_regular = step % config.checkpoint.interval_steps == 0
+        return bool(run.requests.agreed) or is_regular or is_last
 
     def _save(self, run: Run) -> None:
         """Save the run at its present step, once."""
         step = run.state.step
         if step == self.saved_step:
             return
-        with run.reporter.during(Phase.SAVING, step, saved=step):
-            save_checkpoint(run.config, run.topology, run.optimizer, run.state, run.origin)
+        with run.reporter.during(Phase.SAVING, step):
+            identifier = self.saver.begin(run.state, run.origin)
+        run.origin = dataclasses.replace(run.origin, parent=identifier, validation_loss_nats=None)
         self.saved_step = step
+        if not run.config.checkpoint.asynchronous:
+            self._finish(run)
+
+    def _finish(self, run: Run) -> None:
+        """Wait until the last save is published."""
+        with run.reporter.during(Phase.SAVING, run.state.step, saved=self.saved_step):
+            self.saver.finish()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from pretrain.rundir.states import ExitCode
@@ -33,6 +33,10 @@ class Requests:
         self._noted: set[int] = set()
         self.agreed: signal.Signals | None = None
         """The request that all ranks act on; None to go on training."""
+        self.has_problem: Callable[[], bool] = _no_problem
+        """Returns True if this process cannot go on, for example because it cannot save."""
+        self.problem_agreed = False
+        """True if any rank has a problem: all act on it together."""
 
     def listen(self) -> None:
         """Note SIGTERM and SIGUSR1 from now on; on SIGUSR2 write every thread's stack to stderr.
@@ -46,12 +50,23 @@ class Requests:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*EXIT_CODES, signal.SIGUSR2])
 
     def votes(self) -> list[float]:
-        """Return 1 for each request that this process has noted, else 0, in EXIT_CODES' order."""
-        return [float(number in self._noted) for number in EXIT_CODES]
+        """Return 1 for each request that this process has noted, else 0, and 1 for a problem.
+
+        The requests are in EXIT_CODES' order; the problem comes last.
+        """
+        noted = [float(number in self._noted) for number in EXIT_CODES]
+        return [*noted, float(self.has_problem())]
 
     def settle(self, votes: Sequence[float]) -> None:
         """Decide. `votes` is the sum over all ranks of what `votes` returned on each."""
-        self.agreed = next((number for number, count in zip(EXIT_CODES, votes) if count), None)
+        *requests, problems = votes
+        self.agreed = next((number for number, count in zip(EXIT_CODES, requests) if count), None)
+        self.problem_agreed = problems > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted.add(number)
+
+
+def _no_problem() -> bool:
+    """Return False: nothing has been asked to look for problems yet."""
+    return False

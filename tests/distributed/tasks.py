@@ -232,7 +232,7 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
         On rank 0 {"began": first step, "losses", "norms": per step, "samples": consumed samples};
         None elsewhere.
     """
-    from pretrain.checkpoint.save import save_checkpoint
+    from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
     from pretrain.train.start import find_start_point, load_run, prepare
@@ -244,7 +244,10 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     began = run.state.step
     steps = step_batches(run)
     records = [queue_step(run, steps, platform.Moment()).read() for _ in range(until - began)]
-    save_checkpoint(config, run.topology, run.optimizer, run.state, run.origin)
+    saver = Saver(config, run.topology, run.optimizer)
+    saver.begin(run.state, run.origin)
+    saver.finish()
+    saver.close()
     result = {
         "began": began,
         "losses": [r["loss_nats"] for r in records],
@@ -501,11 +504,12 @@ def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
 
 def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
     """Train a run, and return when steps were queued, read and saved, each with its step."""
-    from pretrain.train import hooks, loop
+    from pretrain.checkpoint.save import Saver
+    from pretrain.train import loop
     from pretrain.train.step import QueuedStep
 
     events: list[tuple[str, int]] = []
-    queue_step, read, save = loop.queue_step, QueuedStep.read, hooks.save_checkpoint
+    queue_step, read, save = loop.queue_step, QueuedStep.read, Saver.begin
 
     def queued(run: Any, *args: Any) -> Any:
         step = queue_step(run, *args)
@@ -517,15 +521,15 @@ def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
         events.append(("read", record["step"]))
         return record
 
-    def counted_save(config: Any, topology: Any, optimizer: Any, state: Any) -> Any:
+    def counted_save(self: Any, state: Any, origin: Any) -> Any:
         events.append(("save", state.step))
-        return save(config, topology, optimizer, state)
+        return save(self, state, origin)
 
-    loop.queue_step, QueuedStep.read, hooks.save_checkpoint = queued, counted_read, counted_save
+    loop.queue_step, QueuedStep.read, Saver.begin = queued, counted_read, counted_save
     try:
         assert loop.train(config) == 0
     finally:
-        loop.queue_step, QueuedStep.read, hooks.save_checkpoint = queue_step, read, save
+        loop.queue_step, QueuedStep.read, Saver.begin = queue_step, read, save
     return events
 
 

@@ -15,7 +15,7 @@ from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretr
 from tests.end_to_end.damage import contents, flip, truncate
 
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
-WEIGHTS = "__0_0.distcp"
+WEIGHTS = "rank-00000.safetensors"
 
 
 def trained(workspace: Path, name: str, *settings: str) -> Path:

@@ -98,7 +98,7 @@ def untimed(run: Path) -> list[dict[str, Any]]:
 
 def weights(checkpoint: Path) -> dict[str, bytes]:
     """Return the files that the ranks wrote: equal bytes are equal masters and Adam moments."""
-    return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
 def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace, train):

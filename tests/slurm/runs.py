@@ -260,7 +260,7 @@ def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
     """
     checkpoint = complete_checkpoints(run)[-1]
     assert checkpoint.name == f"step-{step:08d}", checkpoint
-    return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
 def losses(run: Path) -> list[tuple[int, float]]:

@@ -1,0 +1,168 @@
+"""Files whose every byte is hashed as it is written, and verified as it is read.
+
+A file is hashed in blocks of 1 MiB, so that a reader can verify the part that it reads without
+reading the rest. The hash is XXH3 with 128 bits: it finds every damage that is not made on purpose,
+at a speed at which writing does not wait for it (SHA-256 takes longer than the disk).
+
+This module imports no torch: it also runs in the process that writes beside training.
+"""
+
+from __future__ import annotations
+
+import os
+from mmap import mmap
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from pretrain.config import ConfigError
+from pretrain.rundir.files import FILE_MODE
+
+BLOCK_BYTES = 1 << 20
+DIGEST_PATTERN = r"[0-9a-f]{32}"
+
+Bytes = NDArray[np.uint8]
+Buffer = bytes | memoryview | mmap | NDArray[Any]
+"""What can be written: contiguous memory."""
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint is not as it was written; an earlier one may be good."""
+
+
+class FileRecord(NamedTuple):
+    """What is known about a file that was written in blocks."""
+
+    name: str
+    bytes: int
+    blocks: tuple[str, ...]
+    """The digest of each block, in hexadecimal. All blocks but the last hold BLOCK_BYTES."""
+
+
+class BlockWriter:
+    """Write a new file from its beginning to its end, each byte once, and hash it on the way."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file. Raises FileExistsError when there is one."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._path, self._descriptor = path, os.open(path, flags, FILE_MODE)
+        self._bytes, self._digests = 0, list[str]()
+        self._block = xxhash.xxh3_128()
+
+    def write(self, data: Buffer) -> None:
+        """Append `data`. Raises OSError when the disk refuses."""
+        # memoryview cannot cast an empty array.
+        memory = data.data if isinstance(data, np.ndarray) else data
+        view = memoryview(memory).cast("B") if len(data) else memoryview(b"")
+        while view:
+            # A block is hashed and written while it is in the processor's cache.
+            part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
+            self._block.update(part)
+            _write_all(self._descriptor, part)
+            self._bytes += len(part)
+            if self._bytes % BLOCK_BYTES == 0:
+                self._end_block()
+            view = view[len(part) :]
+
+    def finish(self) -> FileRecord:
+        """Flush the file to the disk, close it and return its record."""
+        if self._bytes % BLOCK_BYTES:
+            self._end_block()
+        os.fsync(self._descriptor)
+        return FileRecord(self._path.name, self._bytes, tuple(self._digests))
+
+    def _end_block(self) -> None:
+        self._digests.append(self._block.hexdigest())
+        self._block.reset()
+
+    def __enter__(self) -> BlockWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+
+class BlockReader:
+    """Read any part of a file and verify each block of which a byte is read."""
+
+    def __init__(self, directory: Path, record: FileRecord) -> None:
+        """Open the file.
+
+        Raises:
+            DamagedCheckpoint: It is missing or has another size than the record's.
+        """
+        self._path, self._record = directory / record.name, record
+        # The last block that was read: what follows often begins in it.
+        self._last: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{self._path}: missing") from None
+        size = os.fstat(self._descriptor).st_size
+        if size != record.bytes:
+            os.close(self._descriptor)
+            raise DamagedCheckpoint(f"{self._path}: {size} bytes, {record.bytes} were written")
+
+    def read(self, start: int, count: int) -> Bytes:
+        """Return `count` bytes from `start` on, uint8 [count]. The result is not to be changed.
+
+        Raises:
+            DamagedCheckpoint: A block is not as it was written.
+        """
+        if count == 0:
+            return np.empty(0, np.uint8)
+        first, last = start // BLOCK_BYTES, (start + count - 1) // BLOCK_BYTES
+        begin = first * BLOCK_BYTES
+        data = np.empty(min((last + 1) * BLOCK_BYTES, self._record.bytes) - begin, np.uint8)
+        unread = first
+        if self._last[0] == first:
+            data[: len(self._last[1])] = self._last[1]
+            unread += 1
+        at = (unread - first) * BLOCK_BYTES
+        while at < len(data):
+            got = os.preadv(self._descriptor, [data[at:].data], begin + at)
+            if got == 0:
+                raise DamagedCheckpoint(f"{self._path}: became shorter while it was read")
+            at += got
+        for number in range(unread, last + 1):
+            block = data[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
+            if xxhash.xxh3_128_hexdigest(block.data) != self._record.blocks[number]:
+                raise DamagedCheckpoint(
+                    f"{self._path}: bytes {number * BLOCK_BYTES:,} to "
+                    f"{number * BLOCK_BYTES + len(block):,} are not what was written"
+                )
+        if self._last[0] != last:
+            self._last = (last, data[(last - first) * BLOCK_BYTES :].copy())
+        return data[start - begin :][:count]
+
+    def verify(self) -> None:
+        """Read the whole file. Raises DamagedCheckpoint as `read` does."""
+        step = 16 * BLOCK_BYTES
+        for start in range(0, self._record.bytes, step):
+            self.read(start, min(step, self._record.bytes - start))
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of `data`: a call may take a part of it, as on a disk that becomes full."""
+    while data:
+        data = data[os.write(descriptor, data) :]

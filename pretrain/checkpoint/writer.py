@@ -1,0 +1,239 @@
+"""Write checkpoints in a process beside training.
+
+The training process copies its state into memory that it shares with this process, and goes on.
+This process writes and hashes the state; that of rank 0 also waits for the other ranks' parts and
+publishes the checkpoint. It imports no torch, has no signal handlers, and ends with the training
+process.
+
+Commands come as lines of JSON on stdin, answers go to stdout, one a command:
+  {"do": "write", ...}              write this rank's part from the shared memory
+  {"do": "publish", ...}            wait for all parts and publish
+  {"do": "all written", "id": ...}  not answered: every part of this checkpoint is on the disk
+  {"do": "give up", "id": ...}      not answered: a part is missing for good
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.checkpoint.index import ITEM_BYTES, Part, Piece
+from pretrain.checkpoint.part import PoisonedState, split_values, write_part
+from pretrain.checkpoint.publish import Patience, Publication, publish
+from pretrain.config import RunFailed
+
+_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+"""What a launcher, Slurm or a terminal sends to all processes of a job. The training process acts
+on them, and this one has to finish what it is writing."""
+
+_ROOT = Path(__file__).parents[2]
+_PROGRAM = f"import sys; sys.path.append(sys.argv[2]); import {__name__} as w; w.main()"
+"""Not `-m`, which would look in the current directory first; that is where users keep scripts."""
+
+
+# ---- in the training process ---------------------------------------------------------------------
+class Writer:
+    """The process that writes for this rank, seen from the training process."""
+
+    def __init__(self) -> None:
+        """Start nothing yet: the process is started with the first command."""
+        self._process: subprocess.Popen[str] | None = None
+        self._memory: mmap.mmap | None = None
+        self._descriptor = -1
+        self._unanswered = 0
+        self._problem: Exception | None = None
+        self._warnings: list[str] = []
+        self._changed = threading.Condition()
+
+    @property
+    def problem(self) -> Exception | None:
+        """What went wrong since the last `wait`; None if nothing did so far."""
+        return self._problem
+
+    def memory(self, num_bytes: int) -> NDArray[np.float32]:
+        """Return shared memory of at least that size, the same at every call.
+
+        It is anonymous memory with a descriptor, because /dev/shm is small in containers.
+        """
+        if self._memory is None or len(self._memory) < num_bytes:
+            self.close()
+            self._descriptor = os.memfd_create("checkpoint")
+            os.ftruncate(self._descriptor, max(num_bytes, ITEM_BYTES))
+            self._memory = mmap.mmap(self._descriptor, max(num_bytes, ITEM_BYTES))
+        return np.frombuffer(self._memory, np.float32, num_bytes // ITEM_BYTES)
+
+    def write(self, directory: Path, part: Part) -> None:
+        """Have the shared memory written as this rank's part of a checkpoint.
+
+        Args:
+            directory: The checkpoint's hidden directory.
+            part: What stands in the shared memory.
+        """
+        pieces = [[piece.name, piece.shape, piece.boxes] for piece in part.pieces]
+        self._ask("write", directory=str(directory), rank=part.rank, pieces=pieces)
+
+    def publish(self, publication: Publication) -> None:
+        """Have the checkpoint published as soon as all ranks' parts are there."""
+        self._ask("publish", **dataclasses.asdict(publication))
+
+    def tell(self, what: str, identifier: str) -> None:
+        """Tell the process what it waits for.
+
+        Args:
+            what: "all written" or "give up".
+            identifier: The id of the checkpoint that is meant.
+        """
+        self._send({"do": what, "id": identifier})
+
+    def wait(self, unanswered: int = 0) -> list[str]:
+        """Wait until all commands but the last `unanswered` have been carried out.
+
+        Returns:
+            What the process warned of.
+
+        Raises:
+            RunFailed: The state is not finite, the checkpoint was not published, or the process
+                ended.
+            OSError: The disk refused.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._unanswered <= unanswered or self._problem)
+            problem, self._problem = self._problem, None
+            warnings, self._warnings = self._warnings, []
+        if problem is not None:
+            raise problem
+        return warnings
+
+    def close(self) -> None:
+        """End the process, whatever it is doing. The shared memory is given back."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            # Arrays may still refer to the mapping, which goes with the last of them.
+            self._memory, self._descriptor = None, -1
+        self._unanswered, self._problem = 0, None
+
+    def _ask(self, what: str, **arguments: Any) -> None:
+        with self._changed:
+            self._unanswered += 1
+        self._send({"do": what, **arguments})
+
+    def _send(self, command: dict[str, Any]) -> None:
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        # When the process has ended, the thread that reads the answers says how.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+
+    def _start(self) -> subprocess.Popen[str]:
+        """Start the process, with the signals blocked that are meant for the training process."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, str(self._descriptor), str(_ROOT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[self._descriptor],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        return process
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        """Note the answers until the process ends."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            with self._changed:
+                self._unanswered -= 1
+                self._warnings += answer.get("warnings", [])
+                self._problem = self._problem or _problem(answer)
+                self._changed.notify_all()
+        code = process.wait()
+        with self._changed:
+            if self._process is process and self._unanswered:
+                end = f"signal {-code}" if code < 0 else f"exit code {code}"
+                self._problem = self._problem or RunFailed(
+                    f"the process that writes checkpoints (process {process.pid}) ended with {end}"
+                )
+                self._changed.notify_all()
+
+
+def _problem(answer: dict[str, Any]) -> Exception | None:
+    """Return the error that an answer tells of."""
+    if (message := answer.get("error")) is None:
+        return None
+    if answer.get("errno"):
+        return OSError(answer["errno"], os.strerror(answer["errno"]), answer.get("filename"))
+    return PoisonedState(message) if answer.get("poisoned") else RunFailed(message)
+
+
+# ---- in the process beside it --------------------------------------------------------------------
+def main() -> None:
+    """Carry out commands until stdin ends, which it does when the training process does."""
+    descriptor = int(sys.argv[1])
+    commands: queue.Queue[dict[str, Any]] = queue.Queue()
+    patience = Patience()
+    threading.Thread(target=_carry_out, args=(descriptor, commands, patience), daemon=True).start()
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "all written":
+            patience.all_written = command["id"]
+        elif command["do"] == "give up":
+            patience.given_up = command["id"]
+        else:
+            commands.put(command)
+    # At once, also in the middle of a file: the checkpoint has no name yet.
+    os._exit(0)
+
+
+def _carry_out(descriptor: int, commands: queue.Queue[dict[str, Any]], patience: Patience) -> None:
+    """Carry out one command after the other and answer each."""
+    while True:
+        command = commands.get()
+        try:
+            answer: dict[str, Any] = {"warnings": _do(descriptor, command, patience)}
+        except OSError as error:
+            answer = {"error": str(error), "errno": error.errno, "filename": error.filename}
+        except RunFailed as error:
+            answer = {"error": str(error), "poisoned": isinstance(error, PoisonedState)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[str]:
+    """Carry out a command and return its warnings."""
+    arguments = {key: value for key, value in command.items() if key != "do"}
+    if command["do"] == "publish":
+        return publish(Publication(**arguments), patience)
+    pieces = tuple(
+        Piece(name, tuple(shape), tuple((tuple(offset), tuple(size)) for offset, size in boxes))
+        for name, shape, boxes in arguments["pieces"]
+    )
+    part = Part(arguments["rank"], pieces)
+    with mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ) as memory:
+        write_part(Path(arguments["directory"]), part, split_values(part, memory))
+    return []
