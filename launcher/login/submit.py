@@ -139,10 +139,12 @@ def signal_seconds(run: TrainingRun) -> int:
     """
     saves, steps = [], []
     for attempt in read_attempts(run.directory):
-        for begin, end in zip(attempt.phases, attempt.phases[1:]):
-            # A save that was cut off has no `saved`, and would make saving look too fast.
-            if begin.phase == Phase.SAVING and end.saved is not None:
-                saves.append(end.at - begin.at)
+        for number, (begin, end) in enumerate(zip(attempt.phases, attempt.phases[1:])):
+            if begin.phase == Phase.SAVING:
+                # A checkpoint is written beside training, and completed some steps later. A save
+                # that was cut off has no `saved`, and would make saving look too fast.
+                later = attempt.phases[number + 1 :]
+                saves += [m.at - begin.at for m in later if (m.saved or -1) >= begin.step][:1]
             elif begin.phase == Phase.TRAINING and end.step > begin.step:
                 steps.append((end.at - begin.at) / (end.step - begin.step))
     estimate = num_parameters(run.config) * BYTES_PER_PARAMETER / BYTES_PER_SECOND

@@ -86,6 +86,19 @@ class Saver:
         save = self._save
         return save is not None and bool(save.problem or self._writer.problem)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a save is under way; the same on every rank."""
+        return self._save is not None
+
+    @property
+    def published_step(self) -> int | None:
+        """On rank 0, the step of the save under way, if it has been published meanwhile."""
+        save, writing = self._save, self._writing
+        if save is None or not save.is_beside or writing is None or writing.is_alive():
+            return None
+        return save.step if self._writer.is_idle else None
+
     def begin(self, trainer_state: TrainerState, origin: Origin) -> str:
         """Begin to save a checkpoint in <run>/checkpoints/step-########. All ranks together.
 
@@ -117,8 +130,9 @@ class Saver:
         )
         self._save = _Save(identifier, step, partial, final, publication)
         part, tensors = lay_out(self._topology.rank, state.fragments)
-        if self._config.checkpoint.asynchronous and self._has_room(part):
-            self._begin_beside(part, tensors)
+        memory = self._memory(part) if self._config.checkpoint.asynchronous else None
+        if memory is not None:
+            self._begin_beside(part, tensors, memory)
         else:
             self._write_here(part, tensors)
         return identifier
@@ -158,29 +172,38 @@ class Saver:
         self._writer.close()
 
     # ---- the two ways to write ----
-    def _has_room(self, part: Part) -> bool:
-        """Return True if the copy of the state fits into the host's memory."""
+    def _memory(self, part: Part) -> torch.Tensor | None:
+        """Return memory for the copy of the state, fp32; None if the host has too little."""
         if self._copy is not None:
-            # It has been allocated for an earlier save.
-            return True
+            # Of an earlier save.
+            return torch.from_numpy(self._writer.memory(part.data_bytes))
         needed = int(MEMORY_MARGIN * part.data_bytes * ranks_here())
         available = platform.available_memory()
-        if needed > available and self._topology.is_main:
+        if needed <= available:
+            # A limit on memory or on the size of files may still refuse it.
+            with contextlib.suppress(OSError):
+                memory = torch.from_numpy(self._writer.memory(part.data_bytes))
+                self._pinned = memory if platform.pin(memory) else None
+                return memory
+        if self._topology.is_main:
             print(
                 f"checkpoint.asynchronous: a copy of the state needs {needed / 1e9:.1f} GB of "
                 f"memory on each node, {available / 1e9:.1f} GB are available; training waits for "
-                "its saves",
+                "this save",
                 file=sys.stderr,
                 flush=True,
             )
-        return needed <= available
+        return None
 
-    def _begin_beside(self, part: Part, tensors: list[torch.Tensor]) -> None:
-        """Copy the state beside training, and have the writing process write the copy."""
+    def _begin_beside(self, part: Part, tensors: list[torch.Tensor], memory: torch.Tensor) -> None:
+        """Copy the state beside training, and have the writing process write the copy.
+
+        Args:
+            part: What the rank's file holds.
+            tensors: The values of each piece.
+            memory: Where they are copied to.
+        """
         assert self._save is not None
-        memory = torch.from_numpy(self._writer.memory(part.data_bytes))
-        if self._copy is None and platform.pin(memory):
-            self._pinned = memory
         copy = platform.HostCopy(tensors, _split(memory, tensors))
         self._copy, self._optimizer.before_change = copy, self._before_change
         save, is_main = self._save, self._topology.is_main

@@ -65,6 +65,11 @@ class Writer:
         """What went wrong since the last `wait`; None if nothing did so far."""
         return self._problem
 
+    @property
+    def is_idle(self) -> bool:
+        """True when every command has been carried out, without a problem."""
+        return not self._unanswered and self._problem is None
+
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
         """Return shared memory of at least that size, the same at every call.
 

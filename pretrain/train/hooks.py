@@ -156,6 +156,7 @@ class CheckpointHook(Hook):
 
     def __init__(self, run: Run) -> None:
         self.saved_step = run.start_point.saved_step
+        self.reported_step: int | None = None
         self.saver = Saver(run.config, run.topology, run.optimizer)
         run.requests.has_problem = lambda: self.saver.has_problem
 
@@ -166,6 +167,15 @@ class CheckpointHook(Hook):
         """
         if run.requests.agreed:
             self._save(run)
+
+    def after_step(self, run: Run, record: Record) -> None:
+        """Report that a checkpoint was published beside training."""
+        if not run.topology.is_main:
+            return
+        published = self.saver.published_step
+        if published is not None and published != self.reported_step:
+            run.reporter.phase(Phase.TRAINING, record["step"], saved=published)
+            self.reported_step = published
 
     def is_due(self, run: Run) -> bool:
         """Return True if the step is to be saved, or a save has failed."""
@@ -183,9 +193,9 @@ class CheckpointHook(Hook):
         # rather than one step and a second save later.
         if self.saved_step == step < last and not run.requests.agreed:
             agree(run.requests)
-        if run.requests.agreed or step >= last:
-            # The processes end after this, and the checkpoint has to be published before.
-            self._finish(run)
+        if self._is_last(run) and self.saver.is_busy:
+            with run.reporter.during(Phase.SAVING, step, saved=self.saved_step):
+                self.saver.finish()
 
     def close(self) -> None:
         """End the process that writes."""
@@ -197,19 +207,19 @@ class CheckpointHook(Hook):
         is_regular = step % config.checkpoint.interval_steps == 0
         return bool(run.requests.agreed) or is_regular or is_last
 
+    def _is_last(self, run: Run) -> bool:
+        """Return True if the processes end after this step: its checkpoint is waited for."""
+        return bool(run.requests.agreed) or run.state.step >= run.config.train.num_steps
+
     def _save(self, run: Run) -> None:
         """Save the run at its present step, once."""
         step = run.state.step
         if step == self.saved_step:
             return
-        with run.reporter.during(Phase.SAVING, step):
+        waits = self._is_last(run) or not run.config.checkpoint.asynchronous
+        with run.reporter.during(Phase.SAVING, step, saved=step if waits else None):
             identifier = self.saver.begin(run.state, run.origin)
+            if waits:
+                self.saver.finish()
         run.origin = dataclasses.replace(run.origin, parent=identifier, validation_loss_nats=None)
         self.saved_step = step
-        if not run.config.checkpoint.asynchronous:
-            self._finish(run)
-
-    def _finish(self, run: Run) -> None:
-        """Wait until the last save is published."""
-        with run.reporter.during(Phase.SAVING, run.state.step, saved=self.saved_step):
-            self.saver.finish()

@@ -122,4 +122,8 @@ def test_a_resume_reads_its_checkpoint_once(pools, tiny_data, tmp_path):
     config = _config(tmp_path / "run", tiny_data, {}, train={"num_steps": 5})
     pools(1).run(tasks.continue_run, config, "auto", 4)
     counts = pools(1).run(tasks.reads_of_a_resume, config)[0]
-    assert counts == {"hash config.toml": 1, "hash state.json": 1, "parse config": 1}
+    small = ("manifest.json", "config.toml", "state.json", "index.json")
+    # The manifest is read again once the run's lock is held: it may have been replaced.
+    assert counts.pop("read manifest.json") > 1
+    small = ("config.toml", "state.json", "index.json")
+    assert counts == {f"read {name}": 1 for name in small} | {"parse config": 1}

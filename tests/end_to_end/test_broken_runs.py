@@ -42,7 +42,7 @@ def damaged_run(run: Path, name: str) -> Path:
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 SPOILED = {
-    "flipped bit": (WEIGHTS, flip, ["its SHA-256 is not the manifest's"]),
+    "flipped bit": (WEIGHTS, flip, ["are not what was written"]),
     "truncated": (WEIGHTS, truncate, ["bytes, the manifest says"]),
     "missing weights": (WEIGHTS, Path.unlink, ["missing"]),
     "other config": ("config.toml", flip, ["its SHA-256 is not the manifest's"]),
