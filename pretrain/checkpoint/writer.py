@@ -55,6 +55,7 @@ class Writer:
         self._process: subprocess.Popen[str] | None = None
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
+        self._has_ended = False
         self._unanswered = 0
         self._problem: Exception | None = None
         self._warnings: list[str] = []
@@ -138,12 +139,15 @@ class Writer:
 
     def _ask(self, what: str, **arguments: Any) -> None:
         with self._changed:
+            # It is started again if it ended when it had nothing to do.
+            if self._process is None or self._has_ended:
+                self._process = self._start()
             self._unanswered += 1
         self._send({"do": what, **arguments})
 
     def _send(self, command: dict[str, Any]) -> None:
         if self._process is None:
-            self._process = self._start()
+            return
         assert self._process.stdin is not None
         # When the process has ended, the thread that reads the answers says how.
         with contextlib.suppress(BrokenPipeError):
@@ -163,6 +167,7 @@ class Writer:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._has_ended = False
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         return process
 
@@ -178,7 +183,11 @@ class Writer:
                 self._changed.notify_all()
         code = process.wait()
         with self._changed:
-            if self._process is process and self._unanswered:
+            if self._process is not process:
+                # It was closed.
+                return
+            self._has_ended = True
+            if self._unanswered:
                 end = f"signal {-code}" if code < 0 else f"exit code {code}"
                 self._problem = self._problem or RunFailed(
                     f"the process that writes checkpoints (process {process.pid}) ended with {end}"
@@ -239,6 +248,7 @@ def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[st
         for name, shape, boxes in arguments["pieces"]
     )
     part = Part(arguments["rank"], pieces)
-    with mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ) as memory:
-        write_part(Path(arguments["directory"]), part, split_values(part, memory))
+    # Not closed by hand: arrays refer to the mapping, which goes with the last of them.
+    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ)
+    write_part(Path(arguments["directory"]), part, split_values(part, memory))
     return []

@@ -1,0 +1,162 @@
+"""Tasks of the tests of saving beside training, run on every rank of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretrain.config import RunConfig
+
+
+def digests_of_saves(
+    config: RunConfig, copy_delay: float = 0.0, protect: bool = True
+) -> dict[str, Any] | None:
+    """Train a run and return the SHA-256 of what each of its checkpoints holds of the optimizer.
+
+    Args:
+        config: The run's config.
+        copy_delay: Seconds before each copy of the state begins: the next step computes meanwhile.
+        protect: False to let the state change while it is still being copied.
+
+    Returns:
+        On rank 0, file name -> digest, for the files of tensors of all checkpoints, and "overlap":
+        how many steps began their forward pass while a copy was still under way.
+    """
+    from pretrain import platform
+    from pretrain.checkpoint.save import Saver
+    from pretrain.rundir.checkpoints import complete_checkpoints
+    from pretrain.train import loop
+
+    seen = {"overlap": 0}
+    copies: list[Any] = []
+    copy_all, queue_step = platform._copy_all, loop.queue_step
+    start, before_change = platform.HostCopy.__init__, Saver._before_change
+
+    def slowly(pairs: Any) -> None:
+        time.sleep(copy_delay)
+        copy_all(pairs)
+
+    def noted(self: Any, *args: Any) -> None:
+        start(self, *args)
+        copies.append(self._thread)
+
+    def counted(*args: Any) -> Any:
+        seen["overlap"] += bool(copies) and copies[-1].is_alive()
+        return queue_step(*args)
+
+    platform._copy_all, loop.queue_step = slowly, counted
+    platform.HostCopy.__init__ = noted  # type: ignore[method-assign]
+    if not protect:
+        Saver._before_change = lambda self: None  # type: ignore[method-assign]
+    try:
+        assert loop.train(config) == 0
+    finally:
+        platform._copy_all, loop.queue_step = copy_all, queue_step
+        platform.HostCopy.__init__ = start  # type: ignore[method-assign]
+        Saver._before_change = before_change  # type: ignore[method-assign]
+    if dist.get_rank():
+        return None
+    digests = {
+        f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for checkpoint in complete_checkpoints(config.directory)
+        for path in sorted(checkpoint.glob("*.safetensors"))
+    }
+    return {**digests, **seen}
+
+
+def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str, Any]:
+    """Train a run in which something befalls the writing process of one rank.
+
+    Args:
+        config: The run's config.
+        how: "killed", "stopped for good before it publishes", "disk" (it cannot write), "nan" (a
+            moment is not finite at the second save), or "signals" (all that a job gets, harmless).
+        rank: The rank.
+
+    Returns:
+        "error": the message that ended the run, "" without; "step": steps done by then.
+    """
+    from pretrain.checkpoint.save import Saver
+    from pretrain.config import RunFailed
+    from pretrain.train import loop
+
+    begin = Saver.begin
+    saves = {"count": 0, "step": 0}
+
+    def disturbed(self: Any, state: Any, origin: Any) -> Any:
+        saves["count"] += 1
+        is_second = saves["count"] == 2 and dist.get_rank() == rank
+        if is_second and how == "nan":
+            self._optimizer.state().fragments[0].tensors["exp_avg_sq"][0] = float("inf")
+        if is_second and how == "disk":
+            # The process has been started by the first save: it gets a directory that is not there.
+            write = self._writer.write
+            self._writer.write = lambda directory, part: write(directory / "gone", part)
+        if is_second and how == "killed":
+            # So that it is killed before it has written.
+            self._writer._process.send_signal(signal.SIGSTOP)
+        if is_second and how == "signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+                os.kill(self._writer._process.pid, number)
+        result = begin(self, state, origin)
+        if is_second and how == "killed":
+            self._writer._process.kill()
+        return result
+
+    queue_step = loop.queue_step
+
+    def counted(run: Any, *args: Any) -> Any:
+        # The failure may need a moment to arrive.
+        time.sleep(0.05)
+        step = queue_step(run, *args)
+        saves["step"] = run.state.step
+        return step
+
+    Saver.begin, loop.queue_step = disturbed, counted  # type: ignore[method-assign]
+    error = ""
+    try:
+        loop.train(config)
+    except RunFailed as failure:
+        error = str(failure)
+    finally:
+        Saver.begin, loop.queue_step = begin, queue_step  # type: ignore[method-assign]
+    return {"error": error, "step": saves["step"]}
+
+
+@contextlib.contextmanager
+def _little_memory() -> Iterator[None]:
+    from pretrain import platform
+
+    available = platform.available_memory
+    platform.available_memory = lambda: 1000
+    try:
+        yield
+    finally:
+        platform.available_memory = available
+
+
+def digests_with_little_memory(config: RunConfig) -> dict[str, Any] | None:
+    """Return `digests_of_saves` on a machine that has no memory for the copy."""
+    with _little_memory():
+        return digests_of_saves(config)
+
+
+def nothing_of_the_writers_is_left() -> int:
+    """Return how many child processes of this rank are left."""
+    torch.empty(0)
+    me = str(os.getpid())
+    parents = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit():
+                with open(f"/proc/{entry}/stat") as file:
+                    parents.append(file.read().rpartition(") ")[2].split()[1])
+    return parents.count(me)
