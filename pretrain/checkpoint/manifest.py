@@ -176,41 +176,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def check_same_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that `config` describes the model that the checkpoint's weights were trained in.
-
-    Layout, schedule, batch size, precision and dropout may differ, and so may the attention
-    backend, which changes how scores are computed but not which.
-
-    Raises:
-        ConfigError: A key of [model] or [position] differs; names both values.
-    """
-    may_differ = {"attention_backend", "hidden_dropout", "attention_dropout"}
-    for section in ("model", "position"):
-        keys = set(type(getattr(config, section)).model_fields) - may_differ
-        _check_same(config, checkpoint, section, keys)
-
-
-def check_same_order(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the consumed samples mean the same tokens as they did in the checkpoint's run.
-
-    Raises:
-        ConfigError: run.seed or data.sequence_length differs; names both values.
-    """
-    _check_same(config, checkpoint, "run", {"seed"})
-    _check_same(config, checkpoint, "data", {"sequence_length"})
-
-
-def _check_same(config: RunConfig, checkpoint: Checkpoint, section: str, keys: set[str]) -> None:
-    for key in sorted(keys):
-        now, before = (getattr(getattr(c, section), key) for c in (config, checkpoint.config))
-        if now != before:
-            raise ConfigError(
-                f"{section}.{key} = {now}: {checkpoint.path} was trained with {before}. Keep it, "
-                "or train anew in another run.directory"
-            )
-
-
 def _verify_file(checkpoint: Path, name: str, files: Files) -> None:
     path, expected = checkpoint / name, files.get(name)
     if expected is None:
