@@ -5,9 +5,9 @@ Which key may change is said in pretrain/config/trajectory.py; here that is appl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from pretrain.checkpoint.manifest import Change, Checkpoint
+from pretrain.checkpoint.manifest import Change, Checkpoint, TrainerState
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.trajectory import (
     DIGITS,
@@ -60,6 +60,29 @@ def changes_of(found: Collection[Difference], step: int) -> tuple[Change, ...]:
         for each in found
         if each.effect is Effect.TRAJECTORY
     )
+
+
+def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Change]) -> int:
+    """Return the tokens that a checkpoint was trained on, at whatever lengths.
+
+    Args:
+        config: The checkpoint's config.
+        state: How far training had come.
+        changes: What was changed on the way, oldest first.
+    """
+    length, batch = config.data.sequence_length, config.batch.global_batch_size
+    samples, end, tokens = state.consumed_samples, state.step, 0
+    # Backwards from the values at the end. What is left belongs to the first length.
+    for change in reversed(changes):
+        if change.key not in ("data.sequence_length", "batch.global_batch_size"):
+            continue
+        part = (end - change.step) * batch
+        samples, end, tokens = samples - part, change.step, tokens + part * length
+        if change.key == "data.sequence_length":
+            length = change.before
+        else:
+            batch = change.before
+    return tokens + samples * length
 
 
 def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pretrain.checkpoint.changes import trained_tokens
+from pretrain.checkpoint.manifest import Change, TrainerState
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.load import section_keys
 from pretrain.config.trajectory import (
@@ -151,3 +153,15 @@ def test_what_can_be_allowed():
     keys = [key for key in KEYS if effect_of(key) in (Effect.TRAJECTORY, Effect.CONTENT)]
     check_allowed(keys)
     assert allow_options(keys[:2]) == ["--allow-changed", keys[0], "--allow-changed", keys[1]]
+
+
+def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
+    config = tiny_config(data={"sequence_length": 64}, batch={"global_batch_size": 4})
+    state = TrainerState(step=10, consumed_samples=3 * 8 + 5 * 4 + 2 * 4)
+    changes = (
+        Change(3, "batch.global_batch_size", 8, 4),
+        Change(3, "optimizer.learning_rate", 1.0, 2.0),
+        Change(8, "data.sequence_length", 32, 64),
+    )
+    assert trained_tokens(config, state, changes) == (3 * 8 + 5 * 4) * 32 + 2 * 4 * 64
+    assert trained_tokens(config, state, ()) == state.consumed_samples * 64
