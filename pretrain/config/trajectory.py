@@ -260,9 +260,9 @@ def describe_differences(found: Sequence[Difference], run: object, checkpoint: o
     """
     if not found:
         return ""
-    keys = "1 key differs" if len(found) == 1 else f"{len(found)} keys differ"
+    count = "1 difference" if len(found) == 1 else f"{len(found)} differences"
     lines = [f"  {each.line()}" for each in found]
-    return "\n".join([f"{run}: {keys} from those of {checkpoint}:", *lines])
+    return "\n".join([f"{run}: {count} from {checkpoint}:", *lines])
 
 
 def _value(config: RunConfig, section: str, name: str) -> Any:

@@ -176,7 +176,7 @@ def test_what_does_not_change_training_is_free_and_shown(workspace, config, run)
     done = pretrain(*train)
     assert done.code == 0, done.err
     lines = done.err.splitlines()
-    begin = lines.index(f"{there}: 7 keys differ from those of {there / STEP_8}:")
+    begin = lines.index(f"{there}: 7 differences from {there / STEP_8}:")
     shown = [" ".join(line.split()) for line in lines[begin + 1 : begin + 8]]
     assert "batch.micro_batch_size = 4 -> 8 (free)" in shown
     assert "train.num_steps = 8 -> 10 (free)" in shown
