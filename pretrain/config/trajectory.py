@@ -83,7 +83,9 @@ EFFECTS: dict[str, Effect] = {
     "checkpoint": FREE,
     "evaluation": FREE,
     "logging": FREE,
-    "recovery": FREE,
+    "recovery.hang_seconds": FREE,
+    "recovery.startup_seconds": FREE,
+    "recovery.max_restarts": FREE,
 }
 """Key, or section -> what a change of it does."""
 

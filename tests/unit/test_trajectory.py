@@ -50,7 +50,7 @@ def test_the_classes_are_those_that_the_documentation_promises():
         "train.precision",
         *(key for key in KEYS if key.startswith(("optimizer.", "schedule."))),
     } - {"optimizer.initial_loss_scale_power"}
-    sections = ("checkpoint.", "evaluation.", "logging.", "recovery.")
+    sections = ("checkpoint.", "evaluation.", "logging.")
     free = {"batch.micro_batch_size", "train.num_steps", "run.directory", "data.num_workers"}
     free |= {key for key in KEYS if key.startswith(sections)}
     assert {effect_of(key) for key in changes_training} == {Effect.TRAJECTORY}
