@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from pretrain.config import ConfigError, EvaluationRequest, load_config
-from pretrain.config.arguments import Config, Overrides
+from pretrain.config.arguments import AllowChanged, Config, Overrides
+from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
@@ -78,6 +79,7 @@ def local(
     ],
     overrides: Overrides = [],  # noqa: B006  typer copies it
     resume: Resume = None,
+    allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train on this machine.
 
@@ -101,10 +103,12 @@ def local(
           --set run.directory=runs/try
     """
     run = load_config(config, overrides)
+    check_allowed(allow_changed)
     # Refuse a layout that does not fit `nproc` here, once, before every process does.
     run.layout(nproc)
     settings = [word for override in overrides for word in ("--set", override)]
-    train = [sys.executable, "-m", "pretrain", "train"]
+    # Part of the command and not of the config's arguments, which a restart replaces.
+    train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     code = run_locally(run, nproc, train, [str(config), *settings], resume)
     _print_summary(run.directory, code)
     raise typer.Exit(code)
@@ -132,6 +136,7 @@ def submit(
     max_tokens: MaxTokens = None,
     evaluation_tasks: EvaluationTasks = None,
     evaluation_time: EvaluationTime = None,
+    allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train on a Slurm cluster.
 
@@ -154,6 +159,7 @@ def submit(
     from pretrain.launcher.login import submit as jobs
 
     run, plan = load_config(config, overrides), None
+    check_allowed(allow_changed)
     if evaluate_checkpoints:
         request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
         options = evaluations.check_options(
@@ -179,6 +185,7 @@ def submit(
         save_before=save_before,
         dry_run=dry_run,
         plan=plan,
+        allow_changed=allow_changed,
     )
 
 
@@ -204,6 +211,7 @@ def sweep(
     time: TimeLimit = None,
     save_before: SaveBefore = None,
     dry_run: DryRun = False,
+    allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train one run for each combination of values.
 
@@ -218,6 +226,7 @@ def sweep(
     """
     from pretrain.launcher.login import sweep as sweeps
 
+    check_allowed(allow_changed)
     sweeps.sweep(
         config,
         load_site(site),
@@ -228,6 +237,7 @@ def sweep(
         save_before=save_before,
         concurrent=concurrent,
         dry_run=dry_run,
+        allow_changed=allow_changed,
     )
 
 

@@ -24,8 +24,9 @@ from pretrain.config import (
     load_config,
     writing,
 )
-from pretrain.config.arguments import Config, Overrides
+from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.shipped import list_shipped
+from pretrain.config.trajectory import check_allowed
 from pretrain.exits import leave
 from pretrain.rundir.states import ExitCode
 from pretrain.train.stopping import Requests
@@ -176,11 +177,17 @@ def train(
             "(none), or from this checkpoint.",
         ),
     ] = "auto",
+    allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train a run, or resume it from its newest checkpoint.
 
     By itself this command is one process. `launcher local`, torchrun and srun start one process per
     GPU.
+
+    A resume prints every key that differs from the checkpoint's config, and what differs in the
+    data. Layout, logging, evaluation, saving and the number of steps may change. What changes
+    training (data, seed, batch, optimizer, schedule, dropout, precision) is refused unless
+    --allow-changed names the key, and the model cannot change.
 
     \b
     Signals, to any of the processes:
@@ -191,16 +198,19 @@ def train(
     \b
     Example:
       pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
+      pretrain train configs/demo.toml --set optimizer.learning_rate=5e-4 \\
+          --allow-changed optimizer.learning_rate
     """
     # Before the slow imports, so that a signal that comes during them is not lost.
     requests = Requests()
     requests.listen()
     # Also before them, so that a typing mistake shows at once.
     run = load_config(config, overrides)
+    check_allowed(allow_changed)
     from pretrain import topology
     from pretrain.train.loop import train as run_training
 
-    code = run_training(run, resume, requests)
+    code = run_training(run, resume, requests, frozenset(allow_changed))
     # After success all ranks are here and can close the process group together. After a failure
     # some may never come, and whatever started the ranks ends those that wait.
     if not code:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.trajectory import check_differences, differences
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import check_path, job_name
 from pretrain.rundir.attempts import is_finished
+from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import check_version
 from pretrain.rundir.states import JobKind
@@ -38,6 +40,8 @@ class TrainingRun:
     tasks_per_node: int
     over: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """In a sweep: the keys and values that distinguish this run from the others."""
+    allow_changed: tuple[str, ...] = ()
+    """The keys of --allow-changed."""
 
     @property
     def num_tasks(self) -> int:
@@ -111,7 +115,8 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             useful before the corpus has been downloaded.
 
     Raises:
-        ConfigError: A run is finished or in a job already, or its data is not built.
+        ConfigError: A run is finished or in a job already, its newest checkpoint was trained with
+            a config from which it cannot go on, or its data is not built.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
@@ -123,6 +128,7 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
                 f"run.directory = {run.config.run.directory}: this run is finished. To train it "
                 "further, increase train.num_steps; for a new run, choose another directory"
             )
+        _check_goes_on(run)
     _check_not_in_a_job(runs)
     # Usually one data set, which all runs of a sweep share.
     for data in dict.fromkeys(run.config.data_directory for run in runs):
@@ -138,6 +144,22 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
                 "CONFIG` before you submit",
                 file=sys.stderr,
             )
+
+
+def _check_goes_on(run: TrainingRun) -> None:
+    """Raise ConfigError when the run differs from its newest checkpoint in what may not change.
+
+    The ranks check it again, together with the data, for the checkpoint that they resume from.
+    """
+    found = complete_checkpoints(run.directory)
+    if not found:
+        return
+    try:
+        before = load_config(found[-1] / "config.toml")
+    except ConfigError:
+        # Damaged, which only reading all of it can tell; the ranks do.
+        return
+    check_differences(differences(before, run.config), found[-1], run.allow_changed)
 
 
 def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:

@@ -49,6 +49,7 @@ def submit(
     save_before: int | None = None,
     dry_run: bool = False,
     plan: Callable[[TrainingRun, Job], str] | None = None,
+    allow_changed: Sequence[str] = (),
 ) -> None:
     """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
 
@@ -61,12 +62,13 @@ def submit(
         dry_run: Only print the job.
         plan: Makes the text of RUN/evaluations/plan.json, with which the run's checkpoints are
             evaluated while it trains. Without it they are not evaluated.
+        allow_changed: Keys that may differ from the checkpoint's although they change training.
 
     Raises:
         ConfigError: The run cannot work; nothing was written or sent.
         SlurmError: Slurm refused the job; nothing is left of it in the run's directory.
     """
-    run = allocate(config, site, nodes)
+    run = dataclasses.replace(allocate(config, site, nodes), allow_changed=tuple(allow_changed))
     check_runs([run], site, dry_run)
     job = training_job([run], site, time_limit, save_before)
     files = {RunPaths(run.directory).evaluation_plan: plan(run, job)} if plan else NO_FILES
@@ -251,6 +253,7 @@ def _launch_files(run: TrainingRun, job: Job) -> dict[Path, str]:
         over=dict(run.over),
         sbatch=tuple(job.arguments()),
         site=job.site.model_dump(mode="json"),
+        allow_changed=run.allow_changed,
     )
     paths = RunPaths(run.directory)
     return {

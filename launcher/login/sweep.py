@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -53,6 +54,7 @@ def sweep(
     save_before: int | None = None,
     concurrent: int | None = None,
     dry_run: bool = False,
+    allow_changed: Sequence[str] = (),
 ) -> None:
     """Submit one run for each combination of values, below the config's run.directory.
 
@@ -69,6 +71,7 @@ def sweep(
         save_before: Seconds before the time limit at which to save.
         concurrent: How many runs may train at the same time; by default all.
         dry_run: Only print the array.
+        allow_changed: Keys that may differ from the checkpoints' although they change training.
 
     Raises:
         ConfigError: The axes are malformed, or a run cannot work; nothing was sent.
@@ -79,7 +82,11 @@ def sweep(
     finished = [run for run in runs if is_finished(run.directory, run.config.train.num_steps)]
     for run in finished:
         print(f"{run.config.run.directory}: finished, left out")
-    runs = [run for run in runs if run not in finished]
+    runs = [
+        dataclasses.replace(run, allow_changed=tuple(allow_changed))
+        for run in runs
+        if run not in finished
+    ]
     if not runs:
         return
     _check_same_size(runs)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError, load_config, writing
+from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.node.signals import Signals, signals_blocked
@@ -79,7 +80,7 @@ def attempt(run: Path) -> int:
         say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
         return 0
     train = [launch.python, "-m", "pretrain", "train", str(paths.launch_config)]
-    command = [*launch.command, *train]
+    command = [*launch.command, *train, *allow_options(launch.allow_changed)]
 
     def start(attempt: Attempt) -> SrunRanks:
         nodes = os.environ.get("SLURM_JOB_NODELIST")

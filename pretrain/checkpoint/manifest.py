@@ -338,41 +338,6 @@ def read_lineage(path: Path) -> Lineage:
     return _read_manifest(path)[0].lineage
 
 
-def check_same_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that `config` describes the model that the checkpoint's weights were trained in.
-
-    Layout, schedule, batch size, precision and dropout may differ, and so may the attention
-    backend, which changes how scores are computed but not which.
-
-    Raises:
-        ConfigError: A key of [model] or [position] differs; names both values.
-    """
-    may_differ = {"attention_backend", "hidden_dropout", "attention_dropout"}
-    for section in ("model", "position"):
-        keys = set(type(getattr(config, section)).model_fields) - may_differ
-        _check_same(config, checkpoint, section, keys)
-
-
-def check_same_order(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the consumed samples mean the same tokens as they did in the checkpoint's run.
-
-    Raises:
-        ConfigError: run.seed or data.sequence_length differs; names both values.
-    """
-    _check_same(config, checkpoint, "run", {"seed"})
-    _check_same(config, checkpoint, "data", {"sequence_length"})
-
-
-def _check_same(config: RunConfig, checkpoint: Checkpoint, section: str, keys: set[str]) -> None:
-    for key in sorted(keys):
-        now, before = (getattr(getattr(c, section), key) for c in (config, checkpoint.config))
-        if now != before:
-            raise ConfigError(
-                f"{section}.{key} = {now}: {checkpoint.path} was trained with {before}. Keep it, "
-                "or train anew in another run.directory"
-            )
-
-
 def _read_manifest(checkpoint: Path) -> tuple[_Manifest, str]:
     """Return a checkpoint's manifest and its checksum, which has been compared."""
     path = checkpoint / MANIFEST

@@ -21,3 +21,13 @@ Overrides = Annotated[
         help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
     ),
 ]
+AllowChanged = Annotated[
+    list[str],
+    typer.Option(
+        "--allow-changed",
+        metavar="SECTION.KEY",
+        help="Go on from a checkpoint although this key, which changes training, is not as it was "
+        "then. data.directory stands for the training tokens, data.tokenizer for the tokenizer. "
+        "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
+    ),
+]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ class TokenStream:
     vocab_size: int
     """Number of pieces of the tokenizer that produced the tokens."""
 
+    tokenizer_sha256: str
+    """Hex digest of that tokenizer's model."""
+
     def __init__(self, directory: str | Path) -> None:
         """Open a split and run every check that does not read the shards.
 
@@ -44,6 +49,7 @@ class TokenStream:
         self.directory = Path(directory)
         self._manifest = read_manifest(self.directory)
         self.vocab_size = self._manifest.vocab_size
+        self.tokenizer_sha256 = self._manifest.tokenizer_sha256
         self.documents = self._manifest.documents
         self.text_bytes = self._manifest.text_bytes
         self._check_sizes()
@@ -53,6 +59,21 @@ class TokenStream:
 
     def __len__(self) -> int:
         return self._manifest.tokens
+
+    @property
+    def identity(self) -> str:
+        """Return the hex SHA-256 of what determines the tokens: the same for a copy elsewhere.
+
+        Made of the manifest, so the shards are not read. The same text in blocks or shards of other
+        sizes has another identity.
+        """
+        content = {
+            "tokenizer": self.tokenizer_sha256,
+            "dtype": self._manifest.dtype,
+            "tokens": self._manifest.tokens,
+            "shards": [shard.sha256 for shard in self._manifest.shards],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) as int64 [count], across blocks and shards.

@@ -5,6 +5,7 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pretrain.topology
+from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_validation_split
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.manifest import Checkpoint, check_same_model, open_checkpoint
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.manifest import TOKENIZER
-from pretrain.data.stream import open_stream
+from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
 from pretrain.evaluate.report import check_report_path, format_table, write_report
@@ -48,7 +50,7 @@ def evaluation_config(
         "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
     }
     config = checkpoint.load_config([*request.overrides(), *overrides], sections)
-    check_same_model(config, checkpoint)
+    check_model(config, checkpoint)
     trained = checkpoint.config.data.sequence_length
     # data.sequence_length is the training length L of every table; lengths are chosen separately.
     if config.data.sequence_length != trained:
@@ -59,21 +61,45 @@ def evaluation_config(
     return config
 
 
+def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
+    """Open the validation split to score a checkpoint on. Rank 0 says when it is not its own.
+
+    Another corpus is a fair question to ask of a model; another tokenizer is none.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        config: Its config, with the overrides of the command line.
+
+    Raises:
+        ConfigError: The data cannot be used, or was made by another tokenizer.
+    """
+    stream = open_stream(config, "validation")
+    check_tokenizer(stream, checkpoint)
+    rank = pretrain.topology.Process.from_environment().rank
+    if rank == 0 and not is_its_validation_split(stream, checkpoint):
+        print(
+            f"{stream.directory}: not the validation split that {checkpoint.path} was evaluated on "
+            "while it trained",
+            file=sys.stderr,
+            flush=True,
+        )
+    return stream
+
+
 def evaluate_checkpoint(
-    checkpoint: Checkpoint, config: RunConfig, protocols: list[Protocol]
+    checkpoint: Checkpoint, config: RunConfig, stream: TokenStream, protocols: list[Protocol]
 ) -> list[Evaluation]:
     """Score the validation split with a checkpoint's weights. Rank 0 prints each result.
 
     Args:
         checkpoint: The checkpoint, opened.
         config: Its config, with the layout to evaluate on (see `evaluation_config`).
+        stream: The validation split.
         protocols: Protocols to score under, in order.
 
     Returns:
         One evaluation for each protocol, the same on every rank.
     """
-    # The data is checked before the process group starts, which takes seconds.
-    stream = open_stream(config, "validation")
     topology = pretrain.topology.initialize(config)
     chunks = build_model(config)
     check_positions(config, chunks)
@@ -112,18 +138,21 @@ def evaluate_sources(
 
     Raises:
         ConfigError: A source is not a run or checkpoint, the checkpoints were trained at different
-            lengths, or the report cannot be written to `out`.
+            lengths, the data has another tokenizer, or the report cannot be written to `out`.
     """
     checkpoints = [open_checkpoint(find_checkpoint(source)) for source in sources]
     configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
     _check_same_training_length(checkpoints, configs)
+    # The data is checked before the process group starts, which takes seconds.
+    streams = [open_validation(c, config) for c, config in zip(checkpoints, configs)]
     if out is not None:
         _prepare_report_directory(out)
     records: list[dict[str, Any]] = []
     positions: dict[tuple[str, int], NDArray[np.float64]] = {}
-    for checkpoint, config in zip(checkpoints, configs):
+    for checkpoint, config, stream in zip(checkpoints, configs, streams):
         method = config.position.method
-        for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
+        protocols = _protocols(request, config)
+        for result in evaluate_checkpoint(checkpoint, config, stream, protocols):
             path = str(checkpoint.path)
             records.append({"method": method, **result.record(), "checkpoint": path})
             # Sliding windows score few positions, so loss by position is reported without overlap.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pretrain import topology
+from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig
@@ -51,10 +52,11 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     }
     config = opened.load_config(["train.precision=fp32"], sections)
     stream = open_stream(config, "validation")
+    check_tokenizer(stream, opened)
     state = opened.trainer_state
     facts = {
         "Training steps": f"{state.step:,}",
-        "Training tokens": f"{state.consumed_samples * config.data.sequence_length:,}",
+        "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
     name = to_huggingface(
         config,

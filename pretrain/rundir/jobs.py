@@ -56,6 +56,8 @@ class LaunchRecord:
     """The arguments of sbatch."""
     site: dict[str, Any]
     """The site file, resolved."""
+    allow_changed: tuple[str, ...] = ()
+    """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
 
 
 def append_job(run: Path, record: JobRecord) -> None:
@@ -81,7 +83,8 @@ def read_launch(run: Path) -> LaunchRecord:
     content = read_json(path)
     record = from_json(LaunchRecord, content)
     if record is None:
-        names = {field.name for field in dataclasses.fields(LaunchRecord)}
+        needed = [f for f in dataclasses.fields(LaunchRecord) if f.default is dataclasses.MISSING]
+        names = {field.name for field in needed}
         missing = (
             ", ".join(sorted(names - content.keys())) or "none, but a value is of another type"
         )

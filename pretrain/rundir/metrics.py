@@ -3,7 +3,8 @@
 A record is a flat JSON object. One of a step has `step` (steps done, from 1), `loss_nats`,
 `gradient_norm`, `learning_rate`, `tokens_per_second`, `step_seconds` and more. One of an evaluation
 has `step`, `evaluation` (true), `protocol`, `stride`, `length`, `loss_nats`, `perplexity`; there is
-one for each length and protocol.
+one for each length and protocol. One of a change has `step` and `changed`: the keys that
+`--allow-changed` named when training went on from this step, each with the value before and after.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ NON_FINITE = "non_finite"
 
 
 def is_evaluation(record: Record) -> bool:
-    """Return True for a record of an evaluation, False for one of a training step."""
+    """Return True for a record of an evaluation."""
     return bool(record.get("evaluation"))
+
+
+def is_change(record: Record) -> bool:
+    """Return True for a record of keys that were changed; it has no numbers of the step."""
+    return "changed" in record
 
 
 class MetricsFile:
@@ -40,7 +46,8 @@ class MetricsFile:
         """Open the file for a run of which `resume_step` steps are done.
 
         Records of later steps, which an earlier attempt wrote and lost, are dropped, so that the
-        file holds each step once. A fresh start (step 0) keeps nothing.
+        file holds each step once. So are changes at this very step, which the run writes anew as
+        far as they hold. A fresh start (step 0) keeps nothing.
         """
         self._path = path
         if path.exists():
@@ -97,7 +104,7 @@ def _drop_after(path: Path, step: int) -> None:
     try:
         with partial.open("w") as file:
             for record in read_metrics(path):
-                if 0 < record["step"] <= step:
+                if 0 < record["step"] <= step - is_change(record):
                     file.write(json.dumps(_to_json(record)) + "\n")
             # The whole history is in this file: it must be on the disk before it is replaced.
             file.flush()

@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 _ROWS = """
 run.json | first start | the version of this layout, and when the run was made
 config.toml | each start | the resolved config, every key with its value
-metrics.jsonl | rank 0 | a line per training step, and per length of an evaluation
+metrics.jsonl | rank 0 | a line per training step, length of an evaluation, and allowed change
 wandb_run_id | rank 0 | the id under which W&B continues the run
 wandb/ | wandb | what W&B keeps on disk
 tensorboard/ | TensorBoard | event files

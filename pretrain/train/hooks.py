@@ -63,7 +63,7 @@ def make_hooks(run: Run) -> list[Hook]:
 
 
 class LoggingHook(Hook):
-    """Add rates to a step's record and pass it to the writer; on rank 0 alone."""
+    """Pass records of steps, with rates, and of changes to the writer; on rank 0 alone."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
         self.writer = writer
@@ -75,6 +75,13 @@ class LoggingHook(Hook):
             "": flops_per_token(run.config, length, causal=False),
             "_causal": flops_per_token(run.config, length, causal=True),
         }
+
+    def at_start(self, run: Run) -> None:
+        """Log what was allowed to change at the step that training goes on from."""
+        step = run.state.step
+        changed = {c.key: [c.before, c.after] for c in run.origin.changes if c.step == step}
+        if self.writer is not None and changed:
+            self.writer.changed({"step": step, "changed": changed})
 
     def after_step(self, run: Run, record: Record) -> None:
         """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""

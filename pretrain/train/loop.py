@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import RunConfig, dump_config, writing
+from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.files import replace_file
@@ -20,12 +21,17 @@ from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
 from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
-from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
+from pretrain.train.start import Run, StartPoint, data_hashes, load_run, prepare, take_run
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step
 from pretrain.train.stopping import EXIT_CODES, Requests
 
 
-def train(config: RunConfig, resume: str = "auto", requests: Requests | None = None) -> int:
+def train(
+    config: RunConfig,
+    resume: str = "auto",
+    requests: Requests | None = None,
+    allowed: Collection[str] = (),
+) -> int:
     """Train a run to train.num_steps, or until all ranks agree to stop. All ranks together.
 
     Args:
@@ -33,6 +39,7 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
         resume: "auto" for the newest complete checkpoint or, if there is none, from scratch;
             "none" to start from scratch; else the path of a run or a checkpoint.
         requests: What this process is asked to do by signals. None: nothing.
+        allowed: Keys that may differ from the checkpoint's although they change training.
 
     Returns:
         The process's exit code, the same on every rank: 0 when the run is finished.
@@ -41,9 +48,12 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
         ConfigError: The input is wrong; nothing has been written then.
         RunFailed: The run cannot go on, for example because its gradients are no longer finite.
     """
-    streams, topology, checkpoint = prepare(config, resume)
+    streams, topology, checkpoint = prepare(config, resume, allowed)
+    data = data_hashes(streams)
     with AttemptReporter() as reporter:
-        start_point = on_main(topology, lambda: take_run(config, resume, reporter, checkpoint))
+        start_point = on_main(
+            topology, lambda: take_run(config, resume, reporter, checkpoint, data, allowed)
+        )
         if topology.is_main:
             print(_outlook(config, topology, start_point), file=sys.stderr, flush=True)
         if start_point.is_finished(config):
@@ -152,10 +162,21 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
         return f"{directory}: already at step {step} of {last}; nothing to train"
     layout = topology.layout
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    differences = _differences(config, start_point)
     if step >= last:
-        return f"{directory}: at step {step} of {last}, whose evaluation is left; {sizes}"
+        return (
+            f"{directory}: at step {step} of {last}, whose evaluation is left; {sizes}{differences}"
+        )
     begin = f"going on from step {step}" if step else "from scratch"
-    return f"{directory}: {begin}, to step {last}; {sizes}"
+    return f"{directory}: {begin}, to step {last}; {sizes}{differences}"
+
+
+def _differences(config: RunConfig, start_point: StartPoint) -> str:
+    """Return the lines about all that differs from the checkpoint; empty when nothing does."""
+    found, checkpoint = start_point.differences, start_point.checkpoint
+    if not found or checkpoint is None:
+        return ""
+    return "\n" + describe_differences(found, config.directory, checkpoint.path)
 
 
 def _finished(step: int) -> str:

@@ -53,7 +53,8 @@ class MetricsWriter:
         """
         run_directory.mkdir(parents=True, exist_ok=True)
         paths = RunPaths(run_directory)
-        self._destinations: list[Destination] = [JsonLines(paths.metrics, resume_step)]
+        self._lines = JsonLines(paths.metrics, resume_step)
+        self._destinations: list[Destination] = [self._lines]
         if config.logging.wandb != "disabled":
             self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory)))
         if config.logging.tensorboard:
@@ -75,6 +76,10 @@ class MetricsWriter:
         """Write the records of one evaluation: one per protocol and length, at one step."""
         for destination in self._destinations:
             destination.evaluation(records)
+
+    def changed(self, record: Record) -> None:
+        """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
+        self._lines.step(record)
 
     def close(self) -> None:
         """Write out what is buffered and close every destination."""

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from pretrain.checkpoint.changes import changes_of, check_training
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import (
-    Checkpoint,
-    Origin,
-    TrainerState,
-    check_same_model,
-    check_same_order,
-    open_checkpoint,
-)
+from pretrain.checkpoint.manifest import Checkpoint, Origin, TrainerState, open_checkpoint
 from pretrain.checkpoint.save import recover
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.trajectory import TOKENIZER, TRAINING, VALIDATION, Difference
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
@@ -57,14 +53,22 @@ class StartPoint:
     saved_step: int | None = 0
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
+    data: dict[str, str] = field(default_factory=dict)
+    """The hashes of the run's data; see `data_hashes`."""
+    differences: tuple[Difference, ...] = ()
+    """What differs from the checkpoint's config and data; all of it is free or was allowed."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
         if self.checkpoint is None:
-            return Origin(branches=(Branch(new_id(), 0),))
-        lineage = self.checkpoint.lineage
+            return Origin(branches=(Branch(new_id(), 0),), data=self.data)
+        before = self.checkpoint.origin
         return dataclasses.replace(
-            self.checkpoint.origin, parent=lineage.id, validation_loss_nats=None
+            before,
+            parent=self.checkpoint.lineage.id,
+            data=self.data,
+            changes=(*before.changes, *changes_of(self.differences, self.step)),
+            validation_loss_nats=None,
         )
 
     def is_finished(self, config: RunConfig) -> bool:
@@ -91,12 +95,15 @@ class Run:
     """What the next save records about where its state comes from."""
 
 
-def prepare(config: RunConfig, resume: str) -> tuple[Streams, Topology, Checkpoint | None]:
+def prepare(
+    config: RunConfig, resume: str, allowed: Collection[str] = ()
+) -> tuple[Streams, Topology, Checkpoint | None]:
     """Check the input and join the other processes. Nothing is written.
 
     Args:
         config: The run.
         resume: "auto", "none" or a path; see `checkpoint_to_resume`.
+        allowed: Keys that may change although they change training.
 
     Returns:
         The token streams, the layout of the processes, and the checkpoint to resume from, opened.
@@ -107,11 +114,28 @@ def prepare(config: RunConfig, resume: str) -> tuple[Streams, Topology, Checkpoi
     streams = open_stream(config, "train"), open_stream(config, "validation")
     # Every process checks, because one that has joined waits for those that have not.
     checkpoint = checkpoint_to_resume(config, resume)
+    if checkpoint is not None:
+        check_training(config, data_hashes(streams), checkpoint, allowed)
     return streams, initialize_topology(config), checkpoint
 
 
+def data_hashes(streams: Streams) -> dict[str, str]:
+    """Return the hashes that a checkpoint records of its run's data."""
+    training, validation = streams
+    return {
+        TRAINING: training.identity,
+        VALIDATION: validation.identity,
+        TOKENIZER: training.tokenizer_sha256,
+    }
+
+
 def take_run(
-    config: RunConfig, resume: str, reporter: AttemptReporter, opened: Checkpoint | None
+    config: RunConfig,
+    resume: str,
+    reporter: AttemptReporter,
+    opened: Checkpoint | None,
+    data: dict[str, str],
+    allowed: Collection[str] = (),
 ) -> StartPoint:
     """Make the run this process's own and find where it starts from. Rank 0 alone.
 
@@ -122,12 +146,14 @@ def take_run(
         resume: "auto", "none" or a path; see `checkpoint_to_resume`.
         reporter: Holds the run's lock from now on.
         opened: The checkpoint that `prepare` opened.
+        data: The hashes of the run's data; see `data_hashes`.
+        allowed: Keys that may change although they change training.
 
     Raises:
         ConfigError: run.directory cannot be made, or (RunBusy) another process trains the run.
     """
     supervised = supervised_attempt()
-    start_point = find_start_point(config, resume, opened)
+    start_point = find_start_point(config, resume, opened, data, allowed)
     if start_point.is_finished(config) and supervised is None:
         return start_point
     try:
@@ -142,7 +168,7 @@ def take_run(
         reporter.begin(config.directory, owner())
     recover(config.directory)
     # Once more: until the lock was taken, another process may have trained the run.
-    return find_start_point(config, resume, start_point.checkpoint)
+    return find_start_point(config, resume, start_point.checkpoint, data, allowed)
 
 
 def load_run(
@@ -193,7 +219,11 @@ def load_run(
 
 
 def find_start_point(
-    config: RunConfig, resume: str, opened: Checkpoint | None = None
+    config: RunConfig,
+    resume: str,
+    opened: Checkpoint | None,
+    data: dict[str, str],
+    allowed: Collection[str] = (),
 ) -> StartPoint:
     """Find where the run starts from.
 
@@ -201,13 +231,16 @@ def find_start_point(
         config: The run.
         resume: "auto", "none" or a path; see `checkpoint_to_resume`.
         opened: A checkpoint that `checkpoint_to_resume` has returned before.
+        data: The hashes of the run's data; see `data_hashes`.
+        allowed: Keys that may change although they change training.
 
     Raises:
-        ConfigError: As `checkpoint_to_resume`.
+        ConfigError: As `checkpoint_to_resume`, or a difference from the checkpoint is not allowed.
     """
     checkpoint = checkpoint_to_resume(config, resume, opened)
     if checkpoint is None:
-        return StartPoint()
+        return StartPoint(data=data)
+    differences = check_training(config, data, checkpoint, allowed)
     step = checkpoint.trainer_state.step
     pending: tuple[Protocol, ...] = ()
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
@@ -217,7 +250,8 @@ def find_start_point(
         pending = tuple(p for p in protocols(config) if p.key not in done)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
-    return StartPoint(checkpoint, step, pending, step if is_own else None)
+    saved_step = step if is_own else None
+    return StartPoint(checkpoint, step, pending, saved_step, data, differences)
 
 
 def protocols(config: RunConfig) -> list[Protocol]:
@@ -238,7 +272,7 @@ def is_evaluated_after(config: RunConfig, step: int) -> bool:
 def checkpoint_to_resume(
     config: RunConfig, resume: str, opened: Checkpoint | None = None
 ) -> Checkpoint | None:
-    """Open the checkpoint to resume from and check that the run can go on from it.
+    """Open the checkpoint to resume from. `check_training` says whether the run may go on from it.
 
     Args:
         config: The run.
@@ -251,8 +285,8 @@ def checkpoint_to_resume(
         The checkpoint, or None to start from scratch.
 
     Raises:
-        ConfigError: There is no such checkpoint, it is damaged, it belongs to another model or
-            another order of the data, or starting from scratch would write over it.
+        ConfigError: There is no such checkpoint, it is damaged, or starting from scratch would
+            write over it.
     """
     if resume == "none":
         if complete_checkpoints(config.directory):
@@ -270,10 +304,7 @@ def checkpoint_to_resume(
         return None
     if opened is not None and opened.path == path and opened.is_unchanged():
         return opened
-    checkpoint = open_checkpoint(path)
-    check_same_model(config, checkpoint)
-    check_same_order(config, checkpoint)
-    return checkpoint
+    return open_checkpoint(path)
 
 
 def _show_log(name: str) -> None:

@@ -3,6 +3,7 @@
 Tested are sbatch's arguments, the script as bash runs it, what is refused, and jobs.jsonl.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,14 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from pretrain.config import ConfigError, RunFailed, load_config
+from pretrain.config import ConfigError, RunFailed, dump_config, load_config
+from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.cluster import OUR_OPTIONS, parse_site
 from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login import sweep
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.submit import signal_seconds
-from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
+from pretrain.launcher.node import srun
+from pretrain.rundir.checkpoints import checkpoint_directory
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
@@ -304,6 +309,60 @@ def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
         check_runs([allocate(config, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
     longer = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 30})})
     check_runs([allocate(longer, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
+
+
+def test_a_run_that_cannot_go_on_from_its_checkpoint_is_refused(tmp_path):
+    """On the login node, from the checkpoint's config alone."""
+    site = parse_site(CPU, "site")
+    sections = {"run": {"directory": str(tmp_path / "run")}}
+    sections["data"] = {"directory": str(built_data(tmp_path))}
+    checkpoint = checkpoint_directory(tmp_path / "run", 10)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.toml").write_text(dump_config(run_config(**sections)))
+    (checkpoint / "manifest.json").touch()
+    run = allocate(run_config(**sections, optimizer={"learning_rate": 2e-3}), site, None)
+    with pytest.raises(ConfigError, match=f"learning_rate = 0.002: {checkpoint} was trained with"):
+        check_runs([run], site)
+    check_runs([dataclasses.replace(run, allow_changed=("optimizer.learning_rate",))], site)
+    (checkpoint / "config.toml").write_text("torn")
+    # Which checkpoint the run then goes on from, the ranks find out.
+    check_runs([run], site)
+
+
+FAKE_SLURM = {
+    "sbatch": "echo 7",
+    "squeue": "exit 0",
+    "srun": """for word; do printf '%s\\n' "$word"; done > "$NOTE"; exit 2""",
+}
+
+
+def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch):
+    """`launcher submit` records it in launch.json, and the job passes it to the ranks."""
+    (tmp_path / "bin").mkdir()
+    for name, script in FAKE_SLURM.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run, config = tmp_path / "run", tmp_path / "run.toml"
+    sections = {"run": {"directory": str(run)}, "data": {"directory": str(built_data(tmp_path))}}
+    config.write_text(dump_config(run_config(**sections)))
+    (tmp_path / "site.toml").write_text(tomli_w.dumps(CPU))
+    allowed = ["--allow-changed", "optimizer.learning_rate", "--allow-changed", "data.directory"]
+    submit = ["submit", str(config), "--site", str(tmp_path / "site.toml"), *allowed]
+    launcher(submit, standalone_mode=False)
+    assert read_launch(run).allow_changed == ("optimizer.learning_rate", "data.directory")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for _ in range(2):
+        assert srun.attempt(run) == 2
+        words = (tmp_path / "note").read_text().splitlines()
+        assert words[words.index("train") :] == ["train", f"{run}/launch/config.toml", *allowed]
+        (tmp_path / "note").unlink()
+    # A launch.json of an earlier release has no such key.
+    record = json.loads((run / "launch/launch.json").read_text())
+    del record["allow_changed"]
+    (run / "launch/launch.json").write_text(json.dumps(record))
+    assert read_launch(run).allow_changed == ()
 
 
 def test_missing_data_is_refused_but_only_told_in_a_dry_run(tmp_path, capsys):

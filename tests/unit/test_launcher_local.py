@@ -334,12 +334,15 @@ main.main()
         "2",
         "--resume",
         "none",
+        "--allow-changed",
+        "run.seed",
         *arguments,
     ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
-    expected = f"{['train', config, *arguments, '--resume', 'none']}\n"
+    allowed = ["--allow-changed", "run.seed"]
+    expected = f"{['train', *allowed, config, *arguments, '--resume', 'none']}\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
     assert (tmp_path / "run/logs/rank-1.log").read_text() == expected

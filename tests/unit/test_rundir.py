@@ -226,6 +226,20 @@ def test_metrics_are_read_and_continued_whatever_a_crash_left(tmp_path, damage):
     assert all(json.loads(line)["step"] for line in path.read_text().splitlines())
 
 
+def test_a_change_is_kept_until_training_goes_on_from_before_it(tmp_path):
+    """At the very step it is dropped: the run writes it again as far as it still holds."""
+    path = tmp_path / "metrics.jsonl"
+    change = {"step": 2, "changed": {"optimizer.clip_grad": [1.0, "inf"]}}
+    records = [step(1), step(2), evaluation(2), change, step(3)]
+    for resumed, kept in ((3, records), (2, records[:3]), (1, records[:1])):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        MetricsFile(path, resumed).close()
+        assert list(read_metrics(path)) == kept
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert evaluation_records(path, 2) == [evaluation(2)]
+    assert len(evaluations_at(path, 2)) == 1
+
+
 def test_the_end_of_a_long_file_is_read_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)

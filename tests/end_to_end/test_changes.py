@@ -1,0 +1,264 @@
+"""A resume with another config or data than the checkpoint: shown, refused, or allowed by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.manifest import Change, open_checkpoint
+from pretrain.config import load_config
+from pretrain.data.build import build
+from pretrain.data.stream import TokenStream
+from tests.end_to_end.commands import LAUNCHER, explained, fresh, metrics, pretrain
+from tests.end_to_end.test_broken_runs import STEP_4, STEP_8
+
+pytestmark = pytest.mark.usefixtures("run")
+WORDS = "the crow said nothing and the wheel went round again under a red morning sky\n"
+
+
+def sets(*settings: str) -> list[str]:
+    """Return settings as command-line options."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Return a fresh copy of a directory."""
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target))
+
+
+@pytest.fixture(scope="module")
+def other_corpus(workspace, config, tiny_data) -> Path:
+    """A data set of another text by the same tokenizer."""
+    text = workspace / "crow.txt"
+    text.write_text(WORDS * 200)
+    return built(workspace / "crow", config, text, f"data.tokenizer={tiny_data}/tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def other_tokenizer(workspace, config) -> Path:
+    """A data set by another tokenizer of as many pieces."""
+    text = workspace / "letters.txt"
+    # Words of their own, so that there are enough pairs to merge.
+    text.write_text("\n".join(f"{n * n * 7919:x} {n:o}" for n in range(20_000)))
+    return built(workspace / "letters", config, text)
+
+
+def built(directory: Path, config: Path, text: Path, *settings: str) -> Path:
+    """Build a data set of one text and return its directory."""
+    source = ["data.source=text", f'data.paths=["{text}"]', f"data.directory={directory}"]
+    build(load_config(config, [*source, *settings]))
+    assert TokenStream(directory / "train").vocab_size == 512
+    return directory
+
+
+# ---- data ----------------------------------------------------------------------------------------
+def test_another_corpus_is_refused_until_it_is_allowed(workspace, config, run, other_corpus):
+    """The data set moves, its content changes under the same path, and the change is allowed."""
+    data, moved = workspace / "moved", copied(run, workspace / "runs/moved")
+    train = ["train", config, *sets(f"run.directory={moved}", f"data.directory={data}")]
+    before = Path(load_config(config).data.directory)
+    copied(before, data)
+    done = pretrain(*train, *sets("train.num_steps=9"))
+    # The same tokens at another place are no change of training.
+    assert done.code == 0 and f"{moved}: going on from step 8" in done.err, done.err
+    assert f"data.directory = {before} -> {data}" in done.err
+    assert metrics(moved)[: len(metrics(run))] == metrics(run)
+    assert not any("changed" in record for record in metrics(moved))
+
+    copied(other_corpus, data)
+    old, new = TokenStream(before / "train").identity, TokenStream(data / "train").identity
+    more = [*train, *sets("train.num_steps=10")]
+    explained(
+        pretrain(*more),
+        2,
+        f"data.directory = {data}: ",
+        moved / "checkpoints/step-00000009",
+        old[:12],
+        new[:12],
+        "--allow-changed data.directory",
+    )
+    done = pretrain(*more, "--allow-changed", "data.directory")
+    assert done.code == 0 and "allowed by --allow-changed" in done.err, done.err
+    origin = open_checkpoint(moved / "checkpoints/step-00000010").origin
+    assert origin.changes == (Change(9, "data.directory", old, new),)
+    assert origin.data["training"] == new
+    # The checkpoint has the new corpus, so it is not asked about again.
+    assert pretrain(*train, *sets("train.num_steps=11")).code == 0
+    assert open_checkpoint(moved / "checkpoints/step-00000011").origin.changes == origin.changes
+
+
+def test_another_tokenizer(refused, workspace, config, run, other_tokenizer, tmp_path):
+    """Refused by train, evaluate and export, although the vocabulary has as many pieces."""
+    old = TokenStream(Path(load_config(config).data.directory) / "train").tokenizer_sha256
+    new = TokenStream(other_tokenizer / "train").tokenizer_sha256
+    train = ["train", config, *sets(f"data.directory={other_tokenizer}", "train.num_steps=12")]
+    words = ["data.directory = ", "its tokenizer has the SHA-256", run / STEP_8, old[:12], new[:12]]
+    refused(train, *words, "--allow-changed data.tokenizer")
+    refused([*train, "--allow-changed", "data.directory"], "--allow-changed data.tokenizer")
+    evaluate = ["evaluate", run, *sets(f"data.directory={other_tokenizer}")]
+    refused([*evaluate, "--out", tmp_path / "report/curve.json"], *words)
+    # An export takes the data set from the checkpoint's config.
+    data = workspace / "replaced"
+    copied(Path(load_config(config).data.directory), data)
+    there = copied(run, workspace / "runs/replaced")
+    settings = sets(f"run.directory={there}", f"data.directory={data}", "train.num_steps=9")
+    assert pretrain("train", config, *settings).code == 0
+    copied(other_tokenizer, data)
+    words[2] = there / "checkpoints/step-00000009"
+    for command in (["export", there, tmp_path / "hf"], ["evaluate", there]):
+        refused(command, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_tokenizer_may_be_allowed(workspace, config, run, other_tokenizer):
+    there = copied(run, workspace / "runs/tokenizer")
+    settings = sets(f"run.directory={there}", f"data.directory={other_tokenizer}")
+    train = ["train", config, *settings, *sets("train.num_steps=9")]
+    done = pretrain(*train, "--allow-changed", "data.tokenizer")
+    assert done.code == 0, done.err
+    origin = open_checkpoint(there / "checkpoints/step-00000009").origin
+    assert [change.key for change in origin.changes] == ["data.tokenizer"]
+
+
+def test_evaluation_on_another_corpus_says_so(config, run, other_corpus):
+    evaluate = ["evaluate", run, "--lengths", "32", "--max-tokens", "256"]
+    evaluate += ["--protocols", "nonoverlapping"]
+    done = pretrain(*evaluate)
+    assert done.code == 0 and done.err == "", done.err
+    done = pretrain(*evaluate, *sets(f"data.directory={other_corpus}"))
+    assert done.code == 0, done.err
+    [line] = done.err.splitlines()
+    assert f"{other_corpus}" in line and "not the validation split" in line
+
+
+# ---- the config ----------------------------------------------------------------------------------
+CHANGES = [
+    "run.seed=8",
+    "data.sequence_length=16",
+    "batch.global_batch_size=16",
+    "optimizer.learning_rate=0.002",
+    "optimizer.clip_grad=0.5",
+    "schedule.lr_decay_style=linear",
+    "train.precision=bf16",
+]
+
+
+def test_what_changes_training_is_refused_by_name(refused, config, run):
+    said = [
+        f"{setting.replace('=', ' = ')}: {run / STEP_8} was trained with" for setting in CHANGES
+    ]
+    options = [f"--allow-changed {setting.partition('=')[0]}" for setting in CHANGES]
+    refused(["train", config, *sets(*CHANGES, "train.num_steps=12")], *said, *options)
+    # An earlier checkpoint is no way around it, and allowing one key allows no other.
+    refused(
+        [
+            "train",
+            config,
+            "--resume",
+            run / STEP_4,
+            *sets(*CHANGES[:2]),
+            "--allow-changed",
+            "run.seed",
+        ],
+        f"data.sequence_length = 16: {run / STEP_4} was trained with 32",
+    )
+
+
+def test_what_does_not_change_training_is_free_and_shown(workspace, config, run):
+    there = copied(run, workspace / "runs/free")
+    free = ["batch.micro_batch_size=8", "logging.interval_steps=1", "evaluation.lengths=[32]"]
+    free += ["checkpoint.interval_steps=1", "recovery.max_restarts=0", "train.num_steps=10"]
+    train = ["train", config, *sets(f"run.directory={there}", *free)]
+    done = pretrain(*train)
+    assert done.code == 0, done.err
+    lines = done.err.splitlines()
+    begin = lines.index(f"{there}: 7 differences from {there / STEP_8}:")
+    shown = [" ".join(line.split()) for line in lines[begin + 1 : begin + 8]]
+    assert "batch.micro_batch_size = 4 -> 8 (free)" in shown
+    assert "train.num_steps = 8 -> 10 (free)" in shown
+    assert open_checkpoint(there / "checkpoints/step-00000010").origin.changes == ()
+    assert not any("changed" in record for record in metrics(there))
+    # Nothing has changed, so nothing is shown.
+    again = pretrain(*train[:-2], *sets("train.num_steps=11"))
+    assert again.code == 0, again.err
+    assert [line for line in again.err.splitlines() if "->" in line] == [
+        "  train.num_steps = 10 -> 11  (free)"
+    ]
+
+
+def test_an_allowed_change_is_recorded_and_not_asked_about_again(workspace, config, run):
+    there = copied(run, workspace / "runs/faster")
+    settings = sets(f"run.directory={there}", "optimizer.learning_rate=0.002")
+    train = ["train", config, "--resume", there / STEP_4, *settings]
+    allow = ["--allow-changed", "optimizer.learning_rate", "--allow-changed", "run.seed"]
+    shutil.rmtree(there / STEP_8)
+    # The second start repeats the first, as after a failure before the next checkpoint.
+    for _ in range(2):
+        shutil.rmtree(there / STEP_8, ignore_errors=True)
+        done = pretrain(*train, *allow)
+        assert done.code == 0, done.err
+        assert "optimizer.learning_rate = 0.001 -> 0.002  (changes training, allowed by" in done.err
+    changed = {"step": 4, "changed": {"optimizer.learning_rate": [0.001, 0.002]}}
+    records = metrics(there)
+    assert [record for record in records if "changed" in record] == [changed]
+    steps = [record["step"] for record in records if "gradient_norm" in record]
+    assert steps == list(range(1, 9))
+    assert {
+        record["learning_rate"]
+        for record in records
+        if record["step"] > 4 and "learning_rate" in record
+    } == {0.002}
+    expected = (Change(4, "optimizer.learning_rate", 0.001, 0.002),)
+    assert open_checkpoint(there / STEP_8).origin.changes == expected
+    # Without the option, and with it as a requeued job repeats it.
+    for steps, options in ((9, []), (10, allow)):
+        done = pretrain("train", config, *settings, *sets(f"train.num_steps={steps}"), *options)
+        assert done.code == 0 and "allowed" not in done.err, done.err
+    assert open_checkpoint(there / "checkpoints/step-00000010").origin.changes == expected
+    assert [record for record in metrics(there) if "changed" in record] == [changed]
+    # Back to the first value is a change as well.
+    back = ["train", config, *sets(f"run.directory={there}", "train.num_steps=11")]
+    explained(pretrain(*back), 2, "optimizer.learning_rate = 0.001", "was trained with 0.002")
+
+
+WRONG = {
+    "optimizer.learning_rat": "no such key, did you mean optimizer.learning_rate?",
+    "optimizer": "expected section.key",
+    "model.hidden_size": "cannot be changed",
+    "logging.interval_steps": "may change without",
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_cannot_be_allowed(refused, workspace, config, key):
+    refused(["train", config, "--allow-changed", key], f"--allow-changed {key}: {WRONG[key]}")
+    before = sorted(workspace.rglob("*"))
+    command = [*LAUNCHER, "local", str(config), "--nproc", "1", "--allow-changed", key]
+    explained(fresh(command), 2, f"--allow-changed {key}: {WRONG[key]}")
+    assert sorted(workspace.rglob("*")) == before
+
+
+def test_a_tokens_identity_is_its_content(tiny_data, other_corpus, other_tokenizer, tmp_path):
+    identities = {
+        TokenStream(directory / split).identity
+        for directory in (tiny_data, other_corpus, other_tokenizer)
+        for split in ("train", "validation")
+    }
+    assert len(identities) == 6 and all(len(identity) == 64 for identity in identities)
+    copy = copied(tiny_data, tmp_path / "copy")
+    manifest = json.loads((copy / "train/manifest.json").read_text())
+    for number, shard in enumerate(manifest["shards"]):
+        name = f"renamed-{number}.tar"
+        (copy / "train" / shard["name"]).rename(copy / "train" / name)
+        shard["name"] = name
+    manifest["documents"] += 1
+    (copy / "train/manifest.json").write_text(json.dumps(manifest))
+    assert TokenStream(copy / "train").identity == TokenStream(tiny_data / "train").identity
+    manifest["shards"].reverse()
+    manifest_path = copy / "train/manifest.json"
+    manifest_path.write_text(json.dumps(manifest))
+    assert TokenStream(copy / "train").identity != TokenStream(tiny_data / "train").identity

@@ -1,0 +1,168 @@
+"""Which keys may change between two starts of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrain.checkpoint.changes import trained_tokens
+from pretrain.checkpoint.manifest import Change, TrainerState
+from pretrain.config import ConfigError, RunConfig
+from pretrain.config.load import section_keys
+from pretrain.config.trajectory import (
+    EFFECTS,
+    Effect,
+    allow_options,
+    check_allowed,
+    check_differences,
+    data_differences,
+    describe_differences,
+    differences,
+    effect_of,
+)
+from tests.conftest import tiny_config
+
+KEYS = [f"{section}.{name}" for section, names in section_keys().items() for name in names]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_says_what_its_change_does(key):
+    assert key in EFFECTS or key.partition(".")[0] in EFFECTS, (
+        f"{key}: add it to EFFECTS in pretrain/config/trajectory.py"
+    )
+    assert effect_of(key) in Effect
+
+
+def test_the_table_names_no_other_keys():
+    assert EFFECTS.keys() <= {*KEYS, *section_keys()}
+    # "section" stands for what has no entry of its own, of which there must be something.
+    listed = {key.partition(".")[0] for key in KEYS if key not in EFFECTS}
+    assert {entry for entry in EFFECTS if "." not in entry} == listed
+
+
+def test_the_classes_are_those_that_the_documentation_promises():
+    changes_training = {
+        "run.seed",
+        "model.hidden_dropout",
+        "model.attention_dropout",
+        "parallel.gradient_reduce_dtype",
+        "batch.global_batch_size",
+        "data.sequence_length",
+        "train.precision",
+        *(key for key in KEYS if key.startswith(("optimizer.", "schedule."))),
+    } - {"optimizer.initial_loss_scale_power"}
+    sections = ("checkpoint.", "evaluation.", "logging.")
+    free = {"batch.micro_batch_size", "train.num_steps", "run.directory", "data.num_workers"}
+    free |= {key for key in KEYS if key.startswith(sections)}
+    assert {effect_of(key) for key in changes_training} == {Effect.TRAJECTORY}
+    assert {effect_of(key) for key in free} == {Effect.FREE}
+    assert {effect_of(key) for key in ("model.num_layers", "data.vocab_size")} == {Effect.FIXED}
+    assert {effect_of(key) for key in ("data.directory", "data.tokenizer")} == {Effect.CONTENT}
+
+
+def refusal(before: RunConfig, after: RunConfig, *allowed: str) -> str:
+    try:
+        check_differences(differences(before, after), "CHECKPOINT", allowed)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_each_class_is_treated_as_it_says():
+    before = tiny_config()
+    model = tiny_config(model={"hidden_size": 192})
+    rate = tiny_config(optimizer={"learning_rate": 2e-3})
+    free = tiny_config(run={"directory": "b"}, data={"directory": "c"}, train={"num_steps": 30})
+    assert refusal(before, before) == refusal(before, free) == ""
+    assert differences(before, before) == []
+    assert refusal(before, model, "model.hidden_size") == (
+        "model.hidden_size = 192: CHECKPOINT was trained with 96. Keep it, or train anew in "
+        "another run.directory"
+    )
+    assert refusal(before, rate, "optimizer.clip_grad") == (
+        "optimizer.learning_rate = 0.002: CHECKPOINT was trained with 0.001. Keep it, train anew "
+        "in another run.directory, or change it from here on with --allow-changed "
+        "optimizer.learning_rate"
+    )
+    assert refusal(before, rate, "optimizer.learning_rate") == ""
+
+
+def test_a_derived_value_counts_and_not_its_spelling():
+    """None stands for the value that follows from other keys."""
+    same = {"num_query_groups": 8, "ffn_hidden_size": 384}
+    assert differences(tiny_config(model={"ffn_hidden_size": None}), tiny_config(model=same)) == []
+    learned = {"method": "learned"}
+    short = tiny_config(position=learned, evaluation={"lengths": [16]})
+    long = tiny_config(position=learned, data={"sequence_length": 64}, evaluation={"lengths": [16]})
+    assert refusal(short, long, "data.sequence_length").startswith(
+        "position.max_position_embeddings = 64: CHECKPOINT was trained with 32."
+    )
+    exact = {**learned, "max_position_embeddings": 32}
+    assert differences(short, tiny_config(position=exact, evaluation={"lengths": [16]})) == []
+
+
+def test_the_lines_of_a_resume():
+    after = tiny_config(
+        train={"num_steps": 30}, optimizer={"clip_grad": float("inf")}, evaluation={"lengths": [32]}
+    )
+    assert describe_differences([], "RUN", "CHECKPOINT") == ""
+    found = differences(tiny_config(), after)
+    found += data_differences(
+        {"training": "a" * 64, "validation": "b" * 64, "tokenizer": "t"},
+        {"training": "c" * 64, "validation": "d" * 64, "tokenizer": "t"},
+        "data",
+    )
+    assert describe_differences(found, "RUN", "CHECKPOINT").splitlines() == [
+        "RUN: 5 differences from CHECKPOINT:",
+        "  optimizer.clip_grad = 1.0 -> inf  (changes training, allowed by --allow-changed "
+        "optimizer.clip_grad)",
+        "  train.num_steps = 20 -> 30  (free; the learning rate decays towards the new last step)",
+        "  evaluation.lengths = [32, 64] -> [32]  (free)",
+        "  data.directory (training split) = aaaaaaaaaaaa -> cccccccccccc  (changes training, "
+        "allowed by --allow-changed data.directory)",
+        "  data.directory (validation split) = bbbbbbbbbbbb -> dddddddddddd  (free)",
+    ]
+
+
+def test_another_tokenizer_stands_for_the_tokens_that_it_made():
+    before = {"training": "a", "validation": "b", "tokenizer": "t"}
+    after = {"training": "c", "validation": "d", "tokenizer": "u"}
+    [found] = data_differences(before, after, "data")
+    assert (found.key, found.before, found.after) == ("data.tokenizer", "t", "u")
+    # A checkpoint that records no data is not compared.
+    assert data_differences({}, after, "data") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("optimizer.learning_rat", "no such key, did you mean optimizer.learning_rate?"),
+        ("optimiser.learning_rate", "no such section, did you mean optimizer?"),
+        ("seed", "expected section.key"),
+        ("run.", "expected section.key"),
+        ("model.num_layers", "cannot be changed"),
+        ("data.vocab_size", "cannot be changed"),
+        ("train.num_steps", "may change without this option"),
+    ],
+)
+def test_what_cannot_be_allowed(key, says):
+    with pytest.raises(ConfigError) as error:
+        check_allowed(["run.seed", key])
+    assert str(error.value).startswith(f"--allow-changed {key}: {says}")
+
+
+def test_what_can_be_allowed():
+    keys = [key for key in KEYS if effect_of(key) in (Effect.TRAJECTORY, Effect.CONTENT)]
+    check_allowed(keys)
+    assert allow_options(keys[:2]) == ["--allow-changed", keys[0], "--allow-changed", keys[1]]
+
+
+def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
+    config = tiny_config(data={"sequence_length": 64}, batch={"global_batch_size": 4})
+    state = TrainerState(step=10, consumed_samples=3 * 8 + 5 * 4 + 2 * 4)
+    changes = (
+        Change(3, "batch.global_batch_size", 8, 4),
+        Change(3, "optimizer.learning_rate", 1.0, 2.0),
+        Change(8, "data.sequence_length", 32, 64),
+    )
+    assert trained_tokens(config, state, changes) == (3 * 8 + 5 * 4) * 32 + 2 * 4 * 64
+    assert trained_tokens(config, state, ()) == state.consumed_samples * 64
