@@ -100,6 +100,8 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
             # The process has been started by the first save: it gets a directory that is not there.
             write = self._writer.write
             self._writer.write = lambda directory, part: write(directory / "gone", part)
+        if saves["count"] == 2:
+            self.finish()
         if is_second and how == "killed":
             # So that it is killed before it has written.
             self._writer._process.send_signal(signal.SIGSTOP)
