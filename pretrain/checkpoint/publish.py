@@ -13,7 +13,6 @@ from typing import Any
 
 from pretrain.checkpoint.index import Index, Part, merge
 from pretrain.checkpoint.manifest import CONFIG, FORMAT, INDEX, STATE, checksum, describe
-from pretrain.config import RunFailed
 from pretrain.rundir.checkpoints import MANIFEST
 from pretrain.rundir.files import flush_directory, publish_directory, replace_file, replace_json
 
@@ -43,8 +42,6 @@ class Patience:
 
     all_written: str = ""
     """The id of the checkpoint whose parts are all on the disk."""
-    given_up: str = ""
-    """The id of the checkpoint of which a part is missing for good."""
 
 
 def publish(publication: Publication, patience: Patience | None = None) -> list[str]:
@@ -58,7 +55,7 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
         What went wrong without harm to the checkpoint.
 
     Raises:
-        RunFailed: The parts do not make a whole, or one is missing for good.
+        DamagedCheckpoint: The parts do not make a whole.
         OSError: The disk refused.
     """
     partial, identifier = Path(publication.partial), publication.lineage["id"]
@@ -68,8 +65,6 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
     while patience is not None and patience.all_written != identifier:
         if set(names) <= set(os.listdir(partial)):
             break
-        if patience.given_up == identifier:
-            raise RunFailed(f"{publication.final}: not published, another rank could not write")
         time.sleep(POLL_SECONDS)
     index = merge((partial / name).read_bytes() for name in names)
     _write_small_files(partial, publication, index)

@@ -252,7 +252,7 @@ class Saver:
         """Publish the checkpoint, of which all parts are written. Rank 0 alone."""
         with writing(save.final):
             if save.is_beside:
-                self._writer.tell("all written", save.id)
+                self._writer.all_written(save.id)
                 warnings = self._writer.wait()
             else:
                 warnings = publish(save.publication)
@@ -264,9 +264,8 @@ class Saver:
         if not self._topology.is_main:
             return
         if save.is_beside:
-            self._writer.tell("give up", save.id)
-            with contextlib.suppress(RunFailed, OSError):
-                self._writer.wait()
+            # It may wait for a part that will never come.
+            self._writer.end()
         shutil.rmtree(save.partial, ignore_errors=True)
 
     def _prepare(self, step: int) -> Path:

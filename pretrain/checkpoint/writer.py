@@ -9,7 +9,6 @@ Commands come as lines of JSON on stdin, answers go to stdout, one a command:
   {"do": "write", ...}              write this rank's part from the shared memory
   {"do": "publish", ...}            wait for all parts and publish
   {"do": "all written", "id": ...}  not answered: every part of this checkpoint is on the disk
-  {"do": "give up", "id": ...}      not answered: a part is missing for good
 """
 
 from __future__ import annotations
@@ -97,14 +96,9 @@ class Writer:
         """Have the checkpoint published as soon as all ranks' parts are there."""
         self._ask("publish", **dataclasses.asdict(publication))
 
-    def tell(self, what: str, identifier: str) -> None:
-        """Tell the process what it waits for.
-
-        Args:
-            what: "all written" or "give up".
-            identifier: The id of the checkpoint that is meant.
-        """
-        self._send({"do": what, "id": identifier})
+    def all_written(self, identifier: str) -> None:
+        """Tell the process that all parts of the checkpoint with this id are on the disk."""
+        self._send({"do": "all written", "id": identifier})
 
     def wait(self, unanswered: int = 0) -> list[str]:
         """Wait until all commands but the last `unanswered` have been carried out.
@@ -125,17 +119,22 @@ class Writer:
             raise problem
         return warnings
 
+    def end(self) -> None:
+        """End the process, whatever it is doing. It is started again with the next command."""
+        with self._changed:
+            process, self._process = self._process, None
+            self._unanswered, self._problem = 0, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
     def close(self) -> None:
-        """End the process, whatever it is doing. The shared memory is given back."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """End the process and give the shared memory back."""
+        self.end()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             # Arrays may still refer to the mapping, which goes with the last of them.
             self._memory, self._descriptor = None, -1
-        self._unanswered, self._problem = 0, None
 
     def _ask(self, what: str, **arguments: Any) -> None:
         with self._changed:
@@ -215,8 +214,6 @@ def main() -> None:
         command = json.loads(line)
         if command["do"] == "all written":
             patience.all_written = command["id"]
-        elif command["do"] == "give up":
-            patience.given_up = command["id"]
         else:
             commands.put(command)
     # At once, also in the middle of a file: the checkpoint has no name yet.
