@@ -43,7 +43,9 @@ class TrainerState:
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Sequences trained on, which is the whole state of the data order (pretrain/data/order.py)."""
+    """Sequences trained on or passed over, the whole state of the data order (data/order.py)."""
+    spikes: dict[str, list[float]] | None = None
+    """What a spike policy has seen and done (pretrain/train/spikes.py); None without one."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         path=path,
         files=files,
         config=config,
-        trainer_state=TrainerState(state["step"], state["consumed_samples"]),
+        trainer_state=TrainerState(state["step"], state["consumed_samples"], state.get("spikes")),
         adam_steps=state["adam_steps"],
         loss_scaler_state=state["loss_scaler"],
         shapes=state["shapes"],

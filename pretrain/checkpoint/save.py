@@ -166,6 +166,7 @@ def _publish(
         "format": FORMAT,
         "step": trainer_state.step,
         "consumed_samples": trainer_state.consumed_samples,
+        "spikes": trainer_state.spikes,
         "adam_steps": optimizer_state.adam_steps,
         "loss_scaler": optimizer_state.loss_scaler_state,
         "data": origin.data,
