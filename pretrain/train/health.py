@@ -128,11 +128,11 @@ def _explain_difference(run: Run, findings: Findings) -> str:
     for rank, (_, items) in enumerate(gathered):
         for key, value in items.items():
             values.setdefault(key, {})[rank] = value
-    lines = [
-        f"{name}: {_name_the_odd(by_rank, hosts)}"
-        for (_, name), by_rank in values.items()
-        if len(set(by_rank.values())) > 1
-    ]
+    groups: dict[str, list[dict[int, int]]] = {}
+    for (_, name), by_rank in values.items():
+        if len(set(by_rank.values())) > 1:
+            groups.setdefault(name, []).append(by_rank)
+    lines = [f"{name}: {_name_the_odd(each, hosts)}" for name, each in groups.items()]
     return (
         f"after step {run.state.step} ranks differ in what must be equal. {_some(lines)}. Nothing "
         "is saved. Start again from the last checkpoint, before which the ranks were equal. If it "
@@ -140,20 +140,29 @@ def _explain_difference(run: Run, findings: Findings) -> str:
     )
 
 
-def _name_the_odd(by_rank: dict[int, int], hosts: list[str]) -> str:
+def _name_the_odd(groups: list[dict[int, int]], hosts: list[str]) -> str:
     """Return which ranks differ from most others, or that there is no majority.
 
     Args:
-        by_rank: The value on each rank of a group.
+        groups: The value on each rank, for each group of ranks in which values differ.
         hosts: The host of every rank.
     """
-    [(common, count), *_] = Counter(by_rank.values()).most_common()
-    if 2 * count <= len(by_rank):
-        names = ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(by_rank))
+    suspects = [_suspects(by_rank) for by_rank in groups]
+    # A rank that differs in its data-parallel and in its tensor group is the one in both, even
+    # where each group is a pair that has no majority.
+    odd = set.intersection(*suspects) or set.union(*suspects)
+    names = ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(odd))
+    if any(len(odd) == len(by_rank) for by_rank in groups):
         return f"no majority among ranks {names}"
-    odd = [rank for rank in sorted(by_rank) if by_rank[rank] != common]
-    names = ", ".join(f"{rank} ({hosts[rank]})" for rank in odd)
-    return f"rank{'s' * (len(odd) > 1)} {names} of {len(by_rank)} differ{'s' * (len(odd) == 1)}"
+    ranks = len(set().union(*groups))
+    return f"rank{'s' * (len(odd) > 1)} {names} of {ranks} differ{'s' * (len(odd) == 1)}"
+
+
+def _suspects(by_rank: dict[int, int]) -> set[int]:
+    """Return the ranks of a group whose value is not that of the majority; without one, all."""
+    [(common, count), *_] = Counter(by_rank.values()).most_common()
+    has_majority = 2 * count > len(by_rank)
+    return {rank for rank, value in by_rank.items() if value != common or not has_majority}
 
 
 def _some(lines: list[str]) -> str:

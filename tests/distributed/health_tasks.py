@@ -185,3 +185,95 @@ def build_run(config: RunConfig) -> Any:
         reporter=AttemptReporter(),
         spikes=None if config.train.spike_policy == "none" else SpikeWatch(config, None),
     )
+
+
+@contextlib.contextmanager
+def bad_data(first: int, last: int) -> Iterator[None]:
+    """Replace a stretch of the data by one repeated token, whenever it is read.
+
+    Args:
+        first: Samples consumed after the first bad global batch.
+        last: Samples consumed after the last one.
+    """
+    from pretrain.train import loop
+
+    step_batches = loop.step_batches
+
+    def batches(run: Any) -> Iterator[list[Tensor]]:
+        consumed = run.state.consumed_samples
+        for micro_batches in step_batches(run):
+            consumed += run.config.batch.global_batch_size
+            is_bad = first <= consumed <= last
+            yield [torch.full_like(b, 7) if is_bad else b for b in micro_batches]
+
+    with platform.replaced(loop, "step_batches", batches):
+        yield
+
+
+def train_on_bad_data(
+    config: RunConfig, first: int, last: int, resume: str = "auto"
+) -> dict[str, Any]:
+    """Train a run on data of which a stretch is bad, and compare the state before and after it.
+
+    Args:
+        config: The run's config.
+        first: As in `bad_data`.
+        last: As in `bad_data`.
+        resume: Value of --resume.
+
+    Returns:
+        "code", "error", "saved": as `train_damaged` returns; "unchanged": by step, True if the
+        step left this rank's masters, moments and weights as they were.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.rundir.paths import RunPaths
+    from pretrain.rundir.states import exit_code_of
+    from pretrain.train import loop
+
+    queue_step = loop.queue_step
+    seen: dict[str, Any] = {"code": None, "error": "", "unchanged": {}}
+
+    def snapshot(run: Any) -> list[Tensor]:
+        run.optimizer.wait_for_weights()
+        state = [t for f in run.optimizer.state().fragments for t in f.tensors.values()]
+        return [t.clone() for t in [*state, *(n.parameter.data for n in run.optimizer.parameters)]]
+
+    def compared(run: Any, *args: Any) -> Any:
+        before = snapshot(run)
+        step = queue_step(run, *args)
+        same = all(torch.equal(a, b) for a, b in zip(before, snapshot(run), strict=True))
+        seen["unchanged"][run.state.step] = same
+        return step
+
+    with bad_data(first, last), platform.replaced(loop, "queue_step", compared):
+        try:
+            seen["code"] = loop.train(config, resume)
+        except RunFailed as failure:
+            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
+    checkpoints = RunPaths(config.directory).checkpoints
+    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return {**seen, "saved": saved}
+
+
+def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: int) -> list[float]:
+    """Resume a checkpoint at another place of the data, and return the losses of its next steps.
+
+    Args:
+        config: The run's config.
+        resume: Path of the checkpoint.
+        consumed_samples: Samples consumed before the first step.
+        steps: Number of steps.
+    """
+    import dataclasses
+
+    from pretrain.train.loop import queue_step, step_batches
+    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.start import find_start_point, load_run, prepare
+    from pretrain.train.stopping import Requests
+
+    streams, topology, checkpoint = prepare(config, resume)
+    start_point = find_start_point(config, resume, checkpoint)
+    run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
+    batches = step_batches(run)
+    return [queue_step(run, batches, platform.Moment()).read()["loss_nats"] for _ in range(steps)]
