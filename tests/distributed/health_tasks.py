@@ -277,3 +277,11 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
     run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
     batches = step_batches(run)
     return [queue_step(run, batches, platform.Moment()).read()["loss_nats"] for _ in range(steps)]
+
+
+def train_on_bad_data_in_fp16_on_cpu(config: RunConfig, first: int, last: int) -> dict[str, Any]:
+    """Run `train_on_bad_data` in fp16."""
+    from tests.distributed.tasks import fp16_on_cpu
+
+    with fp16_on_cpu():
+        return train_on_bad_data(config, first, last)

@@ -72,6 +72,24 @@ def test_a_skipped_update_changes_nothing_and_is_counted(
     assert last.trainer_state.spikes["updates_skipped"] == [1]
 
 
+def test_an_overflow_in_fp16_is_no_spike(pools, tiny_data, tmp_path):
+    """The first steps overflow until the loss scale fits; only the bad data counts as a spike."""
+    directory = tmp_path / "run"
+    config = _config(directory, tiny_data, {}, "skip", precision="fp16", num_steps=18)
+    scale = config.optimizer.model_copy(update={"initial_loss_scale_power": 20})
+    config = config.model_copy(update={"optimizer": scale})
+    bad = 17 * BATCH
+    [result] = pools(1).run(tasks.train_on_bad_data_in_fp16_on_cpu, config, bad, bad)
+    assert result["code"] == 0
+    records = _steps(directory)
+    overflowed = [r["step"] for r in records if r["gradient_norm"] == float("inf")]
+    assert overflowed and max(overflowed) < 9
+    same = [step for step, same in result["unchanged"].items() if same]
+    assert same == [*overflowed, 17]
+    assert [r["skipped_updates"] for r in records] == [0] * 16 + [1] * 2
+    assert _spikes(directory, 18)["steps_observed"] == [18 - len(overflowed)]
+
+
 def test_a_resume_within_the_window_is_bit_for_bit(pools, tiny_data, tmp_path):
     """The checkpoint of step 9 lies in the window by which step 11 is judged."""
     processes, parallel = LAYOUTS["dp2"]
