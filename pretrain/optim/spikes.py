@@ -56,8 +56,8 @@ class SpikeDetector:
             skips: Count the step as skipped if it is a spike.
 
         Returns:
-            If the step is a spike: a boolean scalar on the device. A step whose numbers are not
-            finite is none, and is not taken into the window.
+            If the step is a spike: a boolean scalar on the device. A number that is not finite
+            makes none, and its step is not taken into the window.
         """
         window, count = self.state[: 2 * self._window].view(2, -1), self.state[-2]
         seen = torch.stack([loss.to(window), norm.to(window)])
@@ -67,7 +67,8 @@ class SpikeDetector:
         squares = torch.where(filled, (window - mean[:, None]).square(), 0.0).sum(1)
         limit = mean + self._threshold * (squares / (number - 1).clamp(min=1)).sqrt()
         is_ready, is_finite = count >= self._fewest, seen.isfinite().all()
-        is_spike: Tensor = is_ready & is_finite & (seen > limit).any()
+        # Each by itself: in fp16 the norm of a spike may overflow, and its loss tells.
+        is_spike: Tensor = is_ready & ((seen > limit) & seen.isfinite()).any()
         place = (count % self._window).long().view(1)
         kept = torch.where(is_ready, torch.minimum(seen, limit), seen)[:, None]
         window.index_copy_(1, place, torch.where(is_finite, kept, window.index_select(1, place)))

@@ -20,7 +20,7 @@ def judged_in_python(pairs, threshold, window, fewest):
             rows = list(zip(*seen[-window:]))
             limits = tuple(statistics.mean(r) + threshold * statistics.stdev(r) for r in rows)
         finite = all(map(math.isfinite, pair))
-        is_spike = finite and any(value > limit for value, limit in zip(pair, limits))
+        is_spike = any(math.isfinite(v) and v > limit for v, limit in zip(pair, limits))
         if finite:
             seen.append(tuple(min(value, limit) for value, limit in zip(pair, limits)))
         out.append((is_spike, *limits))
@@ -46,7 +46,7 @@ def noisy(count, seed):
 def test_spikes_are_those_of_the_definition(window, fewest):
     pairs = noisy(3 * window, seed=1)
     spikes = {fewest + 2: (9.0, 1.0), 2 * window: (3.0, 40.0), 2 * window + 1: (3.0, 41.0)}
-    not_finite = {4: (math.nan, 1.0), 2 * window + 5: (3.0, math.inf)}
+    not_finite = {4: (math.nan, 1.0), 2 * window + 5: (9.0, math.inf)}
     for place, pair in (spikes | not_finite | {2: (3.4, 1.0)}).items():
         pairs[place] = pair
     pairs[2 * window + 7] = (-50.0, 0.0)
