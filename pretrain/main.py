@@ -11,15 +11,15 @@ from types import FrameType
 from pretrain.cli import app
 from pretrain.config import ConfigError, RunFailed
 from pretrain.exits import leave
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.states import ExitCode, exit_code_of
 
 
 def main() -> None:
     """Run the command and end the process with its exit code.
 
     Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
-    130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
-    own.
+    81 when its ranks hold different weights, 130 after Ctrl-C. None of these shows a traceback. Any
+    other exception is a bug and keeps its own.
     """
     # What a run writes is readable by its owner and group only, as under the launcher.
     os.umask(0o027)
@@ -39,9 +39,7 @@ def main() -> None:
         if interrupts:
             leave(ExitCode.INTERRUPTED, "interrupted")
         if isinstance(error, ConfigError | RunFailed):
-            bad_input = isinstance(error, ConfigError)
-            code = ExitCode.BAD_INPUT if bad_input else ExitCode.FAILED
-            leave(code, *(f"error: {line}" for line in str(error).splitlines()))
+            leave(exit_code_of(error), *(f"error: {line}" for line in str(error).splitlines()))
         if isinstance(error, OSError):
             named = error.filename and error.strerror
             what = f"{error.filename}: {error.strerror}" if named else str(error)

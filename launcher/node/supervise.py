@@ -13,6 +13,8 @@ What each outcome of an attempt leads to:
   follows.
 - FAILED, HUNG: a rank failed, or the watchdog ended the ranks. Another attempt follows, unless the
   failure looks permanent; then the outcome becomes GAVE_UP.
+- DIVERGED: the ranks found that they differ in what must be equal. As after a failure, another
+  attempt follows. It starts from a good checkpoint, because the ranks compare before each save.
 - STOPPED: a user or Slurm asked the run to stop. No attempt follows, even when the ranks failed to
   save.
 - REFUSED: the input is wrong, and would be wrong again. No attempt follows.
@@ -255,6 +257,9 @@ class Supervisor:
             return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
         if code == ExitCode.STOPPED:
             return Verdict(Outcome.STOPPED, code, f"saved at {at}")
+        if code == ExitCode.DIVERGED and not self.signals.stops:
+            reason = f"the ranks differ in what must be equal, at {at}; see the ranks' last lines"
+            return Verdict(Outcome.DIVERGED, code, reason)
         if code == ExitCode.RESTART:
             # A signal to stop may have come while the ranks saved for a restart.
             outcome = Outcome.STOPPED if self.signals.stops else Outcome.RESTART
@@ -307,7 +312,9 @@ class Supervisor:
                 f"(recovery.max_restarts = {most})"
             )
         now, before = records[-1], records[-2] if count > 1 else None
-        if before is None or before.ended is None or before.ended.outcome != Outcome.FAILED:
+        if before is None or before.ended is None:
+            return None
+        if before.ended.outcome not in (Outcome.FAILED, Outcome.DIVERGED):
             return None
         # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
         # signal ended may have been a victim of its node (out of memory, a fault), so signals do

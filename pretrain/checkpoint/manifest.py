@@ -45,7 +45,9 @@ class TrainerState:
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Sequences trained on, which is the whole state of the data order (pretrain/data/order.py)."""
+    """Sequences trained on or passed over, the whole state of the data order (data/order.py)."""
+    spikes: dict[str, list[float]] | None = None
+    """What a spike policy has seen and done (pretrain/train/spikes.py); None without one."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class _State(_Strict):
     loss_scaler: dict[str, float] | None
     data: dict[str, str]
     changes: tuple[_Change, ...]
+    spikes: dict[str, list[float]] | None
 
 
 def state_content(
@@ -313,7 +316,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         checksum=own_checksum,
         files=sizes,
         config=config,
-        trainer_state=TrainerState(state.step, state.consumed_samples),
+        trainer_state=TrainerState(state.step, state.consumed_samples, state.spikes),
         adam_steps=state.adam_steps,
         loss_scaler_state=state.loss_scaler,
         lineage=manifest.lineage,

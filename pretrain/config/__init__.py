@@ -5,7 +5,7 @@ This package never imports torch: the launcher checks a run on a login node, whe
 missing or slow to load.
 """
 
-from pretrain.config.errors import ConfigError, RunFailed, writing
+from pretrain.config.errors import ConfigError, Diverged, RunFailed, writing
 from pretrain.config.evaluation import EvaluationRequest
 from pretrain.config.load import dump_config, load_config, parse_config
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
@@ -13,6 +13,7 @@ from pretrain.config.run import Layout, RunConfig
 
 __all__ = [
     "ConfigError",
+    "Diverged",
     "EvaluationRequest",
     "Layout",
     "RunConfig",

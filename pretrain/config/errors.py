@@ -1,8 +1,8 @@
-"""Define the two errors that end a command without a traceback: wrong input, and a failed run.
+"""Define the errors that end a command without a traceback: wrong input, and a failed run.
 
-`pretrain` and `launcher` print the message of either as `error: ...` lines; the exit code is 2 for
-a ConfigError and 1 for a RunFailed. Any other exception is a bug in this project and keeps its
-traceback.
+`pretrain` and `launcher` print the message of any of them as `error: ...` lines; the exit code is 2
+for a ConfigError, 1 for a RunFailed and 81 for a Diverged (`rundir.states.exit_code_of`). Any other
+exception is a bug in this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ class RunFailed(RuntimeError):
     """A failure of a command whose input was right.
 
     The message says where it failed and what to try.
+    """
+
+
+class Diverged(RunFailed):
+    """Ranks of a run hold different values of what must be equal.
+
+    The message names the parameters, and the ranks and hosts that differ.
     """
 
 

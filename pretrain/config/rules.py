@@ -47,6 +47,7 @@ def check(config: RunConfig) -> None:
         *_tensor_parallel(config),
         *_pipeline(config),
         *_schedule(config),
+        *_spikes(config),
         *_evaluation(config),
         *_data(config),
     ]
@@ -294,6 +295,18 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
             s.lr_wsd_decay_steps,
             f'schedule.lr_decay_style = "{s.lr_decay_style}" does not use it',
             'Remove the key, or set schedule.lr_decay_style = "warmup_stable_decay"',
+        )
+
+
+def _spikes(c: RunConfig) -> Iterator[Refusal]:
+    """Check that the spike policy can be followed."""
+    if c.train.spike_policy == "skip" and c.parallel.zero_stage > 1:
+        yield Refusal(
+            "train.spike_policy",
+            c.train.spike_policy,
+            f"at ZeRO {c.parallel.zero_stage} DeepSpeed measures the gradient norm and updates the "
+            "weights in one call, so that no update can be left out",
+            'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
         )
 
 

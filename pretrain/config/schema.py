@@ -264,7 +264,7 @@ class ScheduleSection(Section):
 
 
 class TrainSection(Section):
-    """[train]: length, precision, activation recomputation and fused operations."""
+    """[train]: length, precision, recomputation, fused operations, and checks of its health."""
 
     num_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, those of earlier attempts included."""
@@ -284,6 +284,28 @@ class TrainSection(Section):
     added in fp32 by the matrix product itself. auto: on a GPU. off: plain operations, to compare
     with or to rule them out. on: on a CPU too, where compiling costs tens of seconds at every start
     and needs a C++ compiler."""
+
+    consistency_interval_steps: int = Field(default=500, ge=0)
+    """Steps from one check of the ranks' health to the next: that masters and moments are finite,
+    and weights equal wherever several ranks hold the same. It is also done before every save; 0
+    does it only then. A check costs less than half a step."""
+
+    spike_policy: Literal["none", "skip", "rollback", "stop"] = "none"
+    """What follows a step whose loss or gradient norm is a spike. none: nothing. skip: its update
+    is left out and training goes on, as OLMo does; needs zero_stage = 1. rollback: the run goes
+    back to its newest checkpoint and on with the data that follows the spike, as PaLM's authors
+    did. stop: the run fails, and nothing after the spike is saved."""
+
+    spike_threshold: float = Field(default=6.0, gt=0, allow_inf_nan=False)
+    """Standard deviations above the mean of the last spike_window_steps steps from which on a loss
+    or a gradient norm is a spike. OLMo's value; lower it to catch smaller ones."""
+
+    spike_window_steps: int = Field(default=128, ge=2)
+    """Steps by which a step is judged. Until half of them have been seen, and at least 20 (or all,
+    if there are fewer), no step is a spike."""
+
+    spike_max_rollbacks: int = Field(default=3, gt=0)
+    """rollback: times in a row that the run goes back to one checkpoint; after that it fails."""
 
 
 class CheckpointSection(Section):

@@ -78,6 +78,11 @@ EFFECTS: dict[str, Effect] = {
     # More steps are the usual reason to go on. `Difference.line` says what becomes of the schedule.
     "train.num_steps": FREE,
     "train.precision": TRAJECTORY,
+    "train.spike_policy": TRAJECTORY,
+    "train.spike_threshold": TRAJECTORY,
+    "train.spike_window_steps": TRAJECTORY,
+    "train.spike_max_rollbacks": TRAJECTORY,
+    "train.consistency_interval_steps": FREE,
     "train.recompute_granularity": FREE,
     "train.fusion": FREE,
     "checkpoint": FREE,

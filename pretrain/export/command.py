@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pretrain import topology
 from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
@@ -39,8 +41,8 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         True if the exported model computes the same function.
 
     Raises:
-        ConfigError: No transformers class can hold the model, or the checkpoint, the data or the
-            curve is missing or damaged.
+        ConfigError: No transformers class can hold the model, a weight is not finite, or the
+            checkpoint, the data or the curve is missing or damaged.
     """
     opened = open_checkpoint(find_checkpoint(source))
     checkpoint = opened.path
@@ -58,9 +60,11 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
+    weights = load_global_state(opened)
+    check_finite(weights, checkpoint)
     name = to_huggingface(
         config,
-        load_global_state(opened),
+        weights,
         config.data_directory / TOKENIZER,
         out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
@@ -71,6 +75,26 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     report = _compare(config, opened, stream, out)
     print(report.format())
     return report.passed
+
+
+def check_finite(weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Check that all weights are finite: no model with a NaN computes anything.
+
+    Args:
+        weights: Full tensors by global name.
+        checkpoint: Where they come from.
+
+    Raises:
+        ConfigError: Some are not; names the first tensor and how many elements it is.
+    """
+    for name, tensor in weights.items():
+        bad = tensor[~tensor.isfinite()]
+        if bad.numel():
+            raise ConfigError(
+                f"{checkpoint}: {bad.numel()} of the {tensor.numel()} elements of {name} are not "
+                f"finite (the first is {float(bad[0])}). Training had failed when it was saved. "
+                "Export an earlier checkpoint, and train on from there (--resume)"
+            )
 
 
 def _compare(

@@ -9,6 +9,7 @@ the clipping. It stays on the device, so that nothing waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from pretrain.optim.buckets import Bucket
 from pretrain.optim.gather import WeightGather
 from pretrain.optim.gradients import finalize_gradients
 from pretrain.optim.reduction import GradientReducer
+
+Veto = Callable[[Tensor], Tensor]
+"""The global gradient norm -> a boolean scalar on the device: True leaves the update out."""
 
 
 class ShardedStep:
@@ -72,15 +76,16 @@ class ShardedStep:
         self._reducer.finish()
 
     @torch.no_grad()
-    def update(self, loss_scale: float) -> Tensor:
+    def update(self, loss_scale: float, veto: Veto | None = None) -> Tensor:
         """Clip, update the masters, and start to gather the weights.
 
         Args:
             loss_scale: Factor of the loss in the backward passes.
+            veto: Decides from the norm if the update is left out; alike on all ranks.
 
         Returns:
             The global gradient norm before clipping, fp64 scalar on the device. Where it is not
-            finite, nothing has been updated.
+            finite, or `veto` was true, nothing has been updated.
         """
         shards = self._reducer.shards
         # Gradients are sums over the data-parallel ranks, of a scaled loss.
@@ -94,7 +99,10 @@ class ShardedStep:
         # What torch.amp.GradScaler hands to a fused optimizer (torch/amp/grad_scaler.py): the
         # kernel divides by the one and does nothing if the other is 1.
         adam.grad_scale = divisor.float()
-        adam.found_inf = (~norm.isfinite()).float()
+        is_left_out = ~norm.isfinite()
+        if veto is not None:
+            is_left_out |= veto(norm)
+        adam.found_inf = is_left_out.float()
         for master, shard in zip(self._masters, shards):
             master.grad = shard
         adam.step()

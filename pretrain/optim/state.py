@@ -67,8 +67,8 @@ def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
     is new, or every step so far has overflowed in fp16. Zero moments are created then, as Adam
     itself would start from, so that a state can always be saved and loaded into.
     """
-    if not all(optimizer.zero.optimizer.state[flat] for flat in _flat_masters(optimizer)):
-        for flat in _flat_masters(optimizer):
+    if not all(optimizer.zero.optimizer.state[flat] for flat in flat_masters(optimizer)):
+        for flat in flat_masters(optimizer):
             moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
             step = torch.zeros((), device=flat.device)
             optimizer.zero.optimizer.state[flat] = {"step": step, **moments}
@@ -81,7 +81,7 @@ def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
 
 def adam_steps(optimizer: ZeroOptimizer) -> int:
     """Return the number of updates made so far; fp16 skips those that overflow."""
-    states = [optimizer.zero.optimizer.state[flat] for flat in _flat_masters(optimizer)]
+    states = [optimizer.zero.optimizer.state[flat] for flat in flat_masters(optimizer)]
     steps = {int(state["step"]) for state in states if "step" in state}
     assert len(steps) <= 1, f"Adam's groups disagree on their steps: {steps}"
     return steps.pop() if steps else 0
@@ -89,7 +89,7 @@ def adam_steps(optimizer: ZeroOptimizer) -> int:
 
 def set_adam_steps(optimizer: ZeroOptimizer, steps: int) -> None:
     """Set the number of updates made so far, which Adam's bias correction depends on."""
-    for flat in _flat_masters(optimizer):
+    for flat in flat_masters(optimizer):
         # On the device, where the fused AdamW keeps it.
         step = torch.tensor(float(steps), device=flat.device)
         optimizer.zero.optimizer.state[flat]["step"] = step
@@ -126,7 +126,7 @@ def _deepspeed_attributes(named: Named) -> Any:
     return cast(Any, named.parameter)
 
 
-def _flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:
+def flat_masters(optimizer: ZeroOptimizer) -> list[Tensor]:
     """Return one flat fp32 master tensor per parameter group; Adam's state is keyed by them."""
     for name in MASTER_BUFFERS:
         if hasattr(optimizer.zero, name):
@@ -145,7 +145,7 @@ def _stage12_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[st
     mapping = _deepspeed_attributes(named)._hp_mapping
     if mapping is None:
         return None
-    flat = _flat_masters(optimizer)[mapping.param_group_index]
+    flat = flat_masters(optimizer)[mapping.param_group_index]
     state = optimizer.zero.optimizer.state[flat]
     buffers = {"master": flat.detach(), **{moment: state[moment] for moment in MOMENTS}}
     address = mapping.hp_fragment_address

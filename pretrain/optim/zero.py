@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from pretrain.model.fusion import choose_fusion
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.optim.buckets import Bucket, plan_buckets, plan_decay_groups
 from pretrain.optim.gradients import reduce_sequence_parallel_on_accumulation
-from pretrain.optim.sharded_step import ShardedStep
+from pretrain.optim.sharded_step import ShardedStep, Veto
 from pretrain.optim.state import (
     OptimizerState,
     adam_steps,
@@ -80,6 +81,7 @@ class ZeroOptimizer:
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks, buckets)
         self._sharded_step: ShardedStep | None = None
+        self._gradients_hold_nan = False
         if self.stage == 1:
             self._sharded_step = ShardedStep(
                 self.zero,
@@ -90,6 +92,8 @@ class ZeroOptimizer:
                 wire_dtype=platform.DTYPES[config.parallel.gradient_reduce_dtype],
                 overlap=overlap,
             )
+        elif not self.is_fp16:
+            self._tell_nan_from_overflow()
         if self.is_fp16:
             # Megatron's schedule multiplies the loss by `grad_scale_func` before the backward
             # pass. DeepSpeed must then not insist on scaling it: its engine raises unless
@@ -173,24 +177,28 @@ class ZeroOptimizer:
         if self._sharded_step is not None:
             self._sharded_step.reduce()
 
-    def update(self, learning_rate: float) -> Tensor:
+    def update(self, learning_rate: float, veto: Veto | None = None) -> Tensor:
         """Clip the reduced gradients by their global norm, and update the weights.
 
         Args:
             learning_rate: AdamW's learning rate for this step.
+            veto: Stage 1: decides from the norm if the update is left out; alike on all ranks.
 
         Returns:
             The global gradient norm before clipping, a scalar on the device. If it is not finite,
-            the weights have not been updated (stage 1, and fp16 at every stage), and in fp16 the
-            loss scale has been lowered.
+            the weights have not been updated, and in fp16 the loss scale has been lowered.
         """
         self.before_change()
         for group in self.zero.param_groups:
             group["lr"] = learning_rate
         if self._sharded_step is None:
+            assert veto is None, "refused by pretrain/config/rules.py"
             self.engine.step()
-            return torch.tensor(float(self.engine.get_global_grad_norm()), dtype=torch.float64)
-        norm = self._sharded_step.update(self.loss_scale or 1.0)
+            seen = float(self.engine.get_global_grad_norm())
+            if not math.isfinite(seen) and self._gradients_hold_nan:
+                seen = math.nan
+            return torch.tensor(seen, dtype=torch.float64)
+        norm = self._sharded_step.update(self.loss_scale or 1.0, veto)
         if self.is_fp16:
             # The scale of the next step's loss depends on this one's overflow, so here the host
             # has to wait. DeepSpeed reports the norm of a step that overflowed as infinite.
@@ -205,10 +213,30 @@ class ZeroOptimizer:
         if self._sharded_step is not None:
             self._sharded_step.wait_for_weights()
 
-    def step(self, learning_rate: float) -> Tensor:
+    def step(self, learning_rate: float, veto: Veto | None = None) -> Tensor:
         """Reduce the gradients and update the weights: `reduce_gradients`, then `update`."""
         self.reduce_gradients()
-        return self.update(learning_rate)
+        return self.update(learning_rate, veto)
+
+    def _tell_nan_from_overflow(self) -> None:
+        """Have DeepSpeed's step of ZeRO 2 and 3 note if gradients that are not finite hold a NaN.
+
+        It reports the norm of both as infinite and drops the gradients (deepspeed/runtime/zero/
+        stage_1_and_2.py and stage3.py, `step`). Between the two it calls `_update_scale`, on all
+        ranks with the same answer.
+        """
+        update_scale = self.zero._update_scale
+
+        def noting(has_overflow: bool) -> None:
+            update_scale(has_overflow)
+            self._gradients_hold_nan = False
+            if has_overflow:
+                own = [g for each in self.zero.averaged_gradients.values() for g in each or ()]
+                found = torch.stack([g.isnan().any() for g in own if g is not None]).any().float()
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+                self._gradients_hold_nan = bool(found)
+
+        self.zero._update_scale = noting
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the dynamic loss scale."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from enum import IntEnum, StrEnum
 
+from pretrain.config import ConfigError, Diverged
+
 
 class Phase(StrEnum):
     """The phases of an attempt, as written in phases.jsonl and progress."""
@@ -32,6 +34,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
     HUNG = "hung"
     """The watchdog ended it, because it made no progress."""
+    DIVERGED = "diverged"
+    """Its ranks held different values of what must be equal. It stopped without saving."""
     REFUSED = "refused"
     """Its input was wrong, so starting it again would not help."""
     GAVE_UP = "gave_up"
@@ -42,7 +46,7 @@ class Outcome(StrEnum):
 
 ENDED_WELL = (Outcome.FINISHED, Outcome.RESTART, Outcome.STOPPED)
 """Outcomes that need no explanation."""
-FAILURES = (Outcome.FAILED, Outcome.HUNG)
+FAILURES = (Outcome.FAILED, Outcome.HUNG, Outcome.DIVERGED)
 """Outcomes that count towards recovery.max_restarts."""
 STARTED_AGAIN = (Outcome.RESTART, *FAILURES)
 """Outcomes after which the launcher or Slurm makes another attempt."""
@@ -58,6 +62,8 @@ class ExitCode(IntEnum):
     """Saved on SIGUSR1, to be started again (EX_TEMPFAIL of sysexits.h)."""
     STOPPED = 80
     """Saved on SIGTERM, not to be started again."""
+    DIVERGED = 81
+    """Ranks differed in what must be equal; nothing was saved since."""
     INTERRUPTED = 128 + signal.SIGINT
     KILLED = 128 + signal.SIGKILL
 
@@ -67,6 +73,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.BAD_INPUT: Outcome.REFUSED,
     ExitCode.RESTART: Outcome.RESTART,
     ExitCode.STOPPED: Outcome.STOPPED,
+    ExitCode.DIVERGED: Outcome.DIVERGED,
     ExitCode.INTERRUPTED: Outcome.STOPPED,
 }
 
@@ -74,6 +81,13 @@ _OUTCOMES: dict[int, Outcome] = {
 def outcome_of(code: int) -> Outcome:
     """Return the outcome that a process reports which ends with this exit code."""
     return _OUTCOMES.get(code, Outcome.FAILED)
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return the exit code of a process that ends with this error."""
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_INPUT
+    return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.FAILED
 
 
 class JobKind(StrEnum):

@@ -1,4 +1,4 @@
-"""What the loop calls around its steps: logging, evaluation and saving.
+"""What the loop calls around its steps: logging, evaluation, checks of the ranks, and saving.
 
 Numbers of a step reach the hooks while the device works on the next one. A hook that needs the
 model as it stands after a step says that it is due, and is called between two steps.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from pretrain import platform
 from pretrain.checkpoint.save import Saver
@@ -21,8 +22,10 @@ from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.metrics import Record
 from pretrain.rundir.states import Phase
+from pretrain.train.health import check_health
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
@@ -45,6 +48,16 @@ class Hook:
     def between_steps(self, run: Run) -> None:
         """Act with no step under way. Called on all hooks as soon as one of them is due."""
 
+    def before_rollback(self, run: Run) -> None:
+        """Finish what is under way: the run goes back to its newest checkpoint next."""
+
+    def newest_checkpoint(self, run: Run) -> Path | None:
+        """Return the newest checkpoint of the run as it stands, from the hook that saves."""
+        return None
+
+    def after_rollback(self, run: Run) -> None:
+        """Forget the steps after `run.state.step`, which are taken again."""
+
     def close(self) -> None:
         """Release what the hook holds; called once, also after a failure."""
 
@@ -54,12 +67,13 @@ def make_hooks(run: Run) -> list[Hook]:
 
     A step is logged and evaluated before it is saved. A checkpoint thus means that its step's
     numbers are on disk, and what a resumed run finds undone is only an evaluation that was broken
-    off (`find_start_point`).
+    off (`find_start_point`). Its health is checked right before it is saved.
     """
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
-    return [LoggingHook(run, writer), EvaluationHook(run, writer), CheckpointHook(run)]
+    saver = CheckpointHook(run)
+    return [LoggingHook(run, writer), EvaluationHook(run, writer), HealthHook(saver), saver]
 
 
 class LoggingHook(Hook):
@@ -98,6 +112,11 @@ class LoggingHook(Hook):
                 )
         record["peak_memory_bytes"] = platform.peak_memory_bytes()
         self.writer.step(record)
+
+    def after_rollback(self, run: Run) -> None:
+        """Drop the records of the steps that are taken again."""
+        if self.writer is not None:
+            self.writer.go_back(run.state.step)
 
     def close(self) -> None:
         """Close the writer, which the evaluation hook shares."""
@@ -156,6 +175,29 @@ class EvaluationHook(Hook):
                 self.writer.evaluation(
                     [{"step": step, "evaluation": True, **result.record()} for result in results]
                 )
+
+
+class HealthHook(Hook):
+    """Check the health of all ranks every train.consistency_interval_steps and before each save."""
+
+    def __init__(self, saver: Hook) -> None:
+        """Check whenever `saver` is due, which comes next in the order of hooks."""
+        self.saver = saver
+
+    def at_start(self, run: Run) -> None:
+        """Check what was built or loaded, before anything is trained on it."""
+        check_health(run)
+
+    def is_due(self, run: Run) -> bool:
+        """Return True if the step is to be checked."""
+        interval = run.config.train.consistency_interval_steps
+        is_regular = interval > 0 and run.state.step % interval == 0
+        return is_regular or self.saver.is_due(run)
+
+    def between_steps(self, run: Run) -> None:
+        """Check if it is due. All ranks together; RunFailed or Diverged on all of them."""
+        if self.is_due(run):
+            check_health(run)
 
 
 class CheckpointHook(Hook):
@@ -217,6 +259,17 @@ class CheckpointHook(Hook):
     def _is_last(self, run: Run) -> bool:
         """Return True if the processes end after this step: its checkpoint is waited for."""
         return bool(run.requests.agreed) or run.state.step >= run.config.train.num_steps
+
+    def before_rollback(self, run: Run) -> None:
+        """Wait for the save under way: its checkpoint is the newest."""
+        self.saver.finish()
+
+    def newest_checkpoint(self, run: Run) -> Path | None:
+        """Return the checkpoint that this process saved last, or else the one it began with."""
+        if self.saved_step:
+            return checkpoint_directory(run.config.directory, self.saved_step)
+        began_with = run.start_point.checkpoint
+        return began_with.path if began_with is not None else None
 
     def _save(self, run: Run) -> None:
         """Save the run at its present step, once."""

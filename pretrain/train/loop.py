@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,8 +22,10 @@ from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
 from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
+from pretrain.train.rollback import roll_back
+from pretrain.train.spikes import Spike
 from pretrain.train.start import Run, StartPoint, data_hashes, load_run, prepare, take_run
-from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step
+from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
 from pretrain.train.stopping import EXIT_CODES, Requests
 
 
@@ -72,35 +75,48 @@ def train(
 
 
 def _train_steps(run: Run) -> None:
-    """Take steps and call the hooks until the run is finished or all ranks agree to stop.
-
-    A step's numbers are read and logged when the next step has been queued, so that the device does
-    not wait for it. They are read at once where a hook is due, which needs the step to be over.
-    """
-    steps = step_batches(run)
+    """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
     hooks = make_hooks(run)
     try:
         # A signal may have come before the first step, whose loss would carry the votes.
         agree(run.requests)
         for hook in hooks:
             hook.at_start(run)
-        begin, unread = platform.Moment(), None
-        while run.state.step < run.config.train.num_steps and not run.requests.agreed:
-            queued = queue_step(run, steps, begin)
-            if unread is not None:
-                _report(run, hooks, unread)
-            begin, unread = queued.end, queued
-            if any(hook.is_due(run) for hook in hooks):
-                _report(run, hooks, unread)
-                for hook in hooks:
-                    hook.between_steps(run)
-                begin, unread = platform.Moment(), None
+        is_over = False
+        while not is_over:
+            try:
+                _train_from_here(run, hooks)
+                is_over = True
+            except Spike as spike:
+                roll_back(run, spike, hooks)
         # The processes part after this. No message may still be on its way then.
         run.optimizer.wait_for_weights()
         run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
             hook.close()
+
+
+def _train_from_here(run: Run, hooks: Sequence[Hook]) -> None:
+    """Take steps from where the run stands, up to its end, an agreement to stop, or a `Spike`.
+
+    A step's numbers are read and logged when the next step has been queued, so that the device does
+    not wait for it. They are read at once where a hook is due, which needs the step to be over.
+    """
+    steps = step_batches(run)
+    begin, unread = platform.Moment(), None
+    while run.state.step < run.config.train.num_steps and not run.requests.agreed:
+        queued = queue_step(run, steps, begin)
+        if unread is not None:
+            _report(run, hooks, unread)
+        begin, unread = queued.end, queued
+        if any(hook.is_due(run) for hook in hooks):
+            _report(run, hooks, unread)
+            if run.spikes is not None:
+                run.state = replace(run.state, spikes=run.spikes.to_lists())
+            for hook in hooks:
+                hook.between_steps(run)
+            begin, unread = platform.Moment(), None
 
 
 def _report(run: Run, hooks: Sequence[Hook], step: QueuedStep) -> None:
@@ -129,14 +145,16 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     rate = learning_rate(run.config, step)
     seed_step(run.config, run.topology, step)
     losses = forward_backward(run.chunks, run.optimizer, micro_batches)
-    norm = run.optimizer.step(rate)
+    norm, total = update(run, losses, rate)
     run.state = TrainerState(
         step + 1, run.state.consumed_samples + run.config.batch.global_batch_size
     )
     record = {"step": step + 1, "learning_rate": rate, "data_wait_seconds": data_wait}
     if run.optimizer.loss_scale is not None:
         record["loss_scale"] = run.optimizer.loss_scale
-    return QueuedStep(run, losses, norm, begin, record)
+    if run.spikes is not None:
+        record |= run.spikes.record(step + 1)
+    return QueuedStep(run, norm, total, begin, record)
 
 
 def step_batches(run: Run) -> Iterator[list[Tensor]]:

@@ -32,10 +32,14 @@ RATE_WINDOW_STEPS = 50
 
 
 class Destination(Protocol):
-    """Takes the records of steps and evaluations, until it is closed."""
+    """Takes the records of steps and evaluations, until it is closed.
+
+    `go_back` says that the steps after `step` will be taken again.
+    """
 
     def step(self, record: Record) -> None: ...
     def evaluation(self, records: list[Record]) -> None: ...
+    def go_back(self, step: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -81,6 +85,11 @@ class MetricsWriter:
         """Write the record of changed keys to metrics.jsonl; the others hold numbers alone."""
         self._lines.step(record)
 
+    def go_back(self, step: int) -> None:
+        """Drop the records of the steps after `step`, which are taken again."""
+        for destination in self._destinations:
+            destination.go_back(step)
+
     def close(self) -> None:
         """Write out what is buffered and close every destination."""
         # In reverse: the progress bar must end before wandb prints and waits for its uploads.
@@ -105,6 +114,9 @@ class Guarded:
     def evaluation(self, records: list[Record]) -> None:
         self._try(lambda destination: destination.evaluation(records))
 
+    def go_back(self, step: int) -> None:
+        self._try(lambda destination: destination.go_back(step))
+
     def close(self) -> None:
         self._try(lambda destination: destination.close())
 
@@ -126,7 +138,7 @@ class JsonLines:
     """metrics.jsonl, which holds every number whatever becomes of the other destinations."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self._file = MetricsFile(path, resume_step)
+        self._path, self._file = path, MetricsFile(path, resume_step)
 
     def step(self, record: Record) -> None:
         self._file.write(record)
@@ -134,6 +146,10 @@ class JsonLines:
     def evaluation(self, records: list[Record]) -> None:
         for record in records:
             self._file.write(record)
+
+    def go_back(self, step: int) -> None:
+        self._file.close()
+        self._file = MetricsFile(self._path, step)
 
     def close(self) -> None:
         self._file.close()
@@ -175,6 +191,9 @@ class Wandb:
     def evaluation(self, records: list[Record]) -> None:
         self._run.log({"step": records[0]["step"], **_evaluation_scalars(records)})
 
+    def go_back(self, step: int) -> None:
+        """Do nothing: as after a resume, the curves show both."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -195,12 +214,8 @@ class TensorBoard:
     """TensorBoard event files. A resume purges the steps that will be made again."""
 
     def __init__(self, run_directory: Path, resume_step: int) -> None:
-        # Slow to import, and tensorboard may not be installed.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(
-            log_dir=str(RunPaths(run_directory).tensorboard), purge_step=resume_step + 1
-        )
+        self._run_directory = run_directory
+        self._open(resume_step)
 
     def step(self, record: Record) -> None:
         self._add(record, record["step"])
@@ -208,8 +223,21 @@ class TensorBoard:
     def evaluation(self, records: list[Record]) -> None:
         self._add(_evaluation_scalars(records), records[0]["step"])
 
+    def go_back(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
+
     def close(self) -> None:
         self._writer.close()
+
+    def _open(self, step: int) -> None:
+        """Open a file in which everything after `step` is written again."""
+        # Slow to import, and tensorboard may not be installed.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            log_dir=str(RunPaths(self._run_directory).tensorboard), purge_step=step + 1
+        )
 
     def _add(self, scalars: Record, step: int) -> None:
         for name, value in scalars.items():
@@ -248,6 +276,10 @@ class ProgressBar:
         for line in _evaluation_lines(records):
             self._bar.write(line, file=sys.stderr)
 
+    def go_back(self, step: int) -> None:
+        self._bar.n = step
+        self._bar.refresh()
+
     def close(self) -> None:
         self._bar.close()
 
@@ -269,6 +301,9 @@ class Lines:
     def evaluation(self, records: list[Record]) -> None:
         for line in _evaluation_lines(records):
             _say(line)
+
+    def go_back(self, step: int) -> None:
+        """Do nothing: what was printed stays."""
 
     def close(self) -> None:
         """Do nothing: no file is open."""

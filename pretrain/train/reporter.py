@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from pretrain.config import ConfigError, writing
+from pretrain.config import writing
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.paths import claim_version
-from pretrain.rundir.states import ExitCode, Outcome, Phase, outcome_of
+from pretrain.rundir.states import ExitCode, Outcome, Phase, exit_code_of, outcome_of
 
 
 class AttemptReporter:
@@ -116,9 +116,7 @@ class AttemptReporter:
             self.end(ExitCode.INTERRUPTED, "interrupted")
         elif error is not None:
             lines = str(error).splitlines()
-            is_bad_input = isinstance(error, ConfigError)
-            code = ExitCode.BAD_INPUT if is_bad_input else ExitCode.FAILED
-            self.end(code, lines[0] if lines else type(error).__name__)
+            self.end(exit_code_of(error), lines[0] if lines else type(error).__name__)
 
 
 class _Heartbeat(threading.Thread):

@@ -34,6 +34,7 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.reporter import AttemptReporter
+from pretrain.train.spikes import SpikeWatch
 from pretrain.train.stopping import Requests
 
 Streams = tuple[TokenStream, TokenStream]
@@ -93,6 +94,8 @@ class Run:
     reporter: AttemptReporter
     origin: Origin = field(default_factory=Origin)
     """What the next save records about where its state comes from."""
+    spikes: SpikeWatch | None = None
+    """Judges every step by train.spike_policy; None if that is "none"."""
 
 
 def prepare(
@@ -215,6 +218,7 @@ def load_run(
         requests,
         reporter,
         start_point.origin(),
+        None if config.train.spike_policy == "none" else SpikeWatch(config, state.spikes),
     )
 
 

@@ -16,8 +16,9 @@ from pretrain.model.forward import is_reporting_rank, run_schedule
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
+from pretrain.train.spikes import Spike
 from pretrain.train.start import Run
-from pretrain.train.stopping import Requests
+from pretrain.train.stopping import EXIT_CODES, Requests
 
 
 def forward_backward(
@@ -68,6 +69,29 @@ def _sum_over_ranks(losses: list[Tensor], topology: Topology, votes: list[float]
     return total
 
 
+def update(run: Run, losses: list[Tensor], learning_rate: float) -> tuple[Tensor, Tensor]:
+    """Update the weights, and average the loss over all ranks. All ranks together.
+
+    Args:
+        run: The run, whose requests to stop are voted on.
+        losses: This rank's micro batch losses.
+        learning_rate: AdamW's learning rate for this step.
+
+    Returns:
+        (global gradient norm, a scalar; [mean loss, sums of the votes]), on the device.
+    """
+    if run.spikes is None:
+        norm = run.optimizer.step(learning_rate)
+        return norm, _sum_over_ranks(losses, run.topology, run.requests.votes())
+    # The loss first: it may decide if there is an update.
+    total = _sum_over_ranks(losses, run.topology, run.requests.votes())
+    veto = run.spikes.veto(total[0])
+    norm = run.optimizer.step(learning_rate, veto)
+    if veto is None:
+        run.spikes.detector.observe(total[0], norm.to(total), skips=False)
+    return norm, total
+
+
 class QueuedStep:
     """A step that the device may still be working on, and what is measured in it.
 
@@ -79,25 +103,27 @@ class QueuedStep:
     def __init__(
         self,
         run: Run,
-        losses: list[Tensor],
         norm: Tensor,
+        total: Tensor,
         begin: platform.Moment,
         record: Record,
     ) -> None:
         """Start to bring the step's numbers to the host. All ranks together.
 
         Args:
-            run: The run, whose requests to stop are voted on.
-            losses: This rank's micro batch losses.
-            norm: The global gradient norm, a scalar.
+            run: The run, as it is after the step.
+            norm: As `update` returns it.
+            total: As `update` returns it.
             begin: When the step began.
             record: What is already known.
         """
         self._requests, self._precision = run.requests, run.config.train.precision
         self._begin, self._record = begin, record
-        total = _sum_over_ranks(losses, run.topology, run.requests.votes())
-        norm = norm.to(total)
-        self._readback = platform.Readback(torch.cat([norm.view(1), total]))
+        self._spikes, self._state = run.spikes, run.state
+        numbers = [norm.to(total).view(1), total]
+        if run.spikes is not None:
+            numbers.append(run.spikes.numbers())
+        self._readback = platform.Readback(torch.cat(numbers))
 
     @property
     def end(self) -> platform.Moment:
@@ -113,19 +139,28 @@ class QueuedStep:
 
         Raises:
             RunFailed: The gradient norm is not finite, and the precision is not fp16, where the
-                loss scale is lowered and the update skipped.
+                loss scale is lowered and the update skipped; or the step was a spike, and
+                train.spike_policy is to stop.
+            Spike: The run has to go back to a checkpoint.
         """
-        norm, loss, *votes = self._readback.numbers()
+        norm, loss, *numbers = self._readback.numbers()
+        votes, judged = numbers[: len(EXIT_CODES)], numbers[len(EXIT_CODES) :]
         if not math.isfinite(norm) and self._precision != "fp16":
+            seen = f"step {self._record['step']}: the gradient norm is {norm}"
+            if self._spikes is not None and self._spikes.policy == "rollback":
+                raise Spike(seen, self._state)
             raise RunFailed(
-                f"step {self._record['step']}: the gradient norm is {norm}. Resume from the last "
-                "checkpoint with a lower optimizer.learning_rate, a longer "
-                "schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
+                f"{seen}. Resume from the last checkpoint with a lower optimizer.learning_rate, a "
+                "longer schedule.lr_warmup_steps or a smaller optimizer.clip_grad"
             )
+        measured = {"loss_nats": loss, "gradient_norm": norm}
+        if self._spikes is not None:
+            self._spikes.judge(self._state, loss, norm, judged)
+            if self._spikes.policy == "skip":
+                measured["skipped_updates"] = int(judged[-1])
         self._requests.settle(votes)
-        step_seconds = self.end.seconds_since(self._begin)
-        numbers = {"loss_nats": loss, "gradient_norm": norm, "step_seconds": step_seconds}
-        return {**self._record, **numbers}
+        measured["step_seconds"] = self.end.seconds_since(self._begin)
+        return {**self._record, **measured}
 
 
 def agree(requests: Requests) -> None:

@@ -55,6 +55,11 @@ def message(path, *overrides, world_size: int | None = None) -> str:
 # ---- refusals: (overrides, key and value, part of the reason and remedy) -------------------------
 REFUSALS = [
     (
+        ["train.spike_policy=skip", "parallel.zero_stage=2"],
+        "train.spike_policy = skip",
+        'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
+    ),
+    (
         ["model.hidden_size=100"],
         "model.hidden_size = 100",
         "not divisible by model.num_attention_heads = 12. Choose a multiple of 12",

@@ -179,6 +179,21 @@ def test_a_failure_that_repeats_itself_is_not_tried_a_third_time(tmp_path, capfd
     assert said.endswith("given up: the attempt before failed in the same way at the same step\n")
 
 
+def test_ranks_that_differ_start_again_from_the_checkpoint_before(tmp_path, capfd):
+    step = "if rank == 0 and step == 4: save()\nif (step, number) == (6, 1): sys.exit(81)"
+    assert train(tmp_path, training(step)) == 0
+    assert [end[:2] for end in outcomes(tmp_path)] == [("diverged", 81), ("finished", 0)]
+    first, second = read_attempts(tmp_path)
+    assert first.ended.reason.startswith("the ranks differ in what must be equal, at step ")
+    assert second.owner.checkpoint_step == 4
+    assert f"{first.ended.reason}; starting again from step 4\n" in capfd.readouterr().err
+
+
+def test_ranks_that_differ_at_the_same_step_again_are_given_up(tmp_path):
+    assert train(tmp_path, training("if step == 3: sys.exit(81)")) == 81
+    assert outcomes(tmp_path) == [("diverged", 81, 3), ("gave_up", 81, 3)]
+
+
 def test_bad_input_is_not_tried_again(tmp_path, capfd):
     assert train(tmp_path, training(begin="time.sleep(600 * rank)\nsys.exit(2)")) == 2
     assert outcomes(tmp_path) == [("refused", 2, 0)] and capfd.readouterr().err == ""

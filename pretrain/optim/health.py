@@ -1,0 +1,148 @@
+"""Find what is wrong with the state on the ranks: values that are not finite, copies that differ.
+
+Several ranks hold the same values in every layout. Nothing copies those from one rank to another
+after the start (but for the weights of ZeRO 1 and 2): they stay equal because every rank computes
+the same. A memory error or a broken kernel on one rank makes them drift apart, and the run goes on
+with a model that is no longer one. What must be equal, bit for bit:
+
+    values                                    among the ranks of        at ZeRO stage
+    model weights                             the data-parallel group   1, 2
+    unsplit parameters (layer norms, biases   the tensor group          1, 2, 3
+    of row-parallel layers): weights, state
+    the tied embedding: weights, state        the embedding group       1
+    the position method's parameters          the pipeline group        1
+
+"State" is the part of the fp32 masters and Adam's moments that this data-parallel rank keeps.
+Copies are laid out alike on all ranks (pretrain/optim/buckets.py), so these parts cover the same
+elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from pretrain.model.parameters import TIED, Named
+from pretrain.optim.state import MOMENTS, flat_masters, read_fragments
+
+if TYPE_CHECKING:
+    from pretrain.optim.zero import ZeroOptimizer
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integers as which its bits are summed."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tensors of this rank that every rank of a group must hold with the same bits."""
+
+    group: dist.ProcessGroup
+    tensors: dict[str, Tensor]
+    """By name, in the same order on all ranks of the group."""
+
+    def checksums(self) -> Tensor:
+        """Return the checksum of each tensor, int64 [tensors]."""
+        return torch.stack([checksum(tensor) for tensor in self.tensors.values()])
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of all elements, each read as an integer; int64 scalar.
+
+    It takes one kernel and finds any single change. It cannot find elements that have changed
+    places, which no failure of one rank would do.
+    """
+    return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def state_is_finite(optimizer: ZeroOptimizer) -> Tensor:
+    """Return if all masters and moments of this rank are finite: a boolean scalar on the device."""
+    buffers = [buffer for flat in flat_masters(optimizer) for buffer in _state_of(optimizer, flat)]
+    # The largest magnitude: a Euclidean norm overflows where every element is finite.
+    largest = torch._foreach_norm(buffers, math.inf)
+    return torch.stack(largest).isfinite().all()
+
+
+def non_finite_state(optimizer: ZeroOptimizer) -> list[str]:
+    """Return the names of this rank's masters and moments that are not finite, with a value."""
+    found = []
+    for fragment in read_fragments(optimizer):
+        for kind, values in fragment.tensors.items():
+            bad = values[~values.isfinite()]
+            if bad.numel():
+                found.append(f"{kind} of {fragment.named.name} ({float(bad[0])})")
+    return found
+
+
+def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:
+    """Return what this rank must have in common with other ranks, for each group of them."""
+    data = parallel_state.get_data_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    found = []
+    if data.size() > 1 and not optimizer.partitions_weights:
+        weights = {f"{n.name} (weight)": n.parameter.data for n in optimizer.parameters}
+        found.append(Copies(data, weights))
+    if tensor.size() > 1:
+        # As plan_buckets tells them: a split parameter is smaller than the global one.
+        unsplit = {n.name for n in optimizer.parameters if n.shape == n.global_shape}
+        found.append(Copies(tensor, dict(_weights_and_state(optimizer, unsplit))))
+    if pipeline.size() > 1:
+        shared = {n.name for n in optimizer.parameters if n.name.startswith("position.")}
+        found.append(Copies(pipeline, dict(_weights_and_state(optimizer, shared))))
+        if _holds_tied_embedding(optimizer):
+            embedding = parallel_state.get_embedding_group()
+            found.append(Copies(embedding, dict(_weights_and_state(optimizer, {TIED}))))
+    return [copies for copies in found if copies.tensors]
+
+
+def update_counts(optimizer: ZeroOptimizer) -> Tensor:
+    """Return Adam's smallest and largest number of updates over the groups; int64 [2]."""
+    masters = flat_masters(optimizer)
+    none = torch.zeros((), device=masters[0].device)
+    states = [optimizer.zero.optimizer.state[flat] for flat in masters]
+    steps = torch.stack([state.get("step", none) for state in states])
+    return torch.stack(steps.aminmax()).long()
+
+
+def _weights_and_state(optimizer: ZeroOptimizer, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the weights of some parameters, and of this rank's part of the state.
+
+    Args:
+        optimizer: The optimizer.
+        names: Global names of the parameters.
+    """
+    for named in optimizer.parameters:
+        if named.name in names:
+            yield f"{named.name} (weight)", _own_weight(optimizer, named)
+    for fragment in read_fragments(optimizer):
+        if fragment.named.name in names:
+            for kind, values in fragment.tensors.items():
+                yield f"{fragment.named.name} ({kind})", values
+
+
+def _own_weight(optimizer: ZeroOptimizer, named: Named) -> Tensor:
+    """Return a parameter's weights as this rank keeps them: under ZeRO 3 its partition."""
+    if not optimizer.partitions_weights:
+        return named.parameter.data
+    return cast(Tensor, cast(Any, named.parameter).ds_tensor.data)
+
+
+def _holds_tied_embedding(optimizer: ZeroOptimizer) -> bool:
+    """Return True on the first and the last pipeline stage of a model with a tied embedding."""
+    # Megatron's mark of weights that the first and the last stage share.
+    tied = [n for n in optimizer.parameters if n.name == TIED]
+    return bool(tied) and hasattr(tied[0].parameter, "shared_embedding")
+
+
+def _state_of(optimizer: ZeroOptimizer, flat: Tensor) -> Iterator[Tensor]:
+    """Yield a flat master tensor and its moments, as far as Adam has made them."""
+    yield flat.detach()
+    state = optimizer.zero.optimizer.state[flat]
+    yield from (state[moment] for moment in MOMENTS if moment in state)

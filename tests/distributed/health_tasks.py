@@ -1,0 +1,287 @@
+"""Define the tasks that damage the state of a run, or its data, and see what the run does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain import platform
+from pretrain.config import RunConfig
+
+
+@contextlib.contextmanager
+def after_step(number: int, act: Callable[[Any], None]) -> Iterator[None]:
+    """Call act(run) on every rank when step `number` (from 1) has been queued, once."""
+    from pretrain.train import loop
+
+    queue_step, done = loop.queue_step, False
+
+    def queue_and_act(run: Any, *args: Any) -> Any:
+        nonlocal done
+        step = queue_step(run, *args)
+        if run.state.step == number and not done:
+            done = True
+            run.optimizer.wait_for_weights()
+            act(run)
+        return step
+
+    with platform.replaced(loop, "queue_step", queue_and_act):
+        yield
+
+
+def tensor_of(run: Any, name: str, kind: str) -> Tensor | None:
+    """Return this rank's part of a parameter's weight, master or moment; None if it has none."""
+    from pretrain.optim.health import _own_weight
+
+    if kind == "weight":
+        [named] = [n for n in run.optimizer.parameters if n.name == name] or [None]
+        return None if named is None else _own_weight(run.optimizer, named)
+    parts = [f.tensors[kind] for f in run.optimizer.state().fragments if f.named.name == name]
+    return parts[0] if parts else None
+
+
+def train_damaged(
+    config: RunConfig, step: int, rank: int, name: str, kind: str, value: float | None
+) -> dict[str, Any]:
+    """Train a run, and damage one element on one rank after a step.
+
+    Args:
+        config: The run's config.
+        step: The step, counted from 1.
+        rank: The rank; -1 for all.
+        name: Global name of the parameter.
+        kind: "weight", "master", "exp_avg" or "exp_avg_sq".
+        value: What the element becomes; None flips its lowest bit.
+
+    Returns:
+        "code": the exit code that `pretrain train` would end with; "error": the message; "saved":
+        names of its checkpoints; "damaged": True if this rank held the element.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.rundir.paths import RunPaths
+    from pretrain.rundir.states import exit_code_of
+    from pretrain.train.loop import train
+
+    seen: dict[str, Any] = {"code": None, "error": "", "damaged": False}
+
+    def damage(run: Any) -> None:
+        tensor = tensor_of(run, name, kind) if rank in (-1, dist.get_rank()) else None
+        if tensor is None:
+            return
+        seen["damaged"] = True
+        element = tensor.view(-1)[:1]
+        if value is None:
+            bits = element.view({2: torch.int16, 4: torch.int32}[element.element_size()])
+            bits.bitwise_xor_(1)
+        else:
+            element.fill_(value)
+
+    with after_step(step, damage):
+        try:
+            seen["code"] = train(config)
+        except RunFailed as failure:
+            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
+    checkpoints = RunPaths(config.directory).checkpoints
+    dist.barrier()
+    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return {**seen, "saved": saved}
+
+
+def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dict[str, Any]:
+    """Train a run in which one weight's gradient on one rank is not finite in one step.
+
+    Args:
+        config: The run's config.
+        step: The step, counted from 1.
+        value: The gradient's value.
+
+    Returns:
+        As `train_damaged`.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.rundir.paths import RunPaths
+    from pretrain.rundir.states import exit_code_of
+    from pretrain.train import loop
+
+    forward_backward, calls = loop.forward_backward, 0
+
+    def poisoned(chunks: Any, optimizer: Any, batches: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        bias = next(n for n in optimizer.parameters if n.name.endswith("linear_qkv.bias"))
+        is_bad = calls == step and dist.get_rank() == 0
+        handle = bias.parameter.register_hook(
+            lambda gradient: torch.full_like(gradient, value) if is_bad else None
+        )
+        losses = forward_backward(chunks, optimizer, batches)
+        handle.remove()
+        return losses
+
+    seen: dict[str, Any] = {"code": None, "error": ""}
+    with platform.replaced(loop, "forward_backward", poisoned):
+        try:
+            seen["code"] = loop.train(config)
+        except RunFailed as failure:
+            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
+    checkpoints = RunPaths(config.directory).checkpoints
+    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return {**seen, "saved": saved}
+
+
+def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
+    """Train on given batches and check the ranks' health after every step.
+
+    Args:
+        config: The run's config.
+        steps: Token ids of the global batches, each [global batch, S + 1].
+
+    Returns:
+        The number of tensors that this rank has compared.
+    """
+    from pretrain.train.health import check_health, inspect
+    from pretrain.train.loop import queue_step
+
+    run = build_run(config)
+    share = run.topology.layout.data, run.topology.data_rank
+    batches = (
+        list(tokens.chunk(share[0])[share[1]].split(config.batch.micro_batch_size))
+        for tokens in steps
+    )
+    check_health(run)
+    for _ in steps:
+        queue_step(run, batches, platform.Moment()).read()
+        check_health(run)
+    return sum(len(copies.tensors) for copies in inspect(run).copies)
+
+
+def build_run(config: RunConfig) -> Any:
+    """Return a run with initial weights and without data."""
+    from pretrain.checkpoint.manifest import TrainerState
+    from pretrain.model.gpt import build_model
+    from pretrain.optim.zero import ZeroOptimizer
+    from pretrain.topology import initialize
+    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.spikes import SpikeWatch
+    from pretrain.train.start import Run, StartPoint
+    from pretrain.train.stopping import Requests
+
+    topology = initialize(config)
+    chunks = build_model(config)
+    return Run(
+        config=config,
+        topology=topology,
+        chunks=chunks,
+        optimizer=ZeroOptimizer(config, topology, chunks),
+        training_stream=None,  # type: ignore[arg-type]  # not read
+        validation_stream=None,  # type: ignore[arg-type]  # not read
+        state=TrainerState(step=0, consumed_samples=0),
+        start_point=StartPoint(),
+        requests=Requests(),
+        reporter=AttemptReporter(),
+        spikes=None if config.train.spike_policy == "none" else SpikeWatch(config, None),
+    )
+
+
+@contextlib.contextmanager
+def bad_data(first: int, last: int) -> Iterator[None]:
+    """Replace a stretch of the data by one repeated token, whenever it is read.
+
+    Args:
+        first: Samples consumed after the first bad global batch.
+        last: Samples consumed after the last one.
+    """
+    from pretrain.train import loop
+
+    step_batches = loop.step_batches
+
+    def batches(run: Any) -> Iterator[list[Tensor]]:
+        consumed = run.state.consumed_samples
+        for micro_batches in step_batches(run):
+            consumed += run.config.batch.global_batch_size
+            is_bad = first <= consumed <= last
+            yield [torch.full_like(b, 7) if is_bad else b for b in micro_batches]
+
+    with platform.replaced(loop, "step_batches", batches):
+        yield
+
+
+def train_on_bad_data(
+    config: RunConfig, first: int, last: int, resume: str = "auto"
+) -> dict[str, Any]:
+    """Train a run on data of which a stretch is bad, and compare the state before and after it.
+
+    Args:
+        config: The run's config.
+        first: As in `bad_data`.
+        last: As in `bad_data`.
+        resume: Value of --resume.
+
+    Returns:
+        "code", "error", "saved": as `train_damaged` returns; "unchanged": by step, True if the
+        step left this rank's masters, moments and weights as they were.
+    """
+    from pretrain.config import RunFailed
+    from pretrain.rundir.paths import RunPaths
+    from pretrain.rundir.states import exit_code_of
+    from pretrain.train import loop
+
+    queue_step = loop.queue_step
+    seen: dict[str, Any] = {"code": None, "error": "", "unchanged": {}}
+
+    def snapshot(run: Any) -> list[Tensor]:
+        run.optimizer.wait_for_weights()
+        state = [t for f in run.optimizer.state().fragments for t in f.tensors.values()]
+        return [t.clone() for t in [*state, *(n.parameter.data for n in run.optimizer.parameters)]]
+
+    def compared(run: Any, *args: Any) -> Any:
+        before = snapshot(run)
+        step = queue_step(run, *args)
+        same = all(torch.equal(a, b) for a, b in zip(before, snapshot(run), strict=True))
+        seen["unchanged"][run.state.step] = same
+        return step
+
+    with bad_data(first, last), platform.replaced(loop, "queue_step", compared):
+        try:
+            seen["code"] = loop.train(config, resume)
+        except RunFailed as failure:
+            seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
+    checkpoints = RunPaths(config.directory).checkpoints
+    saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return {**seen, "saved": saved}
+
+
+def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: int) -> list[float]:
+    """Resume a checkpoint at another place of the data, and return the losses of its next steps.
+
+    Args:
+        config: The run's config.
+        resume: Path of the checkpoint.
+        consumed_samples: Samples consumed before the first step.
+        steps: Number of steps.
+    """
+    import dataclasses
+
+    from pretrain.train.loop import queue_step, step_batches
+    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.start import find_start_point, load_run, prepare
+    from pretrain.train.stopping import Requests
+
+    streams, topology, checkpoint = prepare(config, resume)
+    start_point = find_start_point(config, resume, checkpoint)
+    run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
+    batches = step_batches(run)
+    return [queue_step(run, batches, platform.Moment()).read()["loss_nats"] for _ in range(steps)]
+
+
+def train_on_bad_data_in_fp16_on_cpu(config: RunConfig, first: int, last: int) -> dict[str, Any]:
+    """Run `train_on_bad_data` in fp16."""
+    from tests.distributed.tasks import fp16_on_cpu
+
+    with fp16_on_cpu():
+        return train_on_bad_data(config, first, last)

@@ -1,0 +1,200 @@
+"""A run whose state is poisoned, or whose ranks have drifted apart, stops and saves nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.states import ExitCode
+from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.distributed import health_tasks as tasks
+
+NORM = "decoder.final_layernorm.weight"
+ROW_BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
+SPLIT = "decoder.layers.0.mlp.linear_fc1.weight"
+LAST = "decoder.layers.3.mlp.linear_fc2.weight"
+TIED = "embedding.word_embeddings.weight"
+DP2, TP2, PP2 = (LAYOUTS[name] for name in ("dp2", "tp2", "pp2"))
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def _config(directory, data, parallel, **train):
+    return tiny_config(
+        run={"directory": str(directory)},
+        data={"directory": str(data)},
+        parallel=parallel,
+        train={"num_steps": 5, **train},
+        checkpoint={"interval_steps": 3},
+        evaluation={"interval_steps": 100, "lengths": [32], "max_tokens": 512},
+    )
+
+
+# ---- what is not finite --------------------------------------------------------------------------
+POISONS = [
+    ("dp1", "master", float("nan"), 3),
+    ("dp1", "exp_avg_sq", float("inf"), 5),
+    ("dp1", "exp_avg", float("-inf"), 3),
+    ("dp2", "master", float("nan"), 5),
+    ("dp2", "exp_avg_sq", float("inf"), 3),
+    ("tp2", "master", float("nan"), 5),
+    ("tp2", "exp_avg_sq", float("inf"), 3),
+    ("zero3-dp2", "master", float("nan"), 5),
+    ("zero3-dp2", "exp_avg_sq", float("inf"), 3),
+    ("zero2-dp2", "exp_avg_sq", float("inf"), 5),
+]
+POISONED_LAYOUTS = {
+    "dp1": (1, {}),
+    "dp2": DP2,
+    "tp2": TP2,
+    "zero2-dp2": (2, {"zero_stage": 2}),
+    "zero3-dp2": (2, {"zero_stage": 3}),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "value", "step"),
+    mark_torture(
+        POISONS,
+        {
+            case
+            for case in POISONS
+            if case[:2] in {("dp1", "master"), ("zero3-dp2", "exp_avg_sq"), ("tp2", "master")}
+        },
+    ),
+)
+def test_state_that_is_not_finite_is_never_saved(
+    pools, tiny_data, tmp_path, layout, kind, value, step
+):
+    """It comes into being after the last step before a save (3) and after the run's last (5)."""
+    processes, parallel = POISONED_LAYOUTS[layout]
+    config = _config(tmp_path / "run", tiny_data, parallel)
+    # ZeRO 1 and 2 give the last rank the last parameters of a flat buffer, ZeRO 2 in model order.
+    name = LAST if layout == "zero2-dp2" else SPLIT
+    arguments = (config, step, processes - 1, name, kind, value)
+    results = pools(processes).run(tasks.train_damaged, *arguments)
+    assert results[-1]["damaged"]
+    assert {r["code"] for r in results} == {ExitCode.FAILED}
+    for result in results:
+        assert result["error"].startswith(
+            f"after step {step} the optimizer's state is not finite: rank {processes - 1} ("
+        )
+        assert f"{kind} of {name} ({value})" in result["error"]
+        assert result["saved"] == ([] if step == 3 else ["step-00000003"])
+    [attempt] = read_attempts(tmp_path / "run")
+    assert (attempt.ended.outcome, attempt.ended.code) == ("failed", 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_told_by_its_name(
+    pools, tiny_data, tmp_path, stage, value
+):
+    config = _config(tmp_path / "run", tiny_data, {"zero_stage": stage})
+    results = pools(2).run(tasks.train_with_a_bad_gradient, config, 2, value)
+    for result in results:
+        assert result["error"].startswith(f"step 2: the gradient norm is {value}. ")
+        assert (result["code"], result["saved"]) == (ExitCode.FAILED, [])
+
+
+# ---- what differs --------------------------------------------------------------------------------
+NUDGES = {
+    "dp2 weight": (DP2, NORM, "weight", 1, "no majority among ranks 0 ("),
+    "zero2 weight": ((2, {"zero_stage": 2}), SPLIT, "weight", 1, "no majority among ranks 0 ("),
+    "dp4 weight": ((4, {}), SPLIT, "weight", 2, "rank 2 ("),
+    "tp2 master": (TP2, NORM, "master", 1, "no majority among ranks 0 ("),
+    "tp2 moment": (TP2, ROW_BIAS, "exp_avg_sq", 0, "no majority among ranks 0 ("),
+    "tp2 sequence": ((2, SEQUENCE), NORM, "weight", 1, "no majority among ranks 0 ("),
+    "tp2dp2 zero2": (
+        (4, {**SEQUENCE, "zero_stage": 2}),
+        NORM,
+        "weight",
+        3,
+        "rank 3 (",
+    ),
+    "tp2dp2 zero3": (
+        (4, {**SEQUENCE, "zero_stage": 3}),
+        ROW_BIAS,
+        "master",
+        3,
+        "no majority among ranks 2 (",
+    ),
+    "pp2 tied master": (PP2, TIED, "master", 1, "no majority among ranks 0 ("),
+    "pp2 tied weight": (PP2, TIED, "weight", 0, "no majority among ranks 0 ("),
+}
+
+
+@pytest.mark.parametrize(
+    ("case",),
+    mark_torture(
+        [(name,) for name in NUDGES],
+        {("dp2 weight",), ("dp4 weight",), ("tp2 master",), ("tp2dp2 zero3",)}
+        | {("pp2 tied master",)},
+    ),
+)
+def test_a_single_bit_on_a_single_rank_is_found_before_the_save(pools, tiny_data, tmp_path, case):
+    (processes, parallel), name, kind, rank, who = NUDGES[case]
+    config = _config(tmp_path / "run", tiny_data, parallel)
+    results = pools(processes).run(tasks.train_damaged, config, 3, rank, name, kind, None)
+    assert [r["damaged"] for r in results] == [r == rank for r in range(processes)]
+    assert {r["code"] for r in results} == {ExitCode.DIVERGED}
+    assert len({r["error"] for r in results}) == 1
+    assert (
+        f"after step 3 ranks differ in what must be equal. {name} ({kind}): {who}"
+        in (results[0]["error"])
+    )
+    assert "; " not in results[0]["error"], "nothing else differs"
+    assert results[0]["saved"] == []
+    [attempt] = read_attempts(tmp_path / "run")
+    assert (attempt.ended.outcome, attempt.ended.code) == ("diverged", ExitCode.DIVERGED)
+
+
+def test_a_copy_that_drifts_is_found_between_saves(pools, tiny_data, tmp_path):
+    """Where no save is due, the next check is that of the interval, two steps after the nudge."""
+    config = _config(
+        tmp_path / "run", tiny_data, TP2[1], num_steps=12, consistency_interval_steps=4
+    ).model_copy(update={"checkpoint": tiny_config(checkpoint={"interval_steps": 12}).checkpoint})
+    results = pools(2).run(tasks.train_damaged, config, 2, 1, NORM, "master", None)
+    # By then it has spread from the nudged layer norm to others.
+    assert results[0]["error"].startswith("after step 4 ranks differ in what must be equal. ")
+    assert " more. Nothing is saved" in results[0]["error"] and results[0]["saved"] == []
+
+
+METHODS = {"alibi-trainable": {"method": "alibi", "trainable_slopes": True}, "t5": {"method": "t5"}}
+LAYOUTS_IN_ORDER = {
+    **LAYOUTS,
+    "tp2dp2sp": (4, SEQUENCE),
+    "pp2dp2": (4, {"pipeline_model_parallel_size": 2}),
+    "zero2-tp2dp2": (4, {**SEQUENCE, "zero_stage": 2}),
+    "zero3-tp2dp2": (4, {**SEQUENCE, "zero_stage": 3}),
+    "zero3-dp2": (2, {"zero_stage": 3}),
+}
+IN_ORDER = [
+    (layout, precision, method)
+    for layout in LAYOUTS_IN_ORDER
+    for precision in ("fp32", "bf16")
+    for method in ("alibi", *METHODS)
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "method"),
+    mark_torture(
+        IN_ORDER,
+        {(layout, "bf16", "alibi") for layout in LAYOUTS_IN_ORDER}
+        | {(layout, "fp32", "t5") for layout in ("pp2dp2", "tp2pp2sp", "zero3-tp2dp2")},
+    ),
+)
+def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method):
+    """Every layout, with what each position method shares among stages, after each of 4 steps."""
+    processes, parallel = LAYOUTS_IN_ORDER[layout]
+    config = tiny_config(
+        parallel=parallel,
+        position=METHODS.get(method, {}),
+        model={"hidden_dropout": 0.1},
+        train={"precision": precision},
+        batch={"micro_batch_size": 1},
+    )
+    steps = list(torch.randint(0, 500, (4, 8, 33), generator=torch.Generator().manual_seed(5)))
+    compared = pools(processes).run(tasks.check_every_step, config, steps)
+    assert all(compared) or layout == "zero3-dp2", "nothing was compared"
