@@ -43,7 +43,8 @@ def _parts(config: RunConfig, fused: Tensor) -> tuple[Tensor, ...]:
 def _fused(config: RunConfig, parts: Sequence[Tensor]) -> Tensor:
     """Return linear_qkv of queries, keys and values: the reverse of `_parts`."""
     heads = config.model.num_attention_heads, config.head_dim
-    return torch.stack([part.unflatten(0, heads) for part in parts], dim=1).flatten(0, 2)
+    by_head = [part.reshape(*heads, *part.shape[1:]) for part in parts]
+    return torch.stack(by_head, dim=1).flatten(0, 2)
 
 
 UNCHANGED = Transform(lambda _, ours: (ours,), lambda _, theirs: theirs[0])
