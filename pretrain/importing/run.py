@@ -21,9 +21,8 @@ MAY_DIFFER = {"attention_backend", "hidden_dropout", "attention_dropout", "init_
 _DEFAULTS: dict[str, dict[str, Any]] = {
     # Small enough for any memory; a user who trains on sets what fits.
     "batch": {"micro_batch_size": 1, "global_batch_size": 8},
-    # Adam's moments start from zero, so the rate warms up.
+    # Low, because the weights are trained already.
     "optimizer": {"learning_rate": 1e-5},
-    "schedule": {"lr_decay_style": "cosine", "lr_warmup_steps": 100},
     "train": {"num_steps": 1000},
 }
 """Settings of the run of a model that comes from elsewhere, where the schema has no default."""
@@ -91,15 +90,26 @@ def _check_unchanged(folder: Path, source: Source, config: RunConfig) -> None:
             f"{folder / CONFIG}: model_type = {source.target.model_type}, but {MARKER} describes "
             f"a model that is exported as {target.model_type}. {remedy}"
         )
-    keys = {"vocab_size", "tie_word_embeddings", *target.settings(config, source.max_length)}
-    expected = hf_settings(target, config, source.max_length, {}).to_dict()
-    for key in sorted(keys - {target.length_key}):
-        now, before = source.settings.to_dict().get(key), expected.get(key)
+    written = target.settings(config, source.max_length)
+    written |= dict.fromkeys(("vocab_size", "tie_word_embeddings"))
+    del written[target.length_key]
+    expected = hf_settings(target, config, source.max_length, {})
+    for key, value in written.items():
+        now, before = (_setting(s, key, value) for s in (source.settings, expected))
         if now != before:
             raise ConfigError(
                 f"{folder / CONFIG}: {key} = {now}, but {MARKER} describes a model with {before}. "
                 f"{remedy}"
             )
+
+
+def _setting(settings: Any, key: str, written: Any) -> Any:
+    """Return a setting of a transformers config; of a section, the keys that an export writes."""
+    value = getattr(settings, key)
+    if not isinstance(written, dict):
+        return value
+    section = value if isinstance(value, dict) else value.to_dict()
+    return {name: section.get(name) for name in written}
 
 
 def _check_overrides(found: RunConfig, config: RunConfig) -> None:

@@ -183,7 +183,7 @@ def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, ca
 
 
 def test_old_and_sharded_files_are_read(imported, tmp_path):
-    """Names without the base's prefix, embed_out, buffers, a stored tied output, shards, pickles."""
+    """Names without a prefix, embed_out, buffers, a stored tied output; shards; pickles."""
     for name in ("pythia", "opt", "bloom"):
         model, folder, run = imported(name)
         expected = masters(run)
@@ -260,6 +260,9 @@ def test_a_published_model_comes_back_from_an_export(name, imported, tmp_path, t
         # The rows of padding, which no text without padding reads.
         table = "model.decoder.embed_positions.weight"
         before[table][:2] = 0
+    if name == "pythia":
+        # transformers writes the name that old versions read, and reads both.
+        before["lm_head.weight"] = before.pop("embed_out.weight")
     assert before.keys() == after.keys()
     assert all(same_bits(before[key], after[key]) for key in before)
     ids = random_ids(1, limit)
@@ -313,14 +316,17 @@ UNSUPPORTED = {
     ),
     "opt_350m": (
         lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
-        "(?s)do_layer_norm_before = false: .*word_embed_proj_dim = 32: ",
+        "do_layer_norm_before = false: .*word_embed_proj_dim = 32: ",
     ),
     "galactica": (lambda: opt(enable_bias=False), "enable_bias = false: "),
     "clip": (
         lambda: mpt(attn_config={"clip_qkv": 6.0}),
         "attn_config.clip_qkv = 6.0: our queries, keys and values are not clipped",
     ),
-    "storywriter": (lambda: mpt(attn_config={"alibi_bias_max": 16}), "alibi_bias_max = 16: "),
+    "storywriter": (
+        lambda: mpt(attn_config={"alibi_bias_max": 16}),
+        "attn_config.alibi_bias_max = 16: ",
+    ),
     "qk_ln": (lambda: mpt(attn_config={"qk_ln": True}), "attn_config.qk_ln = true: "),
     "scale": (lambda: mpt(attn_config={"softmax_scale": 0.5}), "attn_config.softmax_scale = 0.5: "),
     "logit_scale": (lambda: mpt(logit_scale=0.5), "logit_scale = 0.5: "),
@@ -341,7 +347,7 @@ UNSUPPORTED = {
 def test_what_our_model_cannot_compute_is_refused(name, tmp_path):
     make, message = UNSUPPORTED[name]
     folder = saved(make(), tmp_path / "hf")
-    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+    with pytest.raises(ConfigError, match=f"(?s)config.json: {message}"):
         import_folder(folder, tmp_path / "run")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
@@ -417,7 +423,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "list_class": (settings(model_type=["bloom"]), "cannot be imported"),
     "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
     "null": (settings(hidden_size=None), "config.json: transformers cannot read it: .*hidden_size"),
-    "boolean": (settings(n_head=True), "num_attention_heads"),
+    "boolean": (settings(n_head=True), "transformers cannot read it: .*n_head"),
     "negative": (settings(hidden_size=-48), "model.hidden_size = -48: .*greater than 0"),
     "zero": (settings(n_layer=0), "model.num_layers = 0: .*greater than 0"),
     "uneven": (settings(n_head=7), "model.hidden_size = 48: not divisible by .* = 7"),
