@@ -28,6 +28,7 @@ from pretrain.importing.settings import CONFIG, Source, read_source
 from pretrain.importing.weights import FolderWeights, read_tensors
 from pretrain.rundir.files import new_directory, replace_file
 from pretrain.rundir.lineage import Branch, new_id
+from pretrain.rundir.paths import RunPaths, claim_version
 
 MOST_LAYERS = 1000
 PARITY_ROWS = 2
@@ -57,7 +58,8 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         data = config.data.model_copy(update={"tokenizer": str(out / TOKENIZER)})
         config = config.model_copy(update={"data": data})
     with writing(out), new_directory(out.absolute()) as partial:
-        replace_file(partial / "config.toml", dump_config(config))
+        claim_version(partial)
+        replace_file(RunPaths(partial).config, dump_config(config))
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
         tensors = _tensors(folder, source, config, weights)
