@@ -198,7 +198,8 @@ def _divided(product: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
         return product
     quotient = product / factor
-    # The quotient is rounded, so a neighbour of it may be what was multiplied.
+    # The quotient is rounded. Its product almost always is the one again, but for sqrt(2048) and
+    # 0x1.6a09e8 only the product of its neighbour is.
     for direction in (-torch.inf, torch.inf):
         neighbour = torch.nextafter(quotient, torch.full_like(quotient, direction))
         is_it = (quotient * factor != product) & (neighbour * factor == product)

@@ -8,6 +8,7 @@ without biases, OPT with learned positions, Pythia with parallel residuals and p
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.command import evaluate_sources
 from pretrain.export import to_huggingface
-from pretrain.export.convert import same_bits
+from pretrain.export.convert import _divided, _times, same_bits
 from pretrain.export.huggingface import MARKER, ORIGINALS
 from pretrain.importing.command import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
@@ -146,6 +147,59 @@ def test_a_published_family_is_imported(name, imported, capsys):
     checkpoint = open_checkpoint(find_checkpoint(run))
     assert (checkpoint.trainer_state.step, checkpoint.trainer_state.consumed_samples) == (0, 0)
     assert checkpoint.adam_steps == 0 and find_checkpoint(run).name == "step-00000000"
+
+
+PUBLISHED = {
+    "bloom": """{"apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": true, "bias_dropout_fusion": true, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 3, "unk_token_id": 0, "hidden_dropout": 0.0,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": true,
+        "model_type": "bloom", "n_embed": 48, "n_inner": null, "n_layer": 2,
+        "num_attention_heads": 12, "offset_alibi": 100, "pretraining_tp": 1, "seq_length": 32,
+        "skip_bias_add": true, "skip_bias_add_qkv": false, "transformers_version": "4.20.0",
+        "use_cache": true, "vocab_size": 512, "architectures": ["BloomForCausalLM"]}""",
+    "mpt": """{"architectures": ["MPTForCausalLM"], "attn_config": {"alibi": true,
+        "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
+        "attn_type": "multihead_attention", "attn_uses_sequence_id": false, "clip_qkv": null,
+        "prefix_lm": false, "qk_ln": false, "softmax_scale": null},
+        "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig",
+        "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}, "d_model": 48, "emb_pdrop": 0,
+        "embedding_fraction": 1.0, "expansion_ratio": 4, "init_config": {"emb_init_std": null,
+        "fan_mode": "fan_in", "init_std": 0.02, "name": "kaiming_normal_", "verbose": 0},
+        "init_device": "cpu", "learned_pos_emb": true, "logit_scale": null, "max_seq_len": 128,
+        "model_type": "mpt", "n_heads": 6, "n_layers": 2, "no_bias": true,
+        "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16",
+        "transformers_version": "4.28.1", "use_cache": false, "verbose": 0, "vocab_size": 512}""",
+    "opt": """{"_name_or_path": "facebook/opt-125m", "_remove_final_layer_norm": false,
+        "activation_dropout": 0.0, "activation_function": "relu",
+        "architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2,
+        "do_layer_norm_before": true, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 96,
+        "hidden_size": 48, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 64,
+        "model_type": "opt", "num_attention_heads": 4, "num_hidden_layers": 2,
+        "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16",
+        "transformers_version": "4.21.0.dev0", "use_cache": true, "vocab_size": 512,
+        "word_embed_proj_dim": 48}""",
+    "pythia": """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0,
+        "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 64, "initializer_range": 0.02,
+        "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 32,
+        "model_type": "gpt_neox", "num_attention_heads": 4, "num_hidden_layers": 2,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
+        "use_parallel_residual": true, "vocab_size": 512}""",
+}
+"""config.json as published with bloom-560m, mpt-7b, opt-125m and pythia-70m, but for the sizes."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_config_files_of_published_models_are_understood(name, imported, tmp_path):
+    """Old keys, and code that comes with the folder and is not run."""
+    _, folder, run = imported(name)
+    shutil.copytree(folder, tmp_path / "hf")
+    (tmp_path / "hf/config.json").write_text(PUBLISHED[name])
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    found, expected = (load_config(r / "config.toml") for r in (tmp_path / "run", run))
+    assert (found.model, found.position) == (expected.model, expected.position)
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "pythia"])
@@ -295,6 +349,42 @@ def test_weights_that_were_changed_after_the_export(tmp_path, tokenizer_path):
     import_folder(tmp_path / "hf", tmp_path / "other")
     got = masters(tmp_path / "other")["embedding.position_embeddings.weight"]
     assert same_bits(got, tensors[table][2:].contiguous())
+
+
+@pytest.mark.parametrize("name", ["bloom12", "opt"])
+def test_an_export_without_its_originals_is_imported_as_it_is(name, tmp_path, tokenizer_path):
+    """As old releases wrote them: what cannot be told is rounded, and exports to the same."""
+    config = MODELS[name][1]
+    state = random_state(config, seed=5)
+    state["embedding.word_embeddings.weight"][7, :3] = torch.tensor([1e-45, 1.1e-38, -3e-33])
+    to_huggingface(config, state, tokenizer_path, tmp_path / "hf", max_length=256)
+    for optional in (ORIGINALS, TOKENIZER):
+        (tmp_path / "hf" / optional).unlink()
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    got = masters(tmp_path / "run")
+    differ = got["embedding.word_embeddings.weight"] != state["embedding.word_embeddings.weight"]
+    assert differ.any()
+    to_huggingface(config, got, tokenizer_path, tmp_path / "again", max_length=256)
+    first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "again"))
+    assert all(same_bits(first[key], second[key]) for key in first)
+
+
+def test_a_factor_is_undone_where_division_alone_would_not():
+    """A number whose product lies just above a power of two, below which floats are denser."""
+    factor = math.sqrt(2048)
+    product = _times(torch.tensor([float.fromhex("0x1.6a09e8p0")]), factor)
+    assert product / factor * factor != product
+    assert _times(_divided(product, factor), factor) == product
+
+
+def test_a_bias_that_the_exported_model_does_not_have(tmp_path, tokenizer_path):
+    config = MODELS["bloom_no_bias"][1]
+    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
+    tensors(lambda t: t["transformer.ln_f.bias"].__setitem__(3, 1e-9))(tmp_path / "hf")
+    message = "ln_f.bias: is not zero, but model.use_bias = false. The weights were changed"
+    with pytest.raises(ConfigError, match=message):
+        import_folder(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_marker_of_another_model_is_refused(tmp_path, tokenizer_path):
