@@ -349,8 +349,9 @@ def import_(
 
     \b
     Example:
-      pretrain import downloads/bloom-560m runs/bloom-560m --set data.sequence_length=1024
-      pretrain evaluate runs/bloom-560m --lengths 1024,4096
+      pretrain import downloads/bloom-560m runs/bloom --set data.directory=data/bloom
+      pretrain evaluate runs/bloom --lengths 2048,8192
+      pretrain train runs/bloom/config.toml
     """
     from pretrain.importing.command import import_folder
 

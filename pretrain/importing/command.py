@@ -54,9 +54,6 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
     config = run_config(folder, source, out, overrides)
     weights = _open_weights(folder, source)
     tokenizer = _tokenizer(folder, config)
-    if tokenizer is not None and config.data.tokenizer is None:
-        data = config.data.model_copy(update={"tokenizer": str(out / TOKENIZER)})
-        config = config.model_copy(update={"data": data})
     with writing(out), new_directory(out.absolute()) as partial:
         claim_version(partial)
         replace_file(RunPaths(partial).config, dump_config(config))

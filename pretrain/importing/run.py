@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
+from pretrain.data.manifest import TOKENIZER
 from pretrain.export.huggingface import MARKER, hf_settings
 from pretrain.export.selection import check_exportable
 from pretrain.importing.settings import CONFIG, Source, sections
@@ -41,7 +42,8 @@ def run_config(folder: Path, source: Source, out: Path, overrides: Sequence[str]
         ConfigError: Our model cannot hold the folder's, or an override describes another model.
     """
     exported = (folder / MARKER).is_file()
-    values = _exported_values(folder, source) if exported else _new_values(folder, source, out)
+    make = _exported_values if exported else _new_values
+    values = make(folder, source, out)
     values["run"] = values.get("run", {}) | {"directory": str(out)}
     origin = str(folder / (MARKER if exported else CONFIG))
     found = parse_config(values, origin)
@@ -52,13 +54,16 @@ def run_config(folder: Path, source: Source, out: Path, overrides: Sequence[str]
     return config
 
 
-def _exported_values(folder: Path, source: Source) -> dict[str, Any]:
+def _exported_values(folder: Path, source: Source, out: Path) -> dict[str, Any]:
     """Return the sections of the run that the folder was exported from."""
     config = load_config(folder / MARKER)
     values = config.model_dump(mode="json", exclude_none=True)
     if config.position.method == "learned":
         # By default it follows data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length
+    if (folder / TOKENIZER).is_file():
+        # The import puts a copy there; a file that the run was given may be on another machine.
+        values["data"]["tokenizer"] = str(out / TOKENIZER)
     return values
 
 
