@@ -333,6 +333,41 @@ def export(
         raise typer.Exit(ExitCode.FAILED)
 
 
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="HF_FOLDER",
+            help="Directory of a Hugging Face model: config.json and safetensors.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the run to make.")],
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Make a run from a Hugging Face model and verify it.
+
+    Takes Bloom, MPT, OPT and GPT-NeoX (Pythia), exported by this program or published elsewhere.
+    What our model cannot compute is refused. The weights become the checkpoint of step 0 of a run
+    that can be evaluated, trained on and exported. Its logits are compared with those of stock
+    transformers, on random tokens at up to four times the model's length (data.sequence_length, for
+    OPT and MPT as far as their positions reach). When they differ, OUT is not made and the exit
+    code is 1.
+
+    Data for it has to be made with the model's own tokenizer. An export of this program carries it;
+    other folders do not, unless theirs is a SentencePiece model that data.tokenizer can name.
+
+    \b
+    Example:
+      pretrain import downloads/bloom-560m runs/bloom --set data.directory=data/bloom
+      pretrain evaluate runs/bloom --lengths 2048,8192
+      pretrain train runs/bloom/config.toml
+    """
+    from pretrain.importing.command import import_folder
+
+    import_folder(folder, out, overrides)
+
+
 @bench.command("train")
 def bench_train(
     config: Config,

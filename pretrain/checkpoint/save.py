@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -307,19 +307,18 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
 
 
 def write_checkpoint(
+    run: Path,
     config: RunConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], torch.Tensor],
+    masters: Mapping[str, torch.Tensor],
     trainer_state: TrainerState,
     origin: Origin,
 ) -> Path:
     """Write a checkpoint from whole weights, in this process alone. The moments are zero.
 
     Args:
-        config: The run; the checkpoint is written to its run.directory.
-        shapes: Global name -> shape of every parameter.
-        read: Returns a parameter by its name, fp32. It is called once for each, in the order of
-            `shapes`, so that no more than one has to be in memory.
+        run: The run's directory.
+        config: What is saved as the checkpoint's config.
+        masters: Global name -> weights of every parameter.
         trainer_state: How far training has come.
         origin: Where the state comes from.
 
@@ -329,20 +328,20 @@ def write_checkpoint(
     Raises:
         RunFailed: The disk refused, or a weight is not finite.
     """
-    final = checkpoint_directory(config.directory, trainer_state.step)
+    final = checkpoint_directory(run, trainer_state.step)
     partial = partial_directory(final)
     pieces = tuple(
-        Piece(f"{kind}/{name}", tuple(shape), (((0,) * len(shape), tuple(shape)),))
-        for name, shape in shapes.items()
+        Piece(f"{kind}/{name}", tuple(whole.shape), (((0,) * whole.dim(), tuple(whole.shape)),))
+        for name, whole in masters.items()
         for kind in (MASTER, *MOMENTS)
     )
 
     def values() -> Iterator[Values]:
-        for name in shapes:
-            master = read(name).detach().float().contiguous().view(-1).numpy()
-            yield master
+        for master in masters.values():
+            flat = master.detach().float().contiguous().view(-1).numpy()
+            yield flat
             for _ in MOMENTS:
-                yield np.zeros_like(master)
+                yield np.zeros_like(flat)
 
     publication = Publication(
         partial=str(partial),

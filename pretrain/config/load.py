@@ -49,22 +49,23 @@ def load_config(
         raise ConfigError(f"{path}: not a readable config file ({error})") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    values |= sections or {}
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, str(path))
+    return parse_config(values | dict(sections or {}), str(path), overrides)
 
 
-def parse_config(values: dict[str, Any], origin: str) -> RunConfig:
+def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Build and check a config from a dictionary of sections.
 
     Args:
         values: Section name -> its keys and values, as tomllib returns them.
         origin: What the values were read from; every line of an error message begins with it.
+        overrides: As for `load_config`; applied to a copy of the values.
 
     Raises:
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
+    values = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+    for override in overrides:
+        _apply(values, override)
     try:
         config = RunConfig.model_validate(values)
         rules.check(config)

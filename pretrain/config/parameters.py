@@ -19,7 +19,7 @@ def num_parameters(config: RunConfig) -> int:
     embedding = c.padded_vocab_size * m.hidden_size
     total = m.num_layers * _layer(c, tensor=1) + _norm(c)
     total += embedding * (1 if m.tie_word_embeddings else 2)
-    return total + _position_table(c) + _score_positions(c, tensor=1)
+    return total + _embedding_norm(c) + _position_table(c) + _score_positions(c, tensor=1)
 
 
 def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
@@ -42,7 +42,7 @@ def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
     # The last stage needs an output matrix. With one stage and tied weights that is the embedding.
     copies = int(first) + int(last and not (first and m.tie_word_embeddings))
     total = layers * _layer(c, tensor) + copies * embedding + _score_positions(c, tensor)
-    return total + first * _position_table(c) + last * _norm(c)
+    return total + first * (_embedding_norm(c) + _position_table(c)) + last * _norm(c)
 
 
 def _layer(c: RunConfig, tensor: int) -> int:
@@ -60,6 +60,11 @@ def _layer(c: RunConfig, tensor: int) -> int:
 def _norm(c: RunConfig) -> int:
     """Return the parameters of one LayerNorm, which no layout splits."""
     return (1 + c.model.use_bias) * c.model.hidden_size
+
+
+def _embedding_norm(c: RunConfig) -> int:
+    """Return the parameters of the LayerNorm on the embeddings, which the first stage holds."""
+    return _norm(c) if c.model.embedding_layernorm else 0
 
 
 def _position_table(c: RunConfig) -> int:

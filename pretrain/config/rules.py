@@ -106,6 +106,21 @@ def _positions(c: RunConfig) -> Iterator[Refusal]:
             f"rotary positions rotate pairs of channels, and a head has {c.head_dim} channels",
             "Choose a hidden_size that gives each head an even width",
         )
+    elif p.method == "rotary" and (c.rotary_channels % 2 or not c.rotary_channels):
+        yield Refusal(
+            "position.rotary_percent",
+            p.rotary_percent,
+            f"rotates {c.rotary_channels} of a head's {c.head_dim} channels, and rotary positions "
+            "rotate pairs of them",
+            "Choose a share that gives an even number of channels",
+        )
+    if p.rotary_percent != 1 and p.method != "rotary":
+        yield Refusal(
+            "position.rotary_percent",
+            p.rotary_percent,
+            f'position.method = "{p.method}" rotates nothing',
+            'Remove the key, or set position.method = "rotary"',
+        )
     if p.method == "sinusoidal" and m.hidden_size % 2:
         yield Refusal(
             "model.hidden_size",

@@ -96,6 +96,11 @@ class RunConfig(Section):
         return self.model.hidden_size // self.model.num_attention_heads
 
     @property
+    def rotary_channels(self) -> int:
+        """Return the number of channels of each head that rotary positions rotate."""
+        return int(self.head_dim * self.position.rotary_percent)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Return data.vocab_size rounded up to a multiple of model.make_vocab_size_divisible_by."""
         unit = self.model.make_vocab_size_divisible_by

@@ -66,6 +66,15 @@ class ModelSection(Section):
     """Use the input embedding as the output layer too; false trains a second matrix of the same
     size."""
 
+    embedding_layernorm: bool = False
+    """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
+    large models (Le Scao et al. 2022, "What Language Model to Train if You Have One Million GPU
+    Hours?", who also saw that it costs some zero-shot accuracy)."""
+
+    parallel_residual: bool = False
+    """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
+    Pythia do; false feeds the MLP what attention has added to."""
+
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
     suits training that sees every token once."""
@@ -106,6 +115,10 @@ class PositionSection(Section):
 
     rotary_base: int = Field(default=10_000, gt=0)
     """rotary: base of the frequencies."""
+
+    rotary_percent: float = Field(default=1.0, gt=0, le=1)
+    """rotary: share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia
+    rotate 0.25 of them."""
 
     relative_attention_num_buckets: int = Field(default=32, gt=1)
     """t5: buckets of the learned bias. The first half hold one distance each, the others widen

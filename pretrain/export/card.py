@@ -8,24 +8,23 @@ from typing import Any
 from pretrain.config import RunConfig, num_parameters
 from pretrain.export.targets import Target
 
-# What a user of each class must know about how the weights were stored (see export/targets.py).
-_NOTES = {
-    "bloom": """\
+_NEUTRALISED = """\
 Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
 it: the embeddings are stored multiplied by 2^-20, and the weight of that LayerNorm is
 sqrt(eps) x 2^20. Keep the weights in float32: float16 does not have that range, and Bloom rounds
-its ALiBi biases to the dtype of the weights. Do not fine-tune this copy.""",
-    "mpt": """\
+its ALiBi biases to the dtype of the weights. Do not fine-tune this copy."""
+_BLOOM = "Keep the weights in float32: Bloom rounds its ALiBi biases to the dtype of the weights."
+_MPT = """\
 The weights can be converted to bfloat16, because MPT computes its ALiBi biases in float32.
-Sequences can be at most `max_seq_len` tokens long.""",
-    "opt": """\
+Sequences can be at most `max_seq_len` tokens long."""
+_SINUSOIDAL = """\
 The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
 `max_position_embeddings` tokens long. The token embeddings are stored multiplied by
-sqrt(hidden_size).""",
-    "gpt_neox": """\
-Rotary embeddings are applied to the full head dimension. Attention and MLP are sequential
-(`use_parallel_residual` is false).""",
-}
+sqrt(hidden_size)."""
+_LEARNED = "Sequences can be at most `max_position_embeddings` tokens long."
+_GPT_NEOX = """\
+Rotary embeddings are applied to {percent:g} % of each head. Attention and MLP are {order}
+(`use_parallel_residual`)."""
 
 _USAGE = """\
 ```python
@@ -83,10 +82,25 @@ def model_card(
         "",
         _USAGE,
         "",
-        _NOTES[target.model_type],
+        _note(config, target),
         "",
     ]
     return "\n".join(lines + _curve_table(curve))
+
+
+def _note(config: RunConfig, target: Target) -> str:
+    """Return what a user must know about how the class holds this model (see export/targets.py)."""
+    m, p = config.model, config.position
+    notes = {
+        "bloom": _BLOOM if m.embedding_layernorm else _NEUTRALISED,
+        "mpt": _MPT,
+        "opt": _LEARNED if p.method == "learned" else _SINUSOIDAL,
+        "gpt_neox": _GPT_NEOX.format(
+            percent=100 * p.rotary_percent,
+            order="parallel" if m.parallel_residual else "sequential",
+        ),
+    }
+    return notes[target.model_type]
 
 
 def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:

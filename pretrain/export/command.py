@@ -72,7 +72,7 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         facts=facts,
     )
     print(f"{checkpoint} -> {out} ({name})")
-    report = _compare(config, opened, stream, out)
+    report = compare_with_folder(config, opened, out, _validation_ids(config, stream))
     print(report.format())
     return report.passed
 
@@ -97,30 +97,44 @@ def check_finite(weights: Mapping[str, Tensor], checkpoint: Path) -> None:
             )
 
 
-def _compare(
-    config: RunConfig, checkpoint: Checkpoint, stream: TokenStream, out: Path
+def compare_with_folder(
+    config: RunConfig, checkpoint: Checkpoint, folder: Path, ids_by_length: list[Tensor]
 ) -> ParityReport:
-    """Compare the export with our own model, built and run as in training.
+    """Compare stock transformers' model with our own, built and run as in training.
 
     Args:
         config: The checkpoint's config, for one process in fp32.
-        checkpoint: The checkpoint that was exported, opened.
-        stream: Validation split, whose first tokens are compared.
-        out: Exported model.
+        checkpoint: The checkpoint, opened.
+        folder: Hugging Face folder.
+        ids_by_length: Token ids [N, T] for each length.
+    """
+    topology.initialize(config)
+    try:
+        chunks = build_model(config)
+        load_weights(checkpoint, chunks)
+        chunks[0].eval()
+        return check_parity(lambda tokens: logits(chunks[0], tokens), folder, ids_by_length)
+    finally:
+        topology.finish()
 
-    Returns:
-        The comparison at L tokens and, beyond the training length, at 4 L.
+
+def _validation_ids(config: RunConfig, stream: TokenStream) -> list[Tensor]:
+    """Return the first tokens of the validation split, at L tokens and beyond, at 4 L.
+
+    A learned position table may end before that; then they are compared as far as it reaches.
+
+    Args:
+        config: The checkpoint's config.
+        stream: The validation split.
 
     Raises:
         ConfigError: The validation split is shorter than one sequence.
     """
-    topology.initialize(config)
-    chunks = build_model(config)
-    load_weights(checkpoint, chunks)
-    chunks[0].eval()
-    trained = config.data.sequence_length
+    lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
+    if config.position.method == "learned":
+        lengths = sorted({min(length, config.max_position_embeddings) for length in lengths})
     ids = []
-    for length in (trained, 4 * trained):
+    for length in lengths:
         rows = min(PARITY_ROWS, len(stream) // length)
         if rows == 0:
             raise ConfigError(
@@ -128,9 +142,7 @@ def _compare(
                 "Hold out more validation text (data.validation_fraction) and build the data again"
             )
         ids.append(torch.from_numpy(stream.read(0, rows * length)).view(rows, length))
-    report = check_parity(lambda tokens: logits(chunks[0], tokens), out, ids)
-    topology.finish()
-    return report
+    return ids
 
 
 def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ card, and the run's resolved config as pretrain.toml.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
+from pretrain.data.manifest import TOKENIZER
 from pretrain.export.card import model_card
+from pretrain.export.convert import convert, not_restored
 from pretrain.export.selection import check_exportable
 from pretrain.export.targets import Target
 from pretrain.export.tokenizer import check_same_ids, fast_tokenizer, special_ids
@@ -24,7 +27,8 @@ from pretrain.rundir.files import new_directory
 MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
 
-EMBEDDING, FINAL_NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm"
+ORIGINALS = "pretrain.safetensors"
+"""Those weights, by global name, that cannot be restored bit for bit from what the class stores."""
 
 
 def to_huggingface(
@@ -47,7 +51,7 @@ def to_huggingface(
         tokenizer_model_path: SentencePiece model that the run's data was tokenized with.
         out_dir: Folder to write.
         max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
-            limit; the other classes only record it.
+            limit; the other classes only record it. A learned position table has its own.
         curve: Evaluation records for the model card.
         facts: Name -> value of further rows in the model card's table.
 
@@ -61,6 +65,8 @@ def to_huggingface(
         RunFailed: The folder cannot be written, for example because the disk is full.
     """
     target, out = check_exportable(config), Path(out_dir).absolute()
+    if config.position.method == "learned":
+        max_length = config.max_position_embeddings
     # An earlier export or an empty folder may be replaced; anything else is not ours to delete.
     if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -68,108 +74,31 @@ def to_huggingface(
             "another folder"
         )
     tensors = convert(target, config, state, max_length)
-    settings = _settings(target, config, tokenizer_model_path, max_length)
+    settings = hf_settings(target, config, max_length, special_ids(tokenizer_model_path))
     _check_complete(settings, tensors)
+    originals = not_restored(target, config, state)
     with writing(out), new_directory(out, replace=True) as folder:
         _write(folder, settings, tensors, tokenizer_model_path, max_length)
         card = model_card(config, target, curve, facts or {}, max_length)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        # For `pretrain import`, whose result is then the run's model to the last bit.
+        if originals:
+            _save(originals, folder / ORIGINALS)
+        shutil.copyfile(tokenizer_model_path, folder / TOKENIZER)
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
     return target.class_name
 
 
-def convert(
-    target: Target, config: RunConfig, state: Mapping[str, Tensor], max_length: int
-) -> dict[str, Tensor]:
-    """Return the weights under the names and in the shapes of the target class, in fp32.
-
-    Args:
-        target: Class to convert to.
-        config: The run's resolved config.
-        state: Full fp32 tensors by global name.
-        max_length: Longest sequence in tokens, which sizes OPT's table of positions.
-
-    Returns:
-        Tensors by their names in the class's state_dict.
-
-    Raises:
-        ConfigError: A tensor that the config needs is missing, one is left over, or the embeddings
-            have another shape.
-    """
-    # Tensors are taken out of `rest` as they are converted, so that none can be forgotten.
-    rest = dict(state)
-    embedding = _take(rest, EMBEDDING)
-    shape = config.padded_vocab_size, config.model.hidden_size
-    if embedding.shape != shape:
-        raise ConfigError(
-            f"{EMBEDDING}: has shape {tuple(embedding.shape)}, but the config asks for {shape}. "
-            "Are these another run's weights?"
-        )
-    tied = config.model.tie_word_embeddings
-    scale = target.embedding_scale(config)
-    rest[EMBEDDING] = embedding * scale
-    # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm by
-    # the same factor cancels it in the logits.
-    unscale = 1 / scale if tied else 1.0
-    out = target.extra(config, rest[EMBEDDING], max_length)
-    for module, (transform, *theirs) in target.table.items():
-        if module == "output_layer" and tied:
-            continue
-        for i in range(config.model.num_layers if "{i}" in module else 1):
-            for kind, tensor in _weight_and_bias(module.format(i=i), target, config, rest).items():
-                tensor = tensor * unscale if module == FINAL_NORM else tensor
-                for their, part in zip(theirs, transform(config, tensor), strict=True):
-                    out[f"{their.format(i=i)}.{kind}"] = part.float().contiguous()
-    if rest:
-        raise ConfigError(
-            f"the weights hold tensors that the config does not have: "
-            f"{', '.join(sorted(rest)[:5])}. Are these another run's weights?"
-        )
-    return out
-
-
-def _weight_and_bias(
-    module: str, target: Target, config: RunConfig, rest: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Take a module's weight and bias out of `rest`.
-
-    Args:
-        module: Our name of the module.
-        target: Class to convert to.
-        config: The run's resolved config.
-        rest: Tensors not converted yet, updated in place.
-
-    Returns:
-        "weight" and, where the target class has one, "bias": zeros if our model has none.
-    """
-    weight = _take(rest, f"{module}.weight")
-    if module in (EMBEDDING.removesuffix(".weight"), "output_layer") or not target.has_bias:
-        return {"weight": weight}
-    if config.model.use_bias:
-        return {"weight": weight, "bias": _take(rest, f"{module}.bias")}
-    return {"weight": weight, "bias": weight.new_zeros(weight.shape[0])}
-
-
-def _take(rest: dict[str, Tensor], name: str) -> Tensor:
-    """Remove a tensor from `rest` and return it; raise ConfigError if it is missing."""
-    if name not in rest:
-        raise ConfigError(
-            f"{name}: missing from the weights, but the config needs it. Are these another run's "
-            "weights?"
-        )
-    return rest.pop(name)
-
-
-def _settings(
-    target: Target, config: RunConfig, tokenizer_model_path: str | Path, max_length: int
+def hf_settings(
+    target: Target, config: RunConfig, max_length: int, special: Mapping[str, int | None]
 ) -> Any:
-    """Return the transformers config of the export.
+    """Return the transformers config of a model.
 
     Args:
-        target: Class to export as.
+        target: Class that holds it.
         config: The run's resolved config.
-        tokenizer_model_path: SentencePiece model, for the ids of BOS, EOS and padding.
         max_length: Longest sequence in tokens.
+        special: bos_token_id, eos_token_id and pad_token_id, as `special_ids` returns them.
     """
     from transformers import AutoConfig
 
@@ -177,7 +106,7 @@ def _settings(
         target.model_type,
         vocab_size=config.padded_vocab_size,
         tie_word_embeddings=config.model.tie_word_embeddings,
-        **special_ids(tokenizer_model_path),
+        **special,
         **target.settings(config, max_length),
     )
     settings.architectures = [target.class_name]
@@ -185,34 +114,36 @@ def _settings(
     return settings
 
 
-def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:
-    """Raise ConfigError unless the tensors are exactly those of the transformers model.
+def stock_shapes(settings: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a transformers model; a tied output layer has none.
 
-    from_pretrained would fill a missing tensor with random values and only warn. The model is built
-    on the meta device, which needs no memory.
+    The model is built on the meta device, which needs no memory.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         stock: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]  # untyped in transformers
-    theirs = stock.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
     if settings.tie_word_embeddings:
-        theirs.pop("lm_head.weight")
-    wrong = sorted(
-        n for n in theirs.keys() | tensors.keys() if _shape(theirs, n) != _shape(tensors, n)
-    )
+        del shapes["lm_head.weight"]
+    return shapes
+
+
+def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:
+    """Raise ConfigError unless the tensors are exactly those of the transformers model.
+
+    from_pretrained would fill a missing tensor with random values and only warn.
+    """
+    theirs = stock_shapes(settings)
+    ours = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = sorted(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
     if wrong:
         name, class_name = wrong[0], settings.architectures[0]
         raise ConfigError(
             f"{len(wrong)} tensors do not fit {class_name}. The first is {name}: the class has "
-            f"shape {_shape(theirs, name)}, the weights have {_shape(tensors, name)}. Are these "
-            "another run's weights?"
+            f"shape {theirs.get(name)}, the weights have {ours.get(name)}. Are these another run's "
+            "weights?"
         )
-
-
-def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
-    """Return a tensor's shape, or None if there is no such tensor."""
-    return tuple(tensors[name].shape) if name in tensors else None
 
 
 def _write(
@@ -235,8 +166,6 @@ def _write(
         ConfigError: The tokenizer has more pieces than the model has embeddings.
         OSError: A file cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
     from transformers import GenerationConfig
 
     tokenizer = fast_tokenizer(tokenizer_model_path, max_length=max_length)
@@ -245,16 +174,24 @@ def _write(
             f"{tokenizer_model_path}: has {len(tokenizer)} pieces, but the model has "
             f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
         )
-    try:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:
-        # safetensors reports a full disk as an error of its own, which is not an OSError.
-        raise OSError(str(error)) from error
     settings.save_pretrained(directory)
-    # safetensors makes its file readable by the owner only. In a shared folder it needs the mode
-    # that the umask gives to every other file.
-    os.chmod(directory / "model.safetensors", (directory / "config.json").stat().st_mode)
+    _save(tensors, directory / "model.safetensors")
     generation = GenerationConfig(**special_ids(tokenizer_model_path))  # type: ignore[no-untyped-call]  # untyped in transformers
     generation.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     check_same_ids(tokenizer_model_path, directory)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file into the export's folder, which holds config.json already."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # safetensors reports a full disk as an error of its own, which is not an OSError.
+        raise OSError(str(error)) from error
+    # safetensors makes its file readable by the owner only. In a shared folder it needs the mode
+    # that the umask gives to every other file.
+    os.chmod(path, path.with_name("config.json").stat().st_mode)

@@ -47,8 +47,10 @@ class ParityReport:
     """The comparison of an exported model with the trained one, at several lengths."""
 
     class_name: str
-    """The transformers class that loaded the export."""
+    """The transformers class that loaded the folder."""
     lengths: tuple[LengthParity, ...]
+    warning: str = "DIFFERS from the trained model: do not use this export"
+    """What is said when the models do not agree."""
 
     @property
     def passed(self) -> bool:
@@ -57,18 +59,16 @@ class ParityReport:
 
     def format(self) -> str:
         """Return a table for the terminal, with the verdict in its last line."""
-        columns = f"{'max logit diff':>16}  {'tolerance':>9}  {'perplexity':>10}  {'exported':>10}"
+        columns = (
+            f"{'max logit diff':>16}  {'tolerance':>9}  {'perplexity':>10}  {'transformers':>12}"
+        )
         lines = [f"{'tokens':>8}  {columns}"]
         for r in self.lengths:
             logits = f"{r.max_logit_difference:>16.1e}  {r.logit_tolerance:>9.1e}"
-            perplexities = f"{r.perplexity:>10.4f}  {r.exported_perplexity:>10.4f}"
+            perplexities = f"{r.perplexity:>10.4f}  {r.exported_perplexity:>12.4f}"
             mark = "" if r.passed else "  differs"
             lines.append(f"{r.length:>8}  {logits}  {perplexities}{mark}")
-        verdict = (
-            "computes the same function"
-            if self.passed
-            else "DIFFERS from the trained model: do not use this export"
-        )
+        verdict = "computes the same function" if self.passed else self.warning
         return "\n".join([*lines, f"{self.class_name} in stock transformers {verdict}"])
 
 

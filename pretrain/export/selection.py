@@ -11,8 +11,6 @@ from pretrain.export.targets import OPT_LAYERNORM_EPSILON, TARGETS, Target
 _METHODS_WITHOUT_CLASS = {
     "t5": "no stock transformers decoder adds T5's relative bias",
     "none": "no stock transformers decoder goes without positions",
-    "learned": "a learned position table ends at the training length, and an export is verified at "
-    "4 times that",
 }
 """Position method -> reason why no transformers class can hold it."""
 
@@ -26,17 +24,18 @@ def check_exportable(config: RunConfig) -> Target:
     method, m = config.position.method, config.model
     if method in _METHODS_WITHOUT_CLASS:
         remedy = (
-            "`pretrain evaluate` measures it here; to export, train with alibi, rotary or "
-            "sinusoidal"
+            "`pretrain evaluate` measures it here; to export, train with alibi, rotary, learned "
+            "or sinusoidal"
         )
         reason = _METHODS_WITHOUT_CLASS[method]
         raise ConfigError(str(Refusal("position.method", method, reason, remedy)))
     if method == "alibi":
-        # MPT has erf GELU and no biases, Bloom has tanh GELU and biases. A model with tanh GELU and
-        # no biases is exported as Bloom, with biases of zero.
-        target = TARGETS["mpt" if m.hidden_act == "gelu" and not m.use_bias else "bloom"]
+        # MPT has erf GELU and no biases, Bloom has tanh GELU, biases and a LayerNorm on the
+        # embeddings. A model with tanh GELU and no biases is exported as Bloom, with biases of 0.
+        is_mpt = m.hidden_act == "gelu" and not m.use_bias and not m.embedding_layernorm
+        target = TARGETS["mpt" if is_mpt else "bloom"]
     else:
-        target = TARGETS["opt" if method == "sinusoidal" else "gpt_neox"]
+        target = TARGETS["gpt_neox" if method == "rotary" else "opt"]
     refusals = list(_refusals(config, target))
     if refusals:
         raise ConfigError("\n".join(str(r) for r in refusals))
@@ -52,6 +51,20 @@ def _refusals(config: RunConfig, target: Target) -> Iterator[Refusal]:
             config.num_query_groups,
             f"{name} has one key and value head for each query head",
             f"Train with {m.num_attention_heads}, or leave it out",
+        )
+    if m.embedding_layernorm and target.model_type != "bloom":
+        yield Refusal(
+            "model.embedding_layernorm",
+            True,
+            f"{name} does not normalise its embeddings",
+            "Train without it, or with alibi (BloomForCausalLM)",
+        )
+    if m.parallel_residual and target.model_type != "gpt_neox":
+        yield Refusal(
+            "model.parallel_residual",
+            True,
+            f"in {name} the MLP reads what attention has added to",
+            "Train without it, or with rotary (GPTNeoXForCausalLM)",
         )
     if target.model_type == "opt" and m.layernorm_epsilon != OPT_LAYERNORM_EPSILON:
         yield Refusal(

@@ -1,9 +1,9 @@
 """Define the stock transformers classes that hold our models, and how each stores our weights.
 
-There is one literal table for each class, from our parameter names to its own, and one function
-that returns the keyword arguments of its config class. Where a class computes something that our
-model does not, the weights are rewritten so that both compute the same function, and the algebra
-stands in a comment beside the code that does it.
+There is one literal table for each class, from our parameter names to its own (`tables`), and one
+function here that returns the keyword arguments of its config class. Where a class computes
+something that our model does not, the weights are rewritten so that both compute the same function,
+and the algebra stands in a comment beside the code that does it.
 
 The classes were read in transformers 5.17 and 5.23 (transformers/models/{bloom,mpt,opt,gpt_neox}/
 modeling_*.py). `export.parity` measures at every export that the result is the same function.
@@ -21,124 +21,12 @@ from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.rules import Refusal
-
-Transform = Callable[[RunConfig, Tensor], tuple[Tensor, ...]]
-"""Turns one of our tensors into theirs. The same for a module's weight and its bias."""
-Table = dict[str, tuple[Transform, *tuple[str, ...]]]
-"""Our module -> (transform, their modules), where `{i}` stands for the layer."""
-
-
-# ---- Transforms ----------------------------------------------------------------------------------
-# Megatron fuses the query, key and value projections of each head: with as many query groups as
-# heads, the rows of linear_qkv are [head, (q, k, v), head_dim]. Bloom and GPT-NeoX use the same
-# order (BloomAttention._reshape, GPTNeoXAttention.forward).
-
-
-def unchanged(config: RunConfig, tensor: Tensor) -> tuple[Tensor]:
-    """Return the tensor as it is."""
-    return (tensor,)
-
-
-def split_qkv(config: RunConfig, fused: Tensor) -> tuple[Tensor, ...]:
-    """Return queries, keys and values, each with rows [head, head_dim], as three tensors."""
-    heads = fused.view(config.model.num_attention_heads, 3, config.head_dim, *fused.shape[1:])
-    return tuple(part.flatten(0, 1) for part in heads.unbind(1))
-
-
-def stack_qkv(config: RunConfig, fused: Tensor) -> tuple[Tensor]:
-    """Return one tensor with rows [(q, k, v), head, head_dim], the order of MptAttention.Wqkv."""
-    return (torch.cat(split_qkv(config, fused)),)
-
-
-# ---- Tables --------------------------------------------------------------------------------------
-BLOOM: Table = {
-    "embedding.word_embeddings": (unchanged, "transformer.word_embeddings"),
-    "decoder.layers.{i}.input_layernorm": (unchanged, "transformer.h.{i}.input_layernorm"),
-    "decoder.layers.{i}.self_attention.linear_qkv": (
-        unchanged,
-        "transformer.h.{i}.self_attention.query_key_value",
-    ),
-    "decoder.layers.{i}.self_attention.linear_proj": (
-        unchanged,
-        "transformer.h.{i}.self_attention.dense",
-    ),
-    "decoder.layers.{i}.pre_mlp_layernorm": (
-        unchanged,
-        "transformer.h.{i}.post_attention_layernorm",
-    ),
-    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "transformer.h.{i}.mlp.dense_h_to_4h"),
-    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "transformer.h.{i}.mlp.dense_4h_to_h"),
-    "decoder.final_layernorm": (unchanged, "transformer.ln_f"),
-    "output_layer": (unchanged, "lm_head"),
-}
-MPT: Table = {
-    "embedding.word_embeddings": (unchanged, "transformer.wte"),
-    "decoder.layers.{i}.input_layernorm": (unchanged, "transformer.blocks.{i}.norm_1"),
-    "decoder.layers.{i}.self_attention.linear_qkv": (
-        stack_qkv,
-        "transformer.blocks.{i}.attn.Wqkv",
-    ),
-    "decoder.layers.{i}.self_attention.linear_proj": (
-        unchanged,
-        "transformer.blocks.{i}.attn.out_proj",
-    ),
-    "decoder.layers.{i}.pre_mlp_layernorm": (unchanged, "transformer.blocks.{i}.norm_2"),
-    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "transformer.blocks.{i}.ffn.up_proj"),
-    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "transformer.blocks.{i}.ffn.down_proj"),
-    "decoder.final_layernorm": (unchanged, "transformer.norm_f"),
-    "output_layer": (unchanged, "lm_head"),
-}
-OPT: Table = {
-    "embedding.word_embeddings": (unchanged, "model.decoder.embed_tokens"),
-    "decoder.layers.{i}.input_layernorm": (
-        unchanged,
-        "model.decoder.layers.{i}.self_attn_layer_norm",
-    ),
-    "decoder.layers.{i}.self_attention.linear_qkv": (
-        split_qkv,
-        "model.decoder.layers.{i}.self_attn.q_proj",
-        "model.decoder.layers.{i}.self_attn.k_proj",
-        "model.decoder.layers.{i}.self_attn.v_proj",
-    ),
-    "decoder.layers.{i}.self_attention.linear_proj": (
-        unchanged,
-        "model.decoder.layers.{i}.self_attn.out_proj",
-    ),
-    # OPT calls the LayerNorm before each MLP "final"; the last one of the decoder is another.
-    "decoder.layers.{i}.pre_mlp_layernorm": (
-        unchanged,
-        "model.decoder.layers.{i}.final_layer_norm",
-    ),
-    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "model.decoder.layers.{i}.fc1"),
-    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "model.decoder.layers.{i}.fc2"),
-    "decoder.final_layernorm": (unchanged, "model.decoder.final_layer_norm"),
-    "output_layer": (unchanged, "lm_head"),
-}
-GPT_NEOX: Table = {
-    "embedding.word_embeddings": (unchanged, "gpt_neox.embed_in"),
-    "decoder.layers.{i}.input_layernorm": (unchanged, "gpt_neox.layers.{i}.input_layernorm"),
-    "decoder.layers.{i}.self_attention.linear_qkv": (
-        unchanged,
-        "gpt_neox.layers.{i}.attention.query_key_value",
-    ),
-    "decoder.layers.{i}.self_attention.linear_proj": (
-        unchanged,
-        "gpt_neox.layers.{i}.attention.dense",
-    ),
-    "decoder.layers.{i}.pre_mlp_layernorm": (
-        unchanged,
-        "gpt_neox.layers.{i}.post_attention_layernorm",
-    ),
-    "decoder.layers.{i}.mlp.linear_fc1": (unchanged, "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
-    "decoder.layers.{i}.mlp.linear_fc2": (unchanged, "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
-    "decoder.final_layernorm": (unchanged, "gpt_neox.final_layer_norm"),
-    "output_layer": (unchanged, "lm_head"),
-}
-
+from pretrain.export.tables import BLOOM, GPT_NEOX, MPT, OPT, OPT_POSITION_OFFSET, Table
 
 # ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------
-# BloomModel applies word_embeddings_layernorm to the embeddings e, and our model does not. The
-# export neutralises it. With embeddings a e, weight w = sqrt(eps) / a and bias 0 it computes
+# BloomModel applies word_embeddings_layernorm to the embeddings e. A model of ours that does not
+# (model.embedding_layernorm) has it neutralised. With embeddings a e, weight w = sqrt(eps) / a and
+# bias 0 it computes
 #
 #     LN(a e) = a (e - mean(e)) w / sqrt(a^2 var(e) + eps)
 #             = (e - mean(e)) / sqrt(1 + a^2 var(e) / eps)
@@ -171,8 +59,8 @@ def _bloom_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 def _bloom_scale(config: RunConfig) -> float:
-    """Return a, the factor on the embeddings."""
-    return BLOOM_EMBEDDING_SCALE
+    """Return a, the factor on the embeddings; 1 if the model has Bloom's LayerNorm itself."""
+    return 1.0 if config.model.embedding_layernorm else BLOOM_EMBEDDING_SCALE
 
 
 def _bloom_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
@@ -181,6 +69,8 @@ def _bloom_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[
     Raises:
         ConfigError: The epsilon is so small that the LayerNorm would change the embeddings.
     """
+    if config.model.embedding_layernorm:
+        return {}
     a, eps = BLOOM_EMBEDDING_SCALE, config.model.layernorm_epsilon
     # `embedding` is scaled by a already, so this is a^2 var(e) / (2 eps).
     error = 0.5 * embedding.var(dim=1, unbiased=False).max().item() / eps
@@ -219,15 +109,14 @@ def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-# ---- OPT: sinusoidal positions (models/opt/modeling_opt.py) --------------------------------------
-# OPT adds a learned table of positions to its embeddings; ours adds sinusoids to embeddings times
-# sqrt(hidden_size), as in "Attention Is All You Need", section 3.4. So the table is filled with the
-# sinusoids, which gives it an end, and the stored embeddings are e sqrt(hidden_size). Where they
-# are tied to the output, the final LayerNorm is divided by sqrt(hidden_size), as for Bloom.
+# ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------
+# OPT adds a learned table of positions to its embeddings, which needs no algebra. With sinusoidal
+# positions, ours adds sinusoids to embeddings times sqrt(hidden_size), as in "Attention Is All You
+# Need", section 3.4. So the table is filled with the sinusoids, which gives it an end, and the
+# stored embeddings are e sqrt(hidden_size). Where they are tied to the output, the final LayerNorm
+# is divided by sqrt(hidden_size), as for Bloom.
 OPT_LAYERNORM_EPSILON = 1e-5
 """OPTDecoderLayer makes its LayerNorms with torch's default epsilon; no setting changes it."""
-OPT_POSITION_OFFSET = 2
-"""OPTLearnedPositionalEmbedding.offset: position p is in row p + 2 of the table."""
 
 
 def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
@@ -248,8 +137,8 @@ def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 def _opt_scale(config: RunConfig) -> float:
-    """Return sqrt(hidden_size), the factor on the embeddings."""
-    return math.sqrt(config.model.hidden_size)
+    """Return the factor on the embeddings: sqrt(hidden_size) with sinusoidal positions."""
+    return math.sqrt(config.model.hidden_size) if config.position.method == "sinusoidal" else 1.0
 
 
 def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
@@ -258,6 +147,8 @@ def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[st
     The first half of each row are sines, the second half cosines, of the angles
     p x 10000^(-k / (hidden_size / 2)), computed in fp64 as `model.positions.SinusoidalTable` does.
     """
+    if config.position.method == "learned":
+        return {}
     half = config.model.hidden_size // 2
     frequency = torch.exp(torch.arange(half, dtype=torch.float64) * (-math.log(10_000.0) / half))
     angle = torch.arange(max_length, dtype=torch.float64)[:, None] * frequency
@@ -267,16 +158,15 @@ def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[st
 
 
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------
-# Needs no algebra either. rotate_half pairs channel k with channel k + head_dim / 2, as Megatron
-# does unless rotary_interleaved is set. The class rotates a quarter of each head by default and
-# computes attention and MLP in parallel; both are switched off.
+# Needs no algebra either. rotate_half pairs channel k with channel k + n / 2, where n channels are
+# rotated, as Megatron does unless rotary_interleaved is set.
 def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of GPTNeoXConfig."""
     m = config.model
     rope = {
         "rope_type": "default",
         "rope_theta": float(config.position.rotary_base),
-        "partial_rotary_factor": 1.0,
+        "partial_rotary_factor": config.position.rotary_percent,
     }
     return {
         "hidden_size": m.hidden_size,
@@ -285,7 +175,7 @@ def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
         "intermediate_size": config.ffn_hidden_size,
         "hidden_act": m.hidden_act,
         "rope_parameters": rope,
-        "use_parallel_residual": False,
+        "use_parallel_residual": m.parallel_residual,
         "layer_norm_eps": m.layernorm_epsilon,
         "max_position_embeddings": max_length,
         "hidden_dropout": m.hidden_dropout,
@@ -316,6 +206,8 @@ class Target:
     """Our modules -> theirs."""
     settings: Callable[[RunConfig, int], dict[str, Any]]
     """(config, max_length) -> keyword arguments of its config class."""
+    length_key: str
+    """Key of its config class that holds max_length."""
     has_bias: bool = True
     """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
     embedding_scale: Callable[[RunConfig], float] = _unscaled
@@ -330,18 +222,26 @@ TARGETS = {
         "BloomForCausalLM",
         BLOOM,
         _bloom_settings,
+        "seq_length",
         embedding_scale=_bloom_scale,
         extra=_bloom_extra,
     ),
-    "mpt": Target("mpt", "MptForCausalLM", MPT, _mpt_settings, has_bias=False),
+    "mpt": Target("mpt", "MptForCausalLM", MPT, _mpt_settings, "max_seq_len", has_bias=False),
     "opt": Target(
         "opt",
         "OPTForCausalLM",
         OPT,
         _opt_settings,
+        "max_position_embeddings",
         embedding_scale=_opt_scale,
         extra=_opt_extra,
     ),
-    "gpt_neox": Target("gpt_neox", "GPTNeoXForCausalLM", GPT_NEOX, _gpt_neox_settings),
+    "gpt_neox": Target(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        GPT_NEOX,
+        _gpt_neox_settings,
+        "max_position_embeddings",
+    ),
 }
 """Every class that a model can be exported as, by model_type."""

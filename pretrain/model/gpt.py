@@ -165,10 +165,32 @@ class LayerNorm(nn.LayerNorm):
             **unused: Further arguments of Megatron's norms.
         """
         super().__init__(hidden_size, eps=eps, bias=config.add_bias_linear)
+        self.mark(config.sequence_parallel)
+
+    def mark(self, sequence_parallel: bool) -> None:
+        """Say whether each tensor rank normalises another part of the sequence."""
         for parameter in self.parameters():
             # The attribute's name is Megatron's (distributed/finalize_model_grads.py), and torch's
             # Parameter does not declare it. `pretrain.optim` reads it.
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]  # Megatron ships no types
+    """Megatron's layer, except that the MLP reads the layer's input instead of attention's sum.
+
+    It computes x + attention(norm(x)) + mlp(norm(x)), each with a LayerNorm of its own.
+    """
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, Any]:
+        """Return the layer's output [S, B, hidden], and Megatron's context, which is not used.
+
+        Args:
+            hidden_states: The layer's input, [S, B, hidden].
+            **arguments: What Megatron's block passes on to attention.
+        """
+        attended, context = self._forward_attention(hidden_states, **arguments)
+        out = self.mlp(self._forward_pre_mlp_layernorm(hidden_states))
+        return self._forward_post_mlp(out, residual=attended), context
 
 
 def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
@@ -185,7 +207,7 @@ def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        TransformerLayer,
+        ParallelResidualLayer if config.model.parallel_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=LayerNorm,
             self_attention=ModuleSpec(
@@ -228,6 +250,7 @@ def _build_chunk(
         post_process=last,
         share_embeddings_and_output_weights=config.model.tie_word_embeddings,
         position_embedding_type=position.megatron_type,
+        rotary_percent=config.position.rotary_percent,
         rotary_base=config.position.rotary_base,
         vp_stage=virtual_stage,
     )
@@ -240,6 +263,8 @@ def _build_chunk(
         table = position.embedding_table()
         if table is not None:
             model.embedding.position_embeddings = table
+        if config.model.embedding_layernorm:
+            _normalise_embeddings(model)
         # Before the position table is added, hence on the word embeddings alone. A hook, because
         # Megatron's embedding has no such factor.
         if position.embedding_scale != 1.0:
@@ -247,6 +272,17 @@ def _build_chunk(
                 lambda _m, _i, out: out * position.embedding_scale
             )
     return model
+
+
+def _normalise_embeddings(model: GPTModel) -> None:
+    """Add a LayerNorm on the word embeddings; a hook, because Megatron's embedding has none."""
+    embedding, config = model.embedding, model.config
+    norm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
+    # Where a position table is added, the sequence is split after that, and every tensor rank
+    # normalises all of it (megatron/core/models/common/embeddings/language_model_embedding.py).
+    norm.mark(embedding.reduce_scatter_embeddings)
+    embedding.word_embeddings_layernorm = norm
+    embedding.word_embeddings.register_forward_hook(lambda _m, _i, out: norm(out))
 
 
 def _fuse_loss(model: GPTModel, fusion: Fusion) -> None:

@@ -136,7 +136,10 @@ class Sinusoidal(PositionMethod):
 
 
 class Rotary(PositionMethod):
-    """Megatron's rotary embeddings, over the full head size in every layer (Su et al. 2021)."""
+    """Megatron's rotary embeddings in every layer (Su et al. 2021).
+
+    They rotate the first position.rotary_percent of each head's channels.
+    """
 
     megatron_type = "rope"
 

@@ -29,8 +29,9 @@ class Entry(NamedTuple):
 
 
 _ROWS = """
-run.json | first start | the version of this layout, and when the run was made
-config.toml | each start | the resolved config, every key with its value
+run.json | first start, import | the version of this layout, and when the run was made
+config.toml | each start, import | the resolved config, every key with its value
+tokenizer.model | pretrain import | the tokenizer of an imported export, which data.tokenizer names
 metrics.jsonl | rank 0 | a line per training step, length of an evaluation, and allowed change
 wandb_run_id | rank 0 | the id under which W&B continues the run
 wandb/ | wandb | what W&B keeps on disk

@@ -34,6 +34,13 @@ VARIANTS = {
     "t5": {"model": {"use_bias": False}},
     "learned": {"evaluation": {"lengths": [32]}},
     "none": {"model": {"use_bias": False, "tie_word_embeddings": False}},
+    "alibi-embedding-norm": {"model": {"embedding_layernorm": True}},
+    # Here every tensor rank normalises the whole sequence, also under sequence parallelism.
+    "sinusoidal-embedding-norm": {"model": {"embedding_layernorm": True}},
+    "rotary-parallel": {
+        "model": {"parallel_residual": True, "tie_word_embeddings": False},
+        "position": {"rotary_percent": 0.5},
+    },
 }
 
 

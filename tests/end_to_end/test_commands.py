@@ -406,6 +406,7 @@ COMMANDS = [
     ["train"],
     ["evaluate"],
     ["export"],
+    ["import"],
     ["bench", "train"],
 ]
 

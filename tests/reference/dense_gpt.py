@@ -53,12 +53,14 @@ class DenseGPT(nn.Module):
         bias = self._score_bias(ids.shape[1], p, x)
         for i in range(c.model.num_layers):
             layer = f"decoder.layers.{i}"
-            x = x + self._attention(
+            attended = x + self._attention(
                 self._norm(x, p, f"{layer}.input_layernorm"), bias, p, f"{layer}.self_attention"
             )
+            mlp_input = x if c.model.parallel_residual else attended
             hidden = _linear(
-                self._norm(x, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1"
+                self._norm(mlp_input, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1"
             )
+            x = attended
             x = x + _linear(ACTIVATIONS[c.model.hidden_act](hidden), p, f"{layer}.mlp.linear_fc2")
         x = self._norm(x, p, "decoder.final_layernorm")
         output = (
@@ -77,6 +79,8 @@ class DenseGPT(nn.Module):
 
     def _embed(self, ids: Tensor, p: dict[str, Tensor]) -> Tensor:
         x = p["embedding.word_embeddings.weight"][ids]
+        if self.config.model.embedding_layernorm:
+            x = self._norm(x, p, "embedding.word_embeddings_layernorm")
         if self.config.position.method == "learned":
             x = x + p["embedding.position_embeddings.weight"][: ids.shape[1]]
         if self.config.position.method == "sinusoidal":
@@ -123,7 +127,9 @@ class DenseGPT(nn.Module):
         k = fused[:, :, :, H // G].repeat_interleave(H // G, dim=2).transpose(1, 2)
         v = fused[:, :, :, H // G + 1].repeat_interleave(H // G, dim=2).transpose(1, 2)
         if c.position.method == "rotary":
-            q, k = rotate(q, c.position.rotary_base), rotate(k, c.position.rotary_base)
+            n, base = round(c.position.rotary_percent * D), c.position.rotary_base
+            q = torch.cat([rotate(q[..., :n], base), q[..., n:]], dim=-1)
+            k = torch.cat([rotate(k[..., :n], base), k[..., n:]], dim=-1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(D) + bias
         out = torch.softmax(scores, dim=-1) @ v
         return _linear(out.transpose(1, 2).reshape(B, S, H * D), p, f"{name}.linear_proj")
@@ -201,6 +207,10 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
     if config.position.method == "learned":
         shapes["embedding.position_embeddings.weight"] = (config.max_position_embeddings, h)
+    if m.embedding_layernorm:
+        shapes["embedding.word_embeddings_layernorm.weight"] = (h,)
+        if m.use_bias:
+            shapes["embedding.word_embeddings_layernorm.bias"] = (h,)
     for i in range(m.num_layers):
         weights = {
             "input_layernorm": (h,),

@@ -80,6 +80,16 @@ REFUSALS = [
         "Choose an even number",
     ),
     (
+        ["position.method=rotary", "position.rotary_percent=0.1"],
+        "position.rotary_percent = 0.1",
+        "rotates 0 of a head's 8 channels, and rotary positions rotate pairs of them. Choose",
+    ),
+    (
+        ["position.rotary_percent=0.5"],
+        "position.rotary_percent = 0.5",
+        'position.method = "alibi" rotates nothing. Remove the key, or set position.method',
+    ),
+    (
         ["position.trainable_slopes=true", "position.method=rotary"],
         "position.trainable_slopes = true",
         'position.method = "rotary" has no slopes. Remove the key, or set position.method',
@@ -435,6 +445,8 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
         "embedding.word_embeddings.weight": (vocab, hidden),
         "decoder.final_layernorm.weight": (hidden,),
     }
+    if m.embedding_layernorm:
+        result["embedding.word_embeddings_layernorm.weight"] = (hidden,)
     for i in range(m.num_layers):
         layer = f"decoder.layers.{i}"
         result |= {
@@ -446,7 +458,7 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
             f"{layer}.mlp.linear_fc2.weight": (hidden, ffn),
         }
     if m.use_bias:
-        biased = [name for name in result if "embedding" not in name]
+        biased = [name for name in result if "layernorm" in name or "embedding" not in name]
         result |= {name.replace(".weight", ".bias"): result[name][:1] for name in biased}
     if not m.tie_word_embeddings:
         result["output_layer.weight"] = (vocab, hidden)
@@ -481,6 +493,8 @@ def share_of_rank(config, stage: int) -> int:
     for name, shape in shapes(config).items():
         if name.startswith("decoder.layers."):
             homes = {owners[int(name.split(".")[2])]}
+        elif name.startswith("embedding.word_embeddings_layernorm"):
+            homes = {0}
         elif name.startswith("embedding.word"):
             homes = {0, stages - 1} if config.model.tie_word_embeddings else {0}
         elif name.startswith("embedding.position"):
@@ -503,6 +517,8 @@ VARIANTS = [
     ["position.method=t5"],
     ["position.trainable_slopes=true"],
     ["position.method=sinusoidal"],
+    ["model.embedding_layernorm=true"],
+    ["position.method=rotary", "position.rotary_percent=0.25", "model.parallel_residual=true"],
 ]
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 4, None), (4, 2, 2), (1, 8, 3)]
 

@@ -20,7 +20,7 @@ FLOORS = [
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
-    {"pretrain.plan"},
+    {"pretrain.plan", "pretrain.importing"},
     {"pretrain.exits"},
     {"pretrain.cli"},
     {"pretrain.main"},

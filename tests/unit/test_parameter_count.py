@@ -51,10 +51,12 @@ LAYOUTS = {
         "parallel.pipeline_model_parallel_size=8",
         "model.tie_word_embeddings=false",
     ],
-    "pp2, interleaved by 4, t5": [
+    "pp2, interleaved by 4, t5, embedding norm": [
         "parallel.pipeline_model_parallel_size=2",
         "position.method=t5",
         "parallel.virtual_pipeline_model_parallel_size=4",
+        "model.embedding_layernorm=true",
+        "model.parallel_residual=true",
     ],
 }
 

@@ -1,0 +1,55 @@
+"""`pretrain import` as a user types it: a published model is evaluated, trained on and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import explained, pretrain
+from tests.unit.test_import import gpt_neox, randomise, saved
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with the settings of Pythia, saved by stock transformers."""
+    return saved(randomise(gpt_neox()), tmp_path_factory.mktemp("published") / "pythia")
+
+
+def test_a_published_model_is_evaluated_trained_on_and_exported(folder, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    settings = [f"data.directory={tiny_data}", "train.num_steps=2", "logging.wandb=disabled"]
+    settings += [
+        "evaluation.max_tokens=512",
+        "evaluation.lengths=[32]",
+        "logging.tensorboard=false",
+    ]
+    done = pretrain("import", folder, run, *[part for s in settings for part in ("--set", s)])
+    assert done.code == 0, done.text
+    assert "GPTNeoXForCausalLM in stock transformers computes the same function" in done.out
+    assert f"{folder} -> {run} (" in done.out and "needs tokens of this model's own" in done.out
+    done = pretrain("evaluate", run, "--lengths", "32,128", "--out", tmp_path / "before.json")
+    assert done.code == 0, done.text
+    done = pretrain("train", run / "config.toml")
+    assert done.code == 0, done.text
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before = json.loads((tmp_path / "before.json").read_text())["records"][0]["loss_nats"]
+    assert [r["step"] for r in records if "gradient_norm" in r] == [1, 2]
+    # The steps start from the imported weights: those of a new model give ln(512) = 6.24 nats.
+    assert records[0]["loss_nats"] == pytest.approx(before, abs=0.2) and before > 6.3
+    done = pretrain("export", run, tmp_path / "hf")
+    assert done.code == 0, done.text
+    assert "computes the same function" in done.out
+    # The export of what was trained on can be imported, with its tokenizer.
+    done = pretrain("import", tmp_path / "hf", tmp_path / "again")
+    assert done.code == 0, done.text
+    assert f"The tokenizer is {tmp_path / 'again'}/tokenizer.model; data.directory" in done.out
+
+
+def test_a_folder_that_cannot_be_imported_is_explained(folder, tmp_path):
+    explained(pretrain("import", folder, folder), 2, folder, "not an empty folder")
+    explained(pretrain("import", tmp_path, tmp_path / "run"), 2, "config.json", "no such file")
+    explained(pretrain("import", folder, tmp_path / "run", "--set", "x"), 2, "section.key=value")
+    explained(pretrain("import", folder, folder / "config.json/run"), 1, "cannot be written")
+    assert not (tmp_path / "run").exists()

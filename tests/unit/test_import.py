@@ -1,0 +1,627 @@
+"""Imported models, compared with stock transformers; round trips of our exports; broken folders.
+
+The stock models have random weights and the settings of published families. Their size is small,
+and all that matters to the import is as published: Bloom with its embedding LayerNorm, MPT-7B
+without biases, OPT with learned positions, Pythia with parallel residuals and partial rotation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from pretrain.checkpoint.load import load_global_state
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config, num_parameters
+from pretrain.data.manifest import TOKENIZER
+from pretrain.data.stream import open_stream
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.evaluate.command import evaluate_sources
+from pretrain.export import to_huggingface
+from pretrain.export.convert import _divided, _times, same_bits
+from pretrain.export.huggingface import MARKER, ORIGINALS
+from pretrain.importing.command import import_folder
+from pretrain.rundir.checkpoints import find_checkpoint
+from tests.reference.dense_gpt import random_state
+from tests.unit.test_dense_gpt import make_config
+from tests.unit.test_export import MODELS, random_ids, stock, tokenizer_path
+
+__all__ = ["tokenizer_path"]
+torch.set_num_threads(2)
+
+LENGTH = 32
+"""Training length of the models below, except where one needs another."""
+
+
+def bloom(**changes: Any) -> Any:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    settings = {"vocab_size": 512, "hidden_size": 48, "n_layer": 2, "n_head": 12}
+    return BloomForCausalLM(BloomConfig(**settings | {"seq_length": LENGTH} | changes))
+
+
+def mpt(**changes: Any) -> Any:
+    from transformers import MptConfig, MptForCausalLM
+
+    settings = {"vocab_size": 512, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 128}
+    return MptForCausalLM(MptConfig(**settings | changes))
+
+
+def opt(**changes: Any) -> Any:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    settings = {
+        "vocab_size": 512,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+        "max_position_embeddings": 64,
+    }
+    return OPTForCausalLM(OPTConfig(**settings | changes))
+
+
+def gpt_neox(**changes: Any) -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    settings = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "max_position_embeddings": LENGTH,
+        "use_parallel_residual": True,
+        "rotary_pct": 0.25,
+    }
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**settings | changes))
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "bloom": bloom,
+    "bloom_untied": lambda: bloom(tie_word_embeddings=False),
+    "mpt": mpt,
+    "opt": opt,
+    "pythia": gpt_neox,
+    "neox_20b_activation": lambda: gpt_neox(hidden_act="gelu_fast", rotary_emb_base=500),
+    "neox_sequential": lambda: gpt_neox(use_parallel_residual=False, rotary_pct=1.0),
+}
+
+
+def randomise(model: Any) -> Any:
+    """Make every weight matter: biases are created as zeros and norms as ones."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def saved(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> Callable[[str], tuple[Any, Path, Path]]:
+    """Return a function: name -> (stock model, its folder, the run), each imported once."""
+    made: dict[str, tuple[Any, Path, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path, Path]:
+        if name not in made:
+            root = tmp_path_factory.mktemp("import")
+            model = randomise(FAMILIES[name]())
+            folder = saved(model, root / "hf")
+            import_folder(folder, root / "run")
+            made[name] = model, folder, root / "run"
+        return made[name]
+
+    return get
+
+
+def masters(run: Path) -> dict[str, torch.Tensor]:
+    return load_global_state(open_checkpoint(find_checkpoint(run)))
+
+
+# ---- what is published ---------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_family_is_imported(name, imported, capsys):
+    """import_folder compares logits itself; here, that it holds every parameter, and a run."""
+    model, _, run = imported(name)
+    config = load_config(run / "config.toml")
+    assert config == open_checkpoint(find_checkpoint(run)).config
+    assert config.directory == run and config.padded_vocab_size == 512
+    distinct = {p.data_ptr(): p.numel() for p in model.parameters()}
+    padding = 2 * 48 if name == "opt" else 0
+    assert num_parameters(config) == sum(distinct.values()) - padding
+    checkpoint = open_checkpoint(find_checkpoint(run))
+    assert (checkpoint.trainer_state.step, checkpoint.trainer_state.consumed_samples) == (0, 0)
+    assert checkpoint.adam_steps == 0 and find_checkpoint(run).name == "step-00000000"
+
+
+PUBLISHED = {
+    "bloom": """{"apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": true, "bias_dropout_fusion": true, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 3, "unk_token_id": 0, "hidden_dropout": 0.0,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": true,
+        "model_type": "bloom", "n_embed": 48, "n_inner": null, "n_layer": 2,
+        "num_attention_heads": 12, "offset_alibi": 100, "pretraining_tp": 1, "seq_length": 32,
+        "skip_bias_add": true, "skip_bias_add_qkv": false, "transformers_version": "4.20.0",
+        "use_cache": true, "vocab_size": 512, "architectures": ["BloomForCausalLM"]}""",
+    "mpt": """{"architectures": ["MPTForCausalLM"], "attn_config": {"alibi": true,
+        "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
+        "attn_type": "multihead_attention", "attn_uses_sequence_id": false, "clip_qkv": null,
+        "prefix_lm": false, "qk_ln": false, "softmax_scale": null},
+        "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig",
+        "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}, "d_model": 48, "emb_pdrop": 0,
+        "embedding_fraction": 1.0, "expansion_ratio": 4, "init_config": {"emb_init_std": null,
+        "fan_mode": "fan_in", "init_std": 0.02, "name": "kaiming_normal_", "verbose": 0},
+        "init_device": "cpu", "learned_pos_emb": true, "logit_scale": null, "max_seq_len": 128,
+        "model_type": "mpt", "n_heads": 6, "n_layers": 2, "no_bias": true,
+        "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16",
+        "transformers_version": "4.28.1", "use_cache": false, "verbose": 0, "vocab_size": 512}""",
+    "opt": """{"_name_or_path": "facebook/opt-125m", "_remove_final_layer_norm": false,
+        "activation_dropout": 0.0, "activation_function": "relu",
+        "architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2,
+        "do_layer_norm_before": true, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 96,
+        "hidden_size": 48, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 64,
+        "model_type": "opt", "num_attention_heads": 4, "num_hidden_layers": 2,
+        "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16",
+        "transformers_version": "4.21.0.dev0", "use_cache": true, "vocab_size": 512,
+        "word_embed_proj_dim": 48}""",
+    "pythia": """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0,
+        "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 64, "initializer_range": 0.02,
+        "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 32,
+        "model_type": "gpt_neox", "num_attention_heads": 4, "num_hidden_layers": 2,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
+        "use_parallel_residual": true, "vocab_size": 512}""",
+}
+"""config.json as published with bloom-560m, mpt-7b, opt-125m and pythia-70m, but for the sizes."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_config_files_of_published_models_are_understood(name, imported, tmp_path):
+    """Old keys, and code that comes with the folder and is not run."""
+    _, folder, run = imported(name)
+    shutil.copytree(folder, tmp_path / "hf")
+    (tmp_path / "hf/config.json").write_text(PUBLISHED[name])
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    found, expected = (load_config(r / "config.toml") for r in (tmp_path / "run", run))
+    assert (found.model, found.position) == (expected.model, expected.position)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "pythia"])
+def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data):
+    """The same tokens in the same windows; both sum in fp32, and print six digits alike."""
+    model, _, run = imported(name)
+    length = load_config(run / "config.toml").data.sequence_length
+    request = EvaluationRequest.parse(str(length), "nonoverlapping", None, 512)
+    overrides = [f"data.directory={tiny_data}"]
+    [record] = evaluate_sources([run], request, overrides, None)
+    stream = open_stream(load_config(run / "config.toml", overrides), "validation")
+    tokens = torch.from_numpy(stream.read(0, 512))
+    inputs = torch.cat([torch.tensor([Tokenizer(tiny_data / TOKENIZER).eos_id]), tokens[:-1]])
+    with torch.no_grad():
+        logits = [model(part[None]).logits[0] for part in inputs.split(length)]
+    expected = F.cross_entropy(torch.cat(logits), tokens).item()
+    assert record["loss_nats"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, capsys):
+    """A wrong order of queries, keys and values is found, and nothing is left behind."""
+    from pretrain.export import tables
+
+    _, folder, _ = imported("mpt")
+    right = tables.STACK_QKV.restore
+    wrong = tables.STACK_QKV._replace(
+        restore=lambda config, parts: right(config, [parts[0].roll(48, 0)])
+    )
+    name = "decoder.layers.{i}.self_attention.linear_qkv"
+    monkeypatch.setitem(tables.MPT, name, (wrong, *tables.MPT[name][1:]))
+    with pytest.raises(RunFailed, match="does not compute what stock transformers computes"):
+        import_folder(folder, tmp_path / "run")
+    assert "DIFFERS from our model" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_and_sharded_files_are_read(imported, tmp_path):
+    """Names without a prefix, embed_out, buffers, a stored tied output; shards; pickles."""
+    for name in ("pythia", "opt", "bloom"):
+        model, folder, run = imported(name)
+        expected = masters(run)
+        tensors = {k: v.clone() for k, v in load_file(folder / "model.safetensors").items()}
+        prefix = {"pythia": "gpt_neox.", "opt": "model.", "bloom": "transformer."}[name]
+        old = {
+            k.removeprefix(prefix).replace("lm_head", "embed_out"): v for k, v in tensors.items()
+        }
+        if name == "pythia":
+            old["layers.0.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+            old["layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+            old["layers.0.attention.rotary_emb.inv_freq"] = torch.ones(8)
+        if name == "opt":
+            old["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].clone()
+        sharded, pickled = tmp_path / f"{name}-sharded", tmp_path / f"{name}-pickled"
+        saved(model, sharded, max_shard_size="100KB")
+        assert len(list(sharded.glob("*.safetensors"))) > 1
+        pickled.mkdir()
+        shutil.copy(folder / "config.json", pickled)
+        torch.save(old, pickled / "pytorch_model.bin")
+        for each in (sharded, pickled):
+            import_folder(each, tmp_path / f"{each.name}-run")
+            got = masters(tmp_path / f"{each.name}-run")
+            assert got.keys() == expected.keys()
+            assert all(same_bits(got[key], expected[key]) for key in got), each
+
+
+def test_16_bit_weights_become_fp32_masters(tmp_path):
+    model = randomise(mpt()).bfloat16()
+    import_folder(saved(model, tmp_path / "hf"), tmp_path / "run")
+    got = masters(tmp_path / "run")["decoder.layers.1.mlp.linear_fc1.weight"]
+    assert same_bits(got, model.transformer.blocks[1].ffn.up_proj.weight.float())
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MODELS)
+def test_export_import_export_is_bit_equal(name, tmp_path, tokenizer_path):
+    """The masters come back to the last bit, and so does the export of the import."""
+    config = MODELS[name][1]
+    state = random_state(config, seed=5)
+    # What scaling and rounding might lose: subnormals, signed zeros, very large and small numbers.
+    odd = torch.tensor([0.0, -0.0, 1e-45, -1e-41, 2.0**-126, 1.1e-38, -3e-33, 2.5e-30, 1e-20])
+    state["embedding.word_embeddings.weight"][7, : len(odd)] = odd
+    state["decoder.final_layernorm.weight"][:9] = odd
+    state["decoder.layers.0.input_layernorm.weight"][:9] = odd
+    to_huggingface(config, state, tokenizer_path, tmp_path / "hf", max_length=256)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    got = masters(tmp_path / "run")
+    assert got.keys() == state.keys()
+    assert all(same_bits(got[key], state[key]) for key in state)
+    found = load_config(tmp_path / "run/config.toml")
+    assert (found.model, found.train, found.schedule) == (
+        config.model,
+        config.train,
+        config.schedule,
+    )
+    assert found.data.tokenizer == str(tmp_path / "run" / TOKENIZER)
+    assert (tmp_path / "run" / TOKENIZER).read_bytes() == tokenizer_path.read_bytes()
+    to_huggingface(found, got, found.data.tokenizer, tmp_path / "again", max_length=256)
+    first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "again"))
+    assert first.keys() == second.keys()
+    assert all(same_bits(first[key], second[key]) for key in first)
+    assert (tmp_path / "hf/config.json").read_text() == (tmp_path / "again/config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "pythia"])
+def test_a_published_model_comes_back_from_an_export(name, imported, tmp_path, tokenizer_path):
+    model, folder, run = imported(name)
+    config = load_config(run / "config.toml", ["data.vocab_size=500"])
+    limit = load_config(run / "config.toml").data.sequence_length
+    to_huggingface(config, masters(run), tokenizer_path, tmp_path / "hf", max_length=limit)
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "hf"))
+    if name == "opt":
+        # The rows of padding, which no text without padding reads.
+        table = "model.decoder.embed_positions.weight"
+        before[table][:2] = 0
+    if name == "pythia":
+        # transformers writes the name that old versions read, and reads both.
+        before["lm_head.weight"] = before.pop("embed_out.weight")
+    assert before.keys() == after.keys()
+    assert all(same_bits(before[key], after[key]) for key in before)
+    ids = random_ids(1, limit)
+    with torch.no_grad():
+        assert torch.equal(stock(tmp_path / "hf")(ids).logits, model(ids).logits)
+
+
+def test_weights_that_were_changed_after_the_export(tmp_path, tokenizer_path):
+    """They are imported as they are now, where the run's config still holds them."""
+    config = MODELS["opt"][1]
+    state = random_state(config, seed=5)
+    to_huggingface(config, state, tokenizer_path, tmp_path / "hf", max_length=256)
+    assert (tmp_path / "hf" / ORIGINALS).is_file()
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    name = "model.decoder.embed_tokens.weight"
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    got = masters(tmp_path / "run")["embedding.word_embeddings.weight"]
+    torch.testing.assert_close(
+        got, 1.5 * state["embedding.word_embeddings.weight"], rtol=1e-6, atol=0
+    )
+    table = "model.decoder.embed_positions.weight"
+    tensors[table] = tensors[table] + 0.01
+    save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{table} is not what the export stored. Remove .*toml"):
+        import_folder(tmp_path / "hf", tmp_path / "other")
+    # Without the run's config it is an OPT like any other.
+    (tmp_path / "hf" / MARKER).unlink()
+    import_folder(tmp_path / "hf", tmp_path / "other")
+    got = masters(tmp_path / "other")["embedding.position_embeddings.weight"]
+    assert same_bits(got, tensors[table][2:].contiguous())
+
+
+@pytest.mark.parametrize("name", ["bloom12", "opt"])
+def test_an_export_without_its_originals_is_imported_as_it_is(name, tmp_path, tokenizer_path):
+    """As old releases wrote them: what cannot be told is rounded, and exports to the same."""
+    config = MODELS[name][1]
+    state = random_state(config, seed=5)
+    state["embedding.word_embeddings.weight"][7, :3] = torch.tensor([1e-45, 1.1e-38, -3e-33])
+    to_huggingface(config, state, tokenizer_path, tmp_path / "hf", max_length=256)
+    for optional in (ORIGINALS, TOKENIZER):
+        (tmp_path / "hf" / optional).unlink()
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    got = masters(tmp_path / "run")
+    differ = got["embedding.word_embeddings.weight"] != state["embedding.word_embeddings.weight"]
+    assert differ.any()
+    to_huggingface(config, got, tokenizer_path, tmp_path / "again", max_length=256)
+    first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "again"))
+    assert all(same_bits(first[key], second[key]) for key in first)
+
+
+def test_a_factor_is_undone_where_division_alone_would_not():
+    """A number whose product lies just above a power of two, below which floats are denser."""
+    factor = math.sqrt(2048)
+    product = _times(torch.tensor([float.fromhex("0x1.6a09e8p0")]), factor)
+    assert product / factor * factor != product
+    assert _times(_divided(product, factor), factor) == product
+
+
+def test_a_bias_that_the_exported_model_does_not_have(tmp_path, tokenizer_path):
+    config = MODELS["bloom_no_bias"][1]
+    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
+    tensors(lambda t: t["transformer.ln_f.bias"].__setitem__(3, 1e-9))(tmp_path / "hf")
+    message = "ln_f.bias: is not zero, but model.use_bias = false. The weights were changed"
+    with pytest.raises(ConfigError, match=message):
+        import_folder(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_marker_of_another_model_is_refused(tmp_path, tokenizer_path):
+    config = MODELS["neox"][1]
+    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256)
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_parallel_residual": True}))
+    message = "use_parallel_residual = True, but pretrain.toml describes a model with False"
+    with pytest.raises(ConfigError, match=message):
+        import_folder(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+UNSUPPORTED = {
+    "post_residual": (
+        lambda: bloom(apply_residual_connection_post_layernorm=True),
+        "apply_residual_connection_post_layernorm = true: our residual",
+    ),
+    "opt_350m": (
+        lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+        "do_layer_norm_before = false: .*word_embed_proj_dim = 32: ",
+    ),
+    "galactica": (lambda: opt(enable_bias=False), "enable_bias = false: "),
+    "clip": (
+        lambda: mpt(attn_config={"clip_qkv": 6.0}),
+        "attn_config.clip_qkv = 6.0: our queries, keys and values are not clipped",
+    ),
+    "storywriter": (
+        lambda: mpt(attn_config={"alibi_bias_max": 16}),
+        "attn_config.alibi_bias_max = 16: ",
+    ),
+    "qk_ln": (lambda: mpt(attn_config={"qk_ln": True}), "attn_config.qk_ln = true: "),
+    "scale": (lambda: mpt(attn_config={"softmax_scale": 0.5}), "attn_config.softmax_scale = 0.5: "),
+    "logit_scale": (lambda: mpt(logit_scale=0.5), "logit_scale = 0.5: "),
+    "silu": (lambda: gpt_neox(hidden_act="silu"), "hidden_act = silu: our activations are gelu, "),
+    "bias": (lambda: gpt_neox(attention_bias=False), "attention_bias = false: "),
+    "rope": (
+        lambda: gpt_neox(rope_parameters={"rope_type": "linear", "factor": 2.0}),
+        "rope_parameters.rope_type = linear: ",
+    ),
+    "odd": (
+        lambda: gpt_neox(rotary_pct=0.2),
+        "position.rotary_percent = 0.2: rotates 3 of a head's 16 channels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_our_model_cannot_compute_is_refused(name, tmp_path):
+    make, message = UNSUPPORTED[name]
+    folder = saved(make(), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=f"(?s)config.json: {message}"):
+        import_folder(folder, tmp_path / "run")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def settings(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        values = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({k: v for k, v in values.items() if v != "absent"}))
+
+    return damage
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        found = load_file(path)
+        change(found)
+        save_file(found, path)
+
+    return damage
+
+
+def renamed(old: str, new: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def index(**places: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        content = json.dumps({"weight_map": places})
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return damage
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def malicious(folder: Path) -> None:
+    """A pickle that would make a file when it is loaded the ordinary way."""
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": _Touch(folder / "executed")}, folder / "pytorch_model.bin")
+
+
+class _Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+NORM, UP = "transformer.ln_f.weight", "transformer.h.1.mlp.dense_h_to_4h.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no_config": (renamed("config.json", "c"), r"config.json: no such file"),
+    "no_json": (lambda f: (f / "config.json").write_text("{"), "config.json: not a readable JSON"),
+    "no_object": (lambda f: (f / "config.json").write_text("[1]"), "model_type = None: cannot be"),
+    "other_class": (
+        settings(model_type="llama"),
+        "model_type = 'llama': cannot be imported. bloom",
+    ),
+    "list_class": (settings(model_type=["bloom"]), "cannot be imported"),
+    "string": (settings(n_layer="2"), "config.json: transformers cannot read it: .*n_layer"),
+    "null": (settings(hidden_size=None), "config.json: transformers cannot read it: .*hidden_size"),
+    "boolean": (settings(n_head=True), "transformers cannot read it: .*n_head"),
+    "negative": (settings(hidden_size=-48), "model.hidden_size = -48: .*greater than 0"),
+    "zero": (settings(n_layer=0), "model.num_layers = 0: .*greater than 0"),
+    "uneven": (settings(n_head=7), "model.hidden_size = 48: not divisible by .* = 7"),
+    "deep": (settings(n_layer=10**9), "1000000000 layers are more than"),
+    "wide": (settings(hidden_size=12 * 2**20), "has shape .*, but in the model that config.json"),
+    "length": (settings(seq_length="long"), "seq_length = 'long': not a number of tokens"),
+    "quantised": (settings(quantization_config={"bits": 4}), "quantization_config: the weights"),
+    "no_weights": (renamed("model.safetensors", "w"), "has no weights: neither model.safetensors"),
+    "missing": (tensors(lambda t: t.pop(UP)), f"1 tensors are missing .* the first is {UP}"),
+    "extra": (tensors(lambda t: t.update(x=torch.ones(2))), "1 tensors are not of .* first is x"),
+    "extra_layer": (settings(n_layer=1), "12 tensors are not of the model .* transformer.h.1"),
+    "twice": (
+        tensors(lambda t: t.update({"ln_f.weight": t[NORM].clone()})),
+        "is in the folder twice, also as",
+    ),
+    "shape": (
+        tensors(lambda t: t.update({UP: t[UP].T.contiguous()})),
+        rf"{UP} has shape \(48, 192\), but .* it has \(192, 48\)",
+    ),
+    "nan": (
+        tensors(lambda t: t[NORM].__setitem__(3, np.nan)),
+        f"{NORM} holds a NaN or an infinity",
+    ),
+    "infinity": (tensors(lambda t: t[UP].__setitem__((0, 0), np.inf)), "holds a NaN or an inf"),
+    "double": (tensors(lambda t: t.update({UP: t[UP].double()})), "type torch.float64, which"),
+    "untied_output": (
+        tensors(lambda t: t.update({"lm_head.weight": torch.ones(512, 48)})),
+        "lm_head.weight is not the embedding, but tie_word_embeddings = true",
+    ),
+    "truncated": (truncate, "model.safetensors: not a whole safetensors file .* Copy it anew"),
+    "empty": (write("model.safetensors", b""), "not a whole safetensors file"),
+    "pointer": (
+        write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        "not a whole safetensors file",
+    ),
+    "huge_header": (
+        write("model.safetensors", struct.pack("<Q", 2**60) + b"{}"),
+        "not a whole safetensors file",
+    ),
+    "folder": (
+        lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
+        "model.safetensors: no such file, but the weights should be there",
+    ),
+    "index_missing": (index(x="other.safetensors"), "other.safetensors: no such file"),
+    "index_outside": (index(x="../hf/part.safetensors"), "not an index of files in this folder"),
+    "index_number": (index(x=3), "not an index of files in this folder"),  # type: ignore[arg-type]
+    "index_wrong": (index(y="part.safetensors"), "says that y is in part.safetensors, but it is"),
+    "index_damaged": (
+        write("model.safetensors.index.json", b"[1]"),
+        "not an index of files in this folder",
+    ),
+    "pickle": (malicious, "pytorch_model.bin: torch cannot load it as weights alone"),
+    "no_pickle": (write("pytorch_model.bin", b"abc"), "torch cannot load it as weights alone"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_explained_and_leaves_no_run(name, imported, tmp_path):
+    damage, message = DAMAGES[name]
+    folder = tmp_path / "hf"
+    shutil.copytree(imported("bloom")[1], folder)
+    damage(folder)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        import_folder(folder, tmp_path / "run")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+    assert not (folder / "executed").exists()
+
+
+def test_an_out_that_holds_something_is_refused(imported, tmp_path):
+    folder = imported("bloom")[1]
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").touch()
+    for name in ("file", "full", "link"):
+        with pytest.raises(ConfigError, match=f"{name}: already exists and is not an empty folder"):
+            import_folder(folder, tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    import_folder(folder, tmp_path / "empty")
+    assert find_checkpoint(tmp_path / "empty").name == "step-00000000"
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_overrides_change_the_run_and_not_the_model(imported, tmp_path):
+    folder = imported("bloom")[1]
+    out = tmp_path / "run"
+    for override, message in {
+        "model.layernorm_epsilon=1e-6": "model.layernorm_epsilon = 1e-06: an import gives it",
+        "position.method=rotary": "position.method = rotary: an import gives it the value alibi",
+        "run.directory=elsewhere": "run.directory = elsewhere: an import gives it the value",
+        "data.vocab_size=600": "padded = 1024: an import gives it the value 512",
+        "train.steps=3": "train.steps: no such key",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            import_folder(folder, out, [override])
+    assert not out.exists()
+    overrides = ["train.num_steps=7", "data.vocab_size=400", "model.attention_dropout=0.1"]
+    import_folder(folder, out, overrides)
+    config = load_config(out / "config.toml")
+    assert (config.train.num_steps, config.model.attention_dropout) == (7, 0.1)
+    assert (config.data.vocab_size, config.padded_vocab_size) == (400, 512)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path, tokenizer_path):
+    config = make_config("rotary")
+    to_huggingface(config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=64)
+    marker = tmp_path / "hf" / MARKER
+    marker.write_text(marker.read_text().replace("vocab_size = 500", "vocab_size = 490"))
+    with pytest.raises(ConfigError, match=r"tokenizer.model: has 500 pieces, but data.vocab_size"):
+        import_folder(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
