@@ -9,7 +9,7 @@ import warnings
 from types import FrameType
 
 from pretrain.cli import app
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import NO_SPACE_ERRORS, ConfigError, NoSpace, RunFailed
 from pretrain.exits import leave
 from pretrain.rundir.states import ExitCode
 
@@ -17,8 +17,8 @@ from pretrain.rundir.states import ExitCode
 def main() -> None:
     """Run the command and end the process with its exit code.
 
-    Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
-    130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
+    Exit codes: 2 and an `error: ...` line for wrong input, 81 and such a line when the disk is
+    full, 1 and such a line when the run failed otherwise, 130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
     own.
     """
     # What a run writes is readable by its owner and group only, as under the launcher.
@@ -39,13 +39,15 @@ def main() -> None:
         if interrupts:
             leave(ExitCode.INTERRUPTED, "interrupted")
         if isinstance(error, ConfigError | RunFailed):
-            bad_input = isinstance(error, ConfigError)
-            code = ExitCode.BAD_INPUT if bad_input else ExitCode.FAILED
+            code = ExitCode.NO_SPACE if isinstance(error, NoSpace) else ExitCode.FAILED
+            if isinstance(error, ConfigError):
+                code = ExitCode.BAD_INPUT
             leave(code, *(f"error: {line}" for line in str(error).splitlines()))
         if isinstance(error, OSError):
             named = error.filename and error.strerror
             what = f"{error.filename}: {error.strerror}" if named else str(error)
-            leave(ExitCode.FAILED, f"error: {what}")
+            is_full = error.errno in NO_SPACE_ERRORS
+            leave(ExitCode.NO_SPACE if is_full else ExitCode.FAILED, f"error: {what}")
         if lost := _lost_connection(error):
             leave(
                 ExitCode.FAILED,
