@@ -69,18 +69,19 @@ def load_global_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def _verify(checkpoint: Checkpoint, parameters: Iterable[Named]) -> None:
     """Verify files, dealt to the ranks, and shapes. Raise the first problem on every rank."""
-    problem = None
+    problem: ConfigError | None = None
     try:
         checkpoint.verify_tensors(dist.get_rank(), dist.get_world_size())
-        problem = _mismatch(checkpoint, parameters)
+        if mismatch := _mismatch(checkpoint, parameters):
+            problem = ConfigError(mismatch)
     except ConfigError as error:
-        problem = str(error)
+        problem = error
     # The ranks tell each other: those that found nothing would otherwise wait in the load's
     # collectives for one that has ended.
-    problems: list[str | None] = [None] * dist.get_world_size()
+    problems: list[ConfigError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if found := [p for p in problems if p]:
-        raise ConfigError(found[0])
+        raise found[0]
 
 
 def _mismatch(checkpoint: Checkpoint, parameters: Iterable[Named]) -> str | None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
-from pretrain.rundir.lineage import Branch, Lineage
+from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints
+from pretrain.rundir.lineage import Branch, Lineage, parse_lineage
 
 FORMAT = 2
 STATE, CONFIG = "state.json", "config.toml"
@@ -155,8 +155,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "Use the version that saved it"
         )
     manifest = json.loads((path / MANIFEST).read_text())
-    branches = tuple(Branch(**branch) for branch in manifest["branches"])
-    lineage = Lineage(manifest["id"], manifest["step"], manifest["parent"], branches)
+    lineage = parse_lineage(manifest)
+    if lineage is None:
+        raise DamagedCheckpoint(f"{path / MANIFEST}: no ancestry. {_remedy(path)}")
+    check_name(path, lineage.step)
     return Checkpoint(
         path=path,
         files=files,
@@ -243,9 +245,7 @@ def _read_manifest(checkpoint: Path) -> Files:
 
 def _remedy(checkpoint: Path) -> str:
     """Return the end of a message: what can be done instead of using a damaged checkpoint."""
-    step = checkpoint_step(checkpoint.name) or 0
-    found = complete_checkpoints(checkpoint.parent.parent)
-    earlier = [path for path in found if (checkpoint_step(path.name) or 0) < step]
+    earlier = earlier_checkpoints(checkpoint)
     if not earlier:
         return (
             "The checkpoint is damaged, and there is no earlier one: train anew in another "

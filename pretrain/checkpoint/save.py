@@ -30,23 +30,20 @@ from pretrain.optim.state import Fragment, OptimizerState
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import (
     MANIFEST,
+    begin_partial,
     checkpoint_directory,
-    checkpoints_awaiting_evaluation,
-    complete_checkpoints,
+    publish_checkpoint,
 )
 from pretrain.rundir.files import (
     flush_directory,
-    partial_directory,
-    publish_directory,
-    remove,
-    remove_directory,
     replace_file,
     replace_json,
-    restore_replaced,
 )
+from pretrain.rundir.history import remove_old
 from pretrain.rundir.lineage import new_id
-from pretrain.rundir.paths import RunPaths
-from pretrain.topology import Topology
+from pretrain.rundir.retention import Policy
+from pretrain.rundir.warn import WarnOnce
+from pretrain.topology import Topology, on_main
 
 
 def save_checkpoint(
@@ -55,6 +52,8 @@ def save_checkpoint(
     optimizer: ZeroOptimizer,
     trainer_state: TrainerState,
     origin: Origin,
+    attempt: Path | None = None,
+    warn: WarnOnce | None = None,
 ) -> Path:
     """Save a checkpoint in <run>/checkpoints/step-########. All ranks together.
 
@@ -68,25 +67,25 @@ def save_checkpoint(
         optimizer: The optimizer, whose masters stand for the weights.
         trainer_state: How far training has come.
         origin: Where its state comes from.
+        attempt: RUN/attempts/#### that must still hold the run; rank 0's counts.
+        warn: Takes what the disk refuses of the deletion of old checkpoints.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        RunFailed: A file could not be written, on this or another rank.
+        RunFailed: A file could not be written, on this or another rank, or (Superseded) another
+            attempt has taken the run.
     """
     final = checkpoint_directory(config.directory, trainer_state.step)
-    partial = partial_directory(final)
+
+    def begin() -> Path:
+        with writing(final):
+            return begin_partial(config.directory, trainer_state.step, attempt)
+
+    # No rank may write before the directory is there.
+    partial = on_main(topology, begin)
     with writing(final):
-        if topology.is_main:
-            # A save that was killed may have left this step's old checkpoint renamed: put that
-            # back first, because all hidden directories are removed next.
-            recover(config.directory)
-            for left_behind in final.parent.glob(".step-*"):
-                remove(left_behind)
-            partial.mkdir(parents=True)
-        # No rank may write before the directory is there.
-        dist.barrier()
         try:
             state = optimizer.state()
             _save_tensors(box_tensors(state.fragments, with_copies=False), partial)
@@ -96,7 +95,11 @@ def save_checkpoint(
             written: list[Any] = [None] * topology.layout.world_size
             dist.all_gather_object(written, (own_files, optimizer.shapes))
             if topology.is_main:
-                _publish(config, state, trainer_state, origin, partial, final, written)
+                _publish(config, state, trainer_state, origin, partial, written)
+                publish_checkpoint(partial, final, attempt)
+                policy = config.checkpoint
+                kept = Policy(policy.keep, policy.keep_every, policy.keep_best)
+                remove_old(config.directory, final, kept, warn or WarnOnce())
         except (OSError, KeyboardInterrupt):
             # A disk that is full gets its room back.
             shutil.rmtree(partial, ignore_errors=True)
@@ -139,6 +142,9 @@ def _save_tensors(tensors: dict[str, BoxTensor], directory: Path) -> None:
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, KeyboardInterrupt):
             raise error from None
+        if isinstance(error, OSError) and error.errno is not None:
+            # With its number, which tells a full disk from another refusal.
+            raise OSError(error.errno, f"rank {rank}: {error.strerror}") from None
         raise OSError(f"rank {rank}: {error}") from None
 
 
@@ -148,10 +154,9 @@ def _publish(
     trainer_state: TrainerState,
     origin: Origin,
     partial: Path,
-    final: Path,
     written: list[Any],
 ) -> None:
-    """Complete the checkpoint in `partial` and give it its name; then remove what is beyond keep.
+    """Complete the checkpoint in `partial`, up to its name.
 
     Args:
         config: The run.
@@ -159,7 +164,6 @@ def _publish(
         trainer_state: How far training has come.
         origin: Where its state comes from.
         partial: The hidden directory, in which all ranks have written their tensors.
-        final: The checkpoint's directory.
         written: Of each rank, the manifest entries of its files and its parameters' shapes.
     """
     state = {
@@ -189,19 +193,3 @@ def _publish(
     }
     replace_json(partial / MANIFEST, manifest, durable=True, indent=2)
     flush_directory(partial)
-    # The step may have been saved before, by a run that then went on from an earlier checkpoint.
-    publish_directory(partial, final, replace=True)
-    if config.checkpoint.keep is not None:
-        awaited = checkpoints_awaiting_evaluation(config.directory)
-        for old in complete_checkpoints(config.directory)[: -config.checkpoint.keep]:
-            # One that awaits its evaluation goes after a later save.
-            if old not in awaited:
-                remove_directory(old)
-
-
-def recover(run: Path) -> None:
-    """Restore a checkpoint that a save of the same step, killed between two renames, left hidden.
-
-    One rank does so, before the run's checkpoints are looked at.
-    """
-    restore_replaced(RunPaths(run).checkpoints, "step-*", MANIFEST)

@@ -23,6 +23,7 @@ from pretrain.evaluate.report import check_report_path, format_table, write_repo
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.rundir.holds import hold
 
 
 def evaluation_config(
@@ -123,7 +124,9 @@ def evaluate_sources(
     positions: dict[tuple[str, int], NDArray[np.float64]] = {}
     for checkpoint, config in zip(checkpoints, configs):
         method = config.position.method
-        for result in evaluate_checkpoint(checkpoint, config, _protocols(request, config)):
+        with hold(checkpoint.path):
+            results = evaluate_checkpoint(checkpoint, config, _protocols(request, config))
+        for result in results:
             path = str(checkpoint.path)
             records.append({"method": method, **result.record(), "checkpoint": path})
             # Sliding windows score few positions, so loss by position is reported without overlap.

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import ConfigError, NoSpace, free_bytes, in_bytes
-from pretrain.rundir.abandoned import WHY, being_set_aside, move_aside, read_abandoned
+from pretrain.rundir.abandoned import (
+    WHY,
+    abandoned_checkpoints,
+    being_set_aside,
+    move_aside,
+    read_abandoned,
+)
 from pretrain.rundir.fence import Superseded, check_still_holds
 from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory
 from pretrain.rundir.lineage import MANIFEST as MANIFEST
@@ -169,6 +175,12 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
                 f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
             )
         break
+    if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
+        # Not from scratch, as if the run had never saved anything.
+        raise ConfigError(
+            f"{run}: its only checkpoints are in abandoned/. Name one (--resume {left[-1]}), or "
+            "start from scratch (--resume none)"
+        )
     return [saved.path for saved in reversed(found)]
 
 

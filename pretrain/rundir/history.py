@@ -95,7 +95,10 @@ def settle(
     names = {saved.path.name for saved in away}
     evaluations = [
         path.name
-        for path in (*named_by_step(paths.evaluations), *named_by_step(paths.evaluations / "claims"))
+        for path in (
+            *named_by_step(paths.evaluations),
+            *named_by_step(paths.evaluations / "claims"),
+        )
         if path.name in names or (_step(path) > fork)
     ]
     why = Why(

@@ -132,9 +132,7 @@ def drop_after(path: Path, step: int) -> None:
     _copy(path, path, lambda record: bool(0 < record["step"] <= step), even_empty=True)
 
 
-def _copy(
-    path: Path, copy: Path, is_wanted: Callable[[Record], bool], *, even_empty: bool
-) -> None:
+def _copy(path: Path, copy: Path, is_wanted: Callable[[Record], bool], *, even_empty: bool) -> None:
     """Write the records of `path` that are wanted to `copy`, which may be `path`, in one move.
 
     Args:

@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     """One row of the layout."""
 
     path: str
-    """Below RUN. ######## is a training step, #### a count from 0001, <...> a number or another word."""
+    """Below RUN. ######## is a training step, #### a count, <...> a number or another word."""
     written_by: str
     content: str
 

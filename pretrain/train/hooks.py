@@ -12,20 +12,30 @@ A stopped run then saves its step, and the evaluation is done at the next start.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Sequence
 
 from pretrain import platform
 from pretrain.checkpoint.save import save_checkpoint
+from pretrain.config import num_parameters
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.rundir.checkpoints import check_room
+from pretrain.rundir.lineage import read_lineage
 from pretrain.rundir.metrics import Record
+from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
+from pretrain.topology import on_main
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
+
+STATE_BYTES = 12
+"""Bytes of a parameter in a checkpoint: the fp32 master and Adam's two moments."""
 
 
 class Hook:
@@ -58,7 +68,7 @@ def make_hooks(run: Run) -> list[Hook]:
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
-    return [LoggingHook(run, writer), EvaluationHook(run, writer), CheckpointHook(run)]
+    return [LoggingHook(run, writer), EvaluationHook(run, writer), CheckpointHook(run, writer)]
 
 
 class LoggingHook(Hook):
@@ -123,6 +133,8 @@ class EvaluationHook(Hook):
 
     def between_steps(self, run: Run) -> None:
         """Evaluate if it is due. All ranks score; rank 0 writes."""
+        # A loss of an earlier step says nothing about the checkpoint of this one.
+        run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
         if self.is_due(run):
             self._evaluate(run, protocols(run.config))
 
@@ -148,13 +160,21 @@ class EvaluationHook(Hook):
                 self.writer.evaluation(
                     [{"step": step, "evaluation": True, **result.record()} for result in results]
                 )
+            trained = "nonoverlapping", run.config.data.sequence_length
+            for result in results:
+                is_trained = (result.protocol.name, result.protocol.length) == trained
+                if is_trained and math.isfinite(result.loss_nats):
+                    run.origin = dataclasses.replace(
+                        run.origin, validation_loss_nats=result.loss_nats
+                    )
 
 
 class CheckpointHook(Hook):
     """Save every checkpoint.interval_steps, after the last step, and when the run is stopped."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
         self.saved_step = run.start_point.saved_step
+        self.writer = writer
 
     def at_start(self, run: Run) -> None:
         """Save a run that is stopped before its first step, unless it has that step on disk.
@@ -187,5 +207,26 @@ class CheckpointHook(Hook):
         if step == self.saved_step:
             return
         with run.reporter.during(Phase.SAVING, step, saved=step):
-            save_checkpoint(run.config, run.topology, run.optimizer, run.state, run.origin)
+            # Refused on all ranks before anything is written.
+            on_main(run.topology, lambda: self._prepare(run))
+            saved = save_checkpoint(
+                run.config,
+                run.topology,
+                run.optimizer,
+                run.state,
+                run.origin,
+                run.reporter.attempt,
+                run.reporter.warn,
+            )
+        if run.topology.is_main and (lineage := read_lineage(saved)) is not None:
+            run.origin = dataclasses.replace(
+                run.origin, parent=lineage.id, validation_loss_nats=None
+            )
         self.saved_step = step
+
+    def _prepare(self, run: Run) -> None:
+        """Check that there is room for a checkpoint, and put all numbers so far on the disk."""
+        paths = RunPaths(run.config.directory)
+        check_room(paths.checkpoints, STATE_BYTES * num_parameters(run.config))
+        if self.writer is not None:
+            self.writer.flush()

@@ -7,6 +7,7 @@ and `MetricsWriter` passes every record to all of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import uuid
@@ -53,7 +54,8 @@ class MetricsWriter:
         """
         run_directory.mkdir(parents=True, exist_ok=True)
         paths = RunPaths(run_directory)
-        self._destinations: list[Destination] = [JsonLines(paths.metrics, resume_step)]
+        self._file = JsonLines(paths.metrics, resume_step)
+        self._destinations: list[Destination] = [self._file]
         if config.logging.wandb != "disabled":
             self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory)))
         if config.logging.tensorboard:
@@ -75,6 +77,10 @@ class MetricsWriter:
         """Write the records of one evaluation: one per protocol and length, at one step."""
         for destination in self._destinations:
             destination.evaluation(records)
+
+    def flush(self) -> None:
+        """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
+        self._file.flush()
 
     def close(self) -> None:
         """Write out what is buffered and close every destination."""
@@ -129,6 +135,9 @@ class JsonLines:
     def evaluation(self, records: list[Record]) -> None:
         for record in records:
             self._file.write(record)
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -307,4 +316,6 @@ def _evaluation_lines(records: list[Record]) -> list[str]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    # stderr may be a file on a disk that is full for a moment, which must not end training.
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

@@ -1,16 +1,18 @@
 """The start of a run: which checkpoint to resume from, taking the run's lock, building and loading.
 
 The order matters. Wrong input is refused before processes join and before anything is written;
-the run's directory is written to only by the process that has taken it; and the checkpoint to
-resume from is looked for once more after that, because another process may have trained the run
-until a moment ago.
+the run's directory is written to only by the process that has taken it; the checkpoint to resume
+from is looked for once more after that, because another process may have trained the run until a
+moment ago; and what the run turns away from is set aside only when that checkpoint has been loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
@@ -18,24 +20,30 @@ from megatron.core.models.gpt import GPTModel
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import (
     Checkpoint,
+    DamagedCheckpoint,
     Origin,
     TrainerState,
     check_same_model,
     check_same_order,
     open_checkpoint,
 )
-from pretrain.checkpoint.save import recover
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import complete_checkpoints, find_checkpoint
+from pretrain.rundir.checkpoints import (
+    checkpoint_step,
+    checkpoints_to_resume,
+    complete_checkpoints,
+    find_checkpoint,
+)
+from pretrain.rundir.history import begins_branch, recover, settle
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
-from pretrain.topology import Topology, owner, supervised_attempt
+from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.stopping import Requests
@@ -57,14 +65,26 @@ class StartPoint:
     saved_step: int | None = 0
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
+    begins_branch: bool = False
+    """What is saved from here on belongs to a branch of its own."""
+    is_automatic: bool = False
+    """The checkpoint was found by `auto`, so an earlier one may take its place."""
+    damaged: tuple[tuple[Path, str], ...] = ()
+    """Newer checkpoints that cannot be used, and why."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
         if self.checkpoint is None:
             return Origin(branches=(Branch(new_id(), 0),))
         lineage = self.checkpoint.lineage
+        branches = lineage.branches
+        if self.begins_branch:
+            branches = (*branches, Branch(new_id(), lineage.step))
         return dataclasses.replace(
-            self.checkpoint.origin, parent=lineage.id, validation_loss_nats=None
+            self.checkpoint.origin,
+            parent=lineage.id,
+            branches=branches,
+            validation_loss_nats=None,
         )
 
     def is_finished(self, config: RunConfig) -> bool:
@@ -140,9 +160,12 @@ def take_run(
         reporter.join(supervised)
     else:
         reporter.begin(config.directory, owner())
-    recover(config.directory)
+    with writing(config.directory):
+        recover(config.directory, reporter.attempt)
     # Once more: until the lock was taken, another process may have trained the run.
-    return find_start_point(config, resume, start_point.checkpoint)
+    start_point = find_start_point(config, resume, start_point.checkpoint)
+    _say_damaged(start_point)
+    return start_point
 
 
 def load_run(
@@ -174,10 +197,8 @@ def load_run(
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)
-    if start_point.checkpoint is None:
-        state = TrainerState(step=0, consumed_samples=0)
-    else:
-        state = load_checkpoint(start_point.checkpoint, optimizer)
+    state, start_point = _load(config, topology, start_point, optimizer)
+    on_main(topology, lambda: _settle(config, start_point))
     return Run(
         config,
         topology,
@@ -192,8 +213,80 @@ def load_run(
     )
 
 
+def _load(
+    config: RunConfig, topology: Topology, start_point: StartPoint, optimizer: ZeroOptimizer
+) -> tuple[TrainerState, StartPoint]:
+    """Load the checkpoint, or with `auto` the newest one before it that is not damaged.
+
+    All ranks together: damage is raised on all of them.
+
+    Args:
+        config: The run.
+        topology: The layout of the processes.
+        start_point: Where the run is to start from.
+        optimizer: The newly built optimizer; its model is loaded with it.
+
+    Returns:
+        How far training had come, and where the run starts from.
+    """
+    while start_point.checkpoint is not None:
+        try:
+            return load_checkpoint(start_point.checkpoint, optimizer), start_point
+        except DamagedCheckpoint as damage:
+            if not start_point.is_automatic:
+                raise
+            damaged = (*start_point.damaged, (start_point.checkpoint.path, str(damage)))
+            start_point = on_main(topology, partial(_fall_back, config, damaged))
+    return TrainerState(step=0, consumed_samples=0), start_point
+
+
+def _fall_back(config: RunConfig, damaged: tuple[tuple[Path, str], ...]) -> StartPoint:
+    """Find where the run starts from when these checkpoints are passed over, and say so."""
+    start_point = find_start_point(config, "auto", damaged=damaged)
+    _say_damaged(start_point)
+    return start_point
+
+
+def _say_damaged(start_point: StartPoint) -> None:
+    """Print which newer checkpoints are damaged and how many steps are lost with them."""
+    for path, damage in start_point.damaged:
+        lost = (checkpoint_step(path.name) or 0) - start_point.step
+        print(
+            f"warning: {path} is damaged ({_what(damage)}) and set aside; training goes on from "
+            f"step {start_point.step}, {lost} steps are lost and trained again",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _what(damage: str) -> str:
+    """Return the first sentence of a message about damage; the rest says what a user could do."""
+    return damage.partition(". ")[0]
+
+
+def _settle(config: RunConfig, start_point: StartPoint) -> None:
+    """Set aside what the run turns away from. Rank 0 alone, when the checkpoint is loaded."""
+    if start_point.checkpoint is None:
+        return
+    path, lineage = start_point.checkpoint.path, start_point.checkpoint.lineage
+    damaged = {damaged.name: _what(why) for damaged, why in start_point.damaged}
+    with writing(config.directory):
+        folder = settle(config.directory, path, lineage, damaged)
+    if folder is not None:
+        names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
+        print(
+            f"{config.directory}: {names} moved to {folder}, because training goes on from step "
+            f"{start_point.step}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def find_start_point(
-    config: RunConfig, resume: str, opened: Checkpoint | None = None
+    config: RunConfig,
+    resume: str,
+    opened: Checkpoint | None = None,
+    damaged: tuple[tuple[Path, str], ...] = (),
 ) -> StartPoint:
     """Find where the run starts from.
 
@@ -201,14 +294,21 @@ def find_start_point(
         config: The run.
         resume: "auto", "none" or a path; see `checkpoint_to_resume`.
         opened: A checkpoint that `checkpoint_to_resume` has returned before.
+        damaged: Checkpoints that `auto` must pass over, and why.
 
     Raises:
-        ConfigError: As `checkpoint_to_resume`.
+        ConfigError: As `checkpoint_to_resume`, or the checkpoint has done more steps than
+            train.num_steps.
     """
-    checkpoint = checkpoint_to_resume(config, resume, opened)
+    checkpoint, damaged = _choose(config, resume, opened, damaged)
     if checkpoint is None:
         return StartPoint()
-    step = checkpoint.trainer_state.step
+    step, last = checkpoint.trainer_state.step, config.train.num_steps
+    if step > last:
+        raise ConfigError(
+            f"train.num_steps = {last}: {checkpoint.path} has done {step} steps already. Set "
+            f"{step} or more, or --resume an earlier checkpoint"
+        )
     pending: tuple[Protocol, ...] = ()
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
     # during the evaluation, or its metrics are in another run's directory.
@@ -217,7 +317,15 @@ def find_start_point(
         pending = tuple(p for p in protocols(config) if p.key not in done)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
-    return StartPoint(checkpoint, step, pending, step if is_own else None)
+    return StartPoint(
+        checkpoint,
+        step,
+        pending,
+        step if is_own else None,
+        begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
+        resume == "auto",
+        damaged,
+    )
 
 
 def protocols(config: RunConfig) -> list[Protocol]:
@@ -242,8 +350,8 @@ def checkpoint_to_resume(
 
     Args:
         config: The run.
-        resume: "auto" for the newest complete checkpoint of the run, or from scratch if it has
-            none; "none" to start from scratch; else the path of a run or a checkpoint.
+        resume: "auto" for the run's newest checkpoint that is not damaged, or from scratch if it
+            has none at all; "none" to start from scratch; else the path of a run or a checkpoint.
         opened: What this function returned before. It is returned again, without reading its files
             anew, if it is still the checkpoint to resume from.
 
@@ -254,20 +362,47 @@ def checkpoint_to_resume(
         ConfigError: There is no such checkpoint, it is damaged, it belongs to another model or
             another order of the data, or starting from scratch would write over it.
     """
+    return _choose(config, resume, opened, ())[0]
+
+
+def _choose(
+    config: RunConfig,
+    resume: str,
+    opened: Checkpoint | None,
+    damaged: tuple[tuple[Path, str], ...],
+) -> tuple[Checkpoint | None, tuple[tuple[Path, str], ...]]:
+    """Do the work of `checkpoint_to_resume`; also return the damaged ones that are passed over."""
+    run = config.directory
     if resume == "none":
-        if complete_checkpoints(config.directory):
+        if complete_checkpoints(run):
             raise ConfigError(
-                f"{config.directory}: has checkpoints, and --resume none would write over them. "
+                f"{run}: has checkpoints, and --resume none would write over them. "
                 "Resume (--resume auto), remove them, or set another run.directory"
             )
-        return None
-    if resume == "auto":
-        found = complete_checkpoints(config.directory)
-        path = found[-1] if found else None
-    else:
-        path = find_checkpoint(Path(resume))
-    if path is None:
-        return None
+        return None, ()
+    if resume != "auto":
+        return _open(config, find_checkpoint(Path(resume)), opened), ()
+    found = checkpoints_to_resume(run)
+    passed_over = dict(damaged)
+    for path in found:
+        if path in passed_over:
+            continue
+        try:
+            return _open(config, path, opened), tuple(passed_over.items())
+        except DamagedCheckpoint as damage:
+            passed_over[path] = str(damage)
+    if passed_over:
+        # Never from scratch: the steps that are lost may be weeks of work.
+        lines = "".join(f"\n{path}: {_what(damage)}" for path, damage in passed_over.items())
+        raise ConfigError(
+            f"{run}: all of its checkpoints are damaged. Restore one of them, --resume one that is "
+            f"elsewhere, or train anew in another run.directory{lines}"
+        )
+    return None, ()
+
+
+def _open(config: RunConfig, path: Path, opened: Checkpoint | None) -> Checkpoint:
+    """Return the checkpoint at `path`, checked against the config; `opened` if it is that one."""
     if opened is not None and opened.path == path and opened.is_unchanged():
         return opened
     checkpoint = open_checkpoint(path)
