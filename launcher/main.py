@@ -13,9 +13,9 @@ from pretrain.rundir.states import ExitCode
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 2 for wrong input, 81 for a full disk and 1 for a failed run or a file system that refuses, each with
-    `error: ...` lines on stderr and without a traceback. `local` exits with the code of the ranks.
-    Any other exception is a bug and keeps its traceback.
+    Exit codes: 2 for wrong input, 81 for a full disk and 1 for a failed run or a file system that
+    refuses otherwise, each with `error: ...` lines on stderr and without a traceback. `local` exits
+    with the code of the ranks. Any other exception is a bug and keeps its traceback.
     """
     # Files that the launcher and its jobs write are readable by their owner and group only.
     os.umask(0o027)

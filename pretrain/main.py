@@ -18,8 +18,8 @@ def main() -> None:
     """Run the command and end the process with its exit code.
 
     Exit codes: 2 and an `error: ...` line for wrong input, 81 and such a line when the disk is
-    full, 1 and such a line when the run failed otherwise, 130 after Ctrl-C. None of these shows a traceback. Any other exception is a bug and keeps its
-    own.
+    full, 1 and such a line when the run failed otherwise, 130 after Ctrl-C. None of these shows a
+    traceback. Any other exception is a bug and keeps its own.
     """
     # What a run writes is readable by its owner and group only, as under the launcher.
     os.umask(0o027)
