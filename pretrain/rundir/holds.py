@@ -40,7 +40,7 @@ def hold(checkpoint: Path) -> Iterator[None]:
             raise _gone(checkpoint)
         yield
     finally:
-        os.close(descriptor)
+        _release(descriptor)
 
 
 @contextlib.contextmanager
@@ -61,7 +61,14 @@ def unheld(checkpoint: Path) -> Iterator[bool]:
             return
         yield True
     finally:
-        os.close(descriptor)
+        _release(descriptor)
+
+
+def _release(descriptor: int) -> None:
+    # Not by closing alone: a child that was forked meanwhile has the same lock.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 @contextlib.contextmanager

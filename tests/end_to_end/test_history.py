@@ -166,14 +166,13 @@ def test_a_directory_whose_name_is_not_its_contents(copy, train, tmp_path, sourc
         explained(pretrain(*command), 2, *words)
 
 
-def test_a_checkpoint_elsewhere_after_which_nothing_was_saved(copy, train, eight):
+def test_a_checkpoint_elsewhere_after_which_nothing_was_saved(copy, train, config):
     """What the run turned away from is not gone on from silently, nor is it begun from scratch."""
-    other = Path(shutil.copytree(step(eight, 4), copy.parent / "elsewhere/step-00000004"))
-    manifest = json.loads((other / "manifest.json").read_text())
-    branches = [{"id": "another", "since": 0}]
-    manifest |= {"id": "of-another-run", "branches": branches}
-    (other / "manifest.json").write_text(json.dumps(manifest))
-    (copy / "wandb_run_id").unlink(missing_ok=True)
+    other_run = copy.parent / "other"
+    settings = (*SHORT, f"run.directory={other_run}", "train.num_steps=4")
+    done = pretrain("train", config, *(w for s in settings for w in ("--set", s)))
+    assert done.code == 0, done.err
+    other = step(other_run, 4)
     # The first save of the new branch fails, and so does the run.
     done = train("--resume", other, largest_file=20_000)
     assert done.code == 1, done.err
