@@ -118,8 +118,18 @@ def evaluations_at(path: Path, step: int) -> set[tuple[str, int, int]]:
 def evaluation_records(path: Path, step: int) -> list[Record]:
     """Return the records of the evaluation after `step` in a metrics.jsonl; [] without one."""
     return [
-        record for record in read_metrics(path) if record["step"] == step and is_evaluation(record)
+        record
+        for record in read_metrics(path)
+        if record["step"] == step and is_evaluation(record) and _is_whole(record)
     ]
+
+
+def _is_whole(record: Record) -> bool:
+    """Return True if a record of an evaluation has its keys, with values of their types."""
+    key = [record.get(name) for name in ("protocol", "stride", "length")]
+    numbers = [record.get(name) for name in ("loss_nats", "perplexity")]
+    are_numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+    return list(map(type, key)) == KEY_TYPES and are_numbers
 
 
 def copy_after(path: Path, step: int, copy: Path) -> None:

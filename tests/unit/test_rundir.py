@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluate.checkpoints import report_run
 from pretrain.rundir import attempts, jobs, states
 from pretrain.rundir.attempts import read_attempts
@@ -226,6 +226,30 @@ def test_metrics_are_read_and_continued_whatever_a_crash_left(tmp_path, damage):
     assert all(json.loads(line)["step"] for line in path.read_text().splitlines())
 
 
+def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capfd):
+    """What it takes of a line stays, and the rest follows; `flush` says that not all is there."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70, limit[1]))
+    try:
+        for number in (1, 2, 3):
+            file.write(step(number))
+        assert path.stat().st_size == 70
+        with pytest.raises(RunFailed, match="cannot be written"):
+            file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    file.write(step(4))
+    file.flush()
+    file.close()
+    assert list(read_metrics(path)) == [step(number) for number in (1, 2, 3, 4)]
+    # stderr is a file as well here, so the warning may be cut off.
+    assert capfd.readouterr().err.count("warning: ") == 1
+
+
 def test_the_end_of_a_long_file_is_read_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
@@ -249,8 +273,10 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path):
 def test_an_evaluation_without_its_keys_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     broken = {"step": 2, "evaluation": True, "stride": []}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (broken, evaluation(2))))
+    odd = evaluation(2) | {"perplexity": "3"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (broken, odd, evaluation(2))))
     assert evaluations_at(path, 2) == {("sliding", 64, 128)}
+    assert evaluation_records(path, 2) == [evaluation(2)]
 
 
 def test_a_nested_nan_does_not_stop_a_resume(tmp_path):
