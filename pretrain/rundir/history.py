@@ -30,6 +30,7 @@ from pretrain.rundir.checkpoints import (
     partial_attempt,
     saved_checkpoints,
 )
+from pretrain.rundir.fence import check_still_holds
 from pretrain.rundir.files import REMOVED, REPLACED, read_json, remove_directory
 from pretrain.rundir.holds import unheld
 from pretrain.rundir.lineage import MANIFEST, Lineage, read_lineage
@@ -52,12 +53,15 @@ def recover(run: Path, attempt: Path | None) -> None:
         attempt: RUN/attempts/#### of this attempt; None when it has none.
 
     Raises:
+        Superseded: Another attempt has taken the run.
         OSError: The disk refused; the run must not be trained then.
     """
+    check_still_holds(attempt)
     checkpoints = RunPaths(run).checkpoints
     number = int(attempt.name) if attempt else 0
     for path in _hidden(checkpoints):
-        if (other := partial_attempt(path.name)) is not None and other != number:
+        # Of earlier attempts alone: this process may have been suspended since the check.
+        if (other := partial_attempt(path.name)) is not None and other < number:
             # The rename comes first: a save that still writes to the folder loses it at once.
             _remove_later(path.rename(path.with_name(_removed_name(path))))
         elif _REMOVED.fullmatch(path.name):
@@ -67,7 +71,11 @@ def recover(run: Path, attempt: Path | None) -> None:
 
 
 def settle(
-    run: Path, resumed: Path, lineage: Lineage, damaged: Mapping[str, str] | None = None
+    run: Path,
+    resumed: Path,
+    lineage: Lineage,
+    damaged: Mapping[str, str] | None = None,
+    attempt: Path | None = None,
 ) -> Path | None:
     """Set aside whatever is neither the checkpoint that training goes on from nor an ancestor.
 
@@ -79,11 +87,13 @@ def settle(
         resumed: The checkpoint that training goes on from, here or elsewhere.
         lineage: Its ancestry.
         damaged: Name -> what is wrong, of checkpoints that were passed over.
+        attempt: RUN/attempts/#### of this attempt; None when it has none.
 
     Returns:
         RUN/abandoned/####, or None when nothing had to move.
 
     Raises:
+        Superseded: Another attempt has taken the run; nothing was moved.
         OSError: The disk refused; the next start goes on with the move.
     """
     paths, damaged = RunPaths(run), damaged or {}
@@ -114,6 +124,8 @@ def settle(
         metrics_after=fork,
         stayed={s.path.name: s.lineage.id for s in found if s not in away and s.lineage},
     )
+    # Loading may have taken long. What a new holder saves from here on is not in the list.
+    check_still_holds(attempt)
     return set_aside(run, why)
 
 

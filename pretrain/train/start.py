@@ -198,7 +198,7 @@ def load_run(
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)
     state, start_point = _load(config, topology, start_point, optimizer)
-    on_main(topology, lambda: _settle(config, start_point))
+    on_main(topology, lambda: _settle(config, start_point, reporter.attempt))
     return Run(
         config,
         topology,
@@ -264,14 +264,14 @@ def _what(damage: str) -> str:
     return damage.partition(". ")[0]
 
 
-def _settle(config: RunConfig, start_point: StartPoint) -> None:
+def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) -> None:
     """Set aside what the run turns away from. Rank 0 alone, when the checkpoint is loaded."""
     if start_point.checkpoint is None:
         return
     path, lineage = start_point.checkpoint.path, start_point.checkpoint.lineage
     damaged = {damaged.name: _what(why) for damaged, why in start_point.damaged}
     with writing(config.directory):
-        folder = settle(config.directory, path, lineage, damaged)
+        folder = settle(config.directory, path, lineage, damaged, attempt)
     if folder is not None:
         names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
         print(

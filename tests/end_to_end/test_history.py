@@ -97,6 +97,8 @@ def test_auto_follows_the_branch_that_was_begun_last(copy, train):
     assert done.code == 0 and "going on from step 6, to step 10" in done.err, done.err
     assert steps(copy) == [2, 4, 6, 8, 10] and trained_steps(copy) == list(range(1, 11))
     assert len(read_lineage(step(copy, 10)).branches) == 2
+    line = [read_lineage(step(copy, number)) for number in (2, 4, 6, 8, 10)]
+    assert [each.parent for each in line] == [None, *(each.id for each in line[:-1])]
     # By name, what was set aside is gone on from, and what does not lead to it leaves.
     done = train("--resume", aside / "step-00000008", settings=("train.num_steps=9",))
     assert done.code == 0 and "going on from step 8, to step 9" in done.err, done.err
