@@ -23,9 +23,6 @@ from pretrain.checkpoint.manifest import (
     DamagedCheckpoint,
     Origin,
     TrainerState,
-    check_same_model,
-    check_same_order,
-    open_checkpoint,
 )
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.data.stream import TokenStream, open_stream
@@ -33,18 +30,14 @@ from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import (
-    checkpoint_step,
-    checkpoints_to_resume,
-    complete_checkpoints,
-    find_checkpoint,
-)
+from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.history import begins_branch, recover, settle
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
+from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.stopping import Requests
 
@@ -69,7 +62,7 @@ class StartPoint:
     """What is saved from here on belongs to a branch of its own."""
     is_automatic: bool = False
     """The checkpoint was found by `auto`, so an earlier one may take its place."""
-    damaged: tuple[tuple[Path, str], ...] = ()
+    damaged: Damaged = ()
     """Newer checkpoints that cannot be used, and why."""
 
     def origin(self) -> Origin:
@@ -116,7 +109,7 @@ def prepare(config: RunConfig, resume: str) -> tuple[Streams, Topology, Checkpoi
 
     Args:
         config: The run.
-        resume: "auto", "none" or a path; see `checkpoint_to_resume`.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
 
     Returns:
         The token streams, the layout of the processes, and the checkpoint to resume from, opened.
@@ -126,7 +119,7 @@ def prepare(config: RunConfig, resume: str) -> tuple[Streams, Topology, Checkpoi
     """
     streams = open_stream(config, "train"), open_stream(config, "validation")
     # Every process checks, because one that has joined waits for those that have not.
-    checkpoint = checkpoint_to_resume(config, resume)
+    checkpoint, _ = choose_checkpoint(config, resume)
     return streams, initialize_topology(config), checkpoint
 
 
@@ -139,7 +132,7 @@ def take_run(
 
     Args:
         config: The run.
-        resume: "auto", "none" or a path; see `checkpoint_to_resume`.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
         reporter: Holds the run's lock from now on.
         opened: The checkpoint that `prepare` opened.
 
@@ -240,7 +233,7 @@ def _load(
     return TrainerState(step=0, consumed_samples=0), start_point
 
 
-def _fall_back(config: RunConfig, damaged: tuple[tuple[Path, str], ...]) -> StartPoint:
+def _fall_back(config: RunConfig, damaged: Damaged) -> StartPoint:
     """Find where the run starts from when these checkpoints are passed over, and say so."""
     start_point = find_start_point(config, "auto", damaged=damaged)
     _say_damaged(start_point)
@@ -252,16 +245,11 @@ def _say_damaged(start_point: StartPoint) -> None:
     for path, damage in start_point.damaged:
         lost = (checkpoint_step(path.name) or 0) - start_point.step
         print(
-            f"warning: {path} is damaged ({_what(damage)}) and set aside; training goes on from "
-            f"step {start_point.step}, {lost} steps are lost and trained again",
+            f"warning: {path} is damaged ({first_sentence(damage)}) and set aside; training goes "
+            f"on from step {start_point.step}, {lost} steps are lost and trained again",
             file=sys.stderr,
             flush=True,
         )
-
-
-def _what(damage: str) -> str:
-    """Return the first sentence of a message about damage; the rest says what a user could do."""
-    return damage.partition(". ")[0]
 
 
 def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) -> None:
@@ -269,7 +257,7 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
     if start_point.checkpoint is None:
         return
     path, lineage = start_point.checkpoint.path, start_point.checkpoint.lineage
-    damaged = {damaged.name: _what(why) for damaged, why in start_point.damaged}
+    damaged = {damaged.name: first_sentence(why) for damaged, why in start_point.damaged}
     with writing(config.directory):
         folder = settle(config.directory, path, lineage, damaged, attempt)
     if folder is not None:
@@ -286,21 +274,21 @@ def find_start_point(
     config: RunConfig,
     resume: str,
     opened: Checkpoint | None = None,
-    damaged: tuple[tuple[Path, str], ...] = (),
+    damaged: Damaged = (),
 ) -> StartPoint:
     """Find where the run starts from.
 
     Args:
         config: The run.
-        resume: "auto", "none" or a path; see `checkpoint_to_resume`.
-        opened: A checkpoint that `checkpoint_to_resume` has returned before.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
+        opened: A checkpoint that `choose_checkpoint` has returned before.
         damaged: Checkpoints that `auto` must pass over, and why.
 
     Raises:
-        ConfigError: As `checkpoint_to_resume`, or the checkpoint has done more steps than
+        ConfigError: As `choose_checkpoint`, or the checkpoint has done more steps than
             train.num_steps.
     """
-    checkpoint, damaged = _choose(config, resume, opened, damaged)
+    checkpoint, damaged = choose_checkpoint(config, resume, opened, damaged)
     if checkpoint is None:
         return StartPoint()
     step, last = checkpoint.trainer_state.step, config.train.num_steps
@@ -341,74 +329,6 @@ def is_evaluated_after(config: RunConfig, step: int) -> bool:
     """Return True every evaluation.interval_steps steps and after the last step."""
     last = config.train.num_steps
     return 0 < step <= last and (step % config.evaluation.interval_steps == 0 or step == last)
-
-
-def checkpoint_to_resume(
-    config: RunConfig, resume: str, opened: Checkpoint | None = None
-) -> Checkpoint | None:
-    """Open the checkpoint to resume from and check that the run can go on from it.
-
-    Args:
-        config: The run.
-        resume: "auto" for the run's newest checkpoint that is not damaged, or from scratch if it
-            has none at all; "none" to start from scratch; else the path of a run or a checkpoint.
-        opened: What this function returned before. It is returned again, without reading its files
-            anew, if it is still the checkpoint to resume from.
-
-    Returns:
-        The checkpoint, or None to start from scratch.
-
-    Raises:
-        ConfigError: There is no such checkpoint, it is damaged, it belongs to another model or
-            another order of the data, or starting from scratch would write over it.
-    """
-    return _choose(config, resume, opened, ())[0]
-
-
-def _choose(
-    config: RunConfig,
-    resume: str,
-    opened: Checkpoint | None,
-    damaged: tuple[tuple[Path, str], ...],
-) -> tuple[Checkpoint | None, tuple[tuple[Path, str], ...]]:
-    """Do the work of `checkpoint_to_resume`; also return the damaged ones that are passed over."""
-    run = config.directory
-    if resume == "none":
-        if complete_checkpoints(run):
-            raise ConfigError(
-                f"{run}: has checkpoints, and --resume none would write over them. "
-                "Resume (--resume auto), remove them, or set another run.directory"
-            )
-        return None, ()
-    if resume != "auto":
-        return _open(config, find_checkpoint(Path(resume)), opened), ()
-    found = checkpoints_to_resume(run)
-    passed_over = dict(damaged)
-    for path in found:
-        if path in passed_over:
-            continue
-        try:
-            return _open(config, path, opened), tuple(passed_over.items())
-        except DamagedCheckpoint as damage:
-            passed_over[path] = str(damage)
-    if passed_over:
-        # Never from scratch: the steps that are lost may be weeks of work.
-        lines = "".join(f"\n{path}: {_what(damage)}" for path, damage in passed_over.items())
-        raise ConfigError(
-            f"{run}: all of its checkpoints are damaged. Restore one of them, --resume one that is "
-            f"elsewhere, or train anew in another run.directory{lines}"
-        )
-    return None, ()
-
-
-def _open(config: RunConfig, path: Path, opened: Checkpoint | None) -> Checkpoint:
-    """Return the checkpoint at `path`, checked against the config; `opened` if it is that one."""
-    if opened is not None and opened.path == path and opened.is_unchanged():
-        return opened
-    checkpoint = open_checkpoint(path)
-    check_same_model(config, checkpoint)
-    check_same_order(config, checkpoint)
-    return checkpoint
 
 
 def _show_log(name: str) -> None:

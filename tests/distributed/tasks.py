@@ -517,9 +517,9 @@ def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
         events.append(("read", record["step"]))
         return record
 
-    def counted_save(config: Any, topology: Any, optimizer: Any, state: Any) -> Any:
+    def counted_save(config: Any, topology: Any, optimizer: Any, state: Any, *rest: Any) -> Any:
         events.append(("save", state.step))
-        return save(config, topology, optimizer, state)
+        return save(config, topology, optimizer, state, *rest)
 
     loop.queue_step, QueuedStep.read, hooks.save_checkpoint = queued, counted_read, counted_save
     try:

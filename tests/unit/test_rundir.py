@@ -29,12 +29,10 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.files import (
     append_json_line,
-    partial_directory,
     publish_directory,
     read_json_lines,
     remove_directory,
     replace_file,
-    restore_replaced,
 )
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
@@ -136,31 +134,6 @@ def test_one_of_two_publishers_wins(tmp_path):
     assert (tmp_path / "final/content").read_text() == "one"
     publish_directory(tmp_path / "two", tmp_path / "final", replace=True)
     assert (tmp_path / "final/content").read_text() == "two" and os.listdir(tmp_path) == ["final"]
-
-
-@pytest.mark.parametrize("second_is_complete", [True, False])
-def test_an_exchange_that_a_kill_cut_short_is_finished(tmp_path, monkeypatch, second_is_complete):
-    final = tmp_path / "step-00000001"
-    for folder, text in ((final, "old"), (partial_directory(final), "new")):
-        folder.mkdir()
-        (folder / "content").write_text(text)
-    if second_is_complete:
-        (partial_directory(final) / MANIFEST).write_text("{}")
-    renames = []
-
-    def rename(self, target, real=Path.rename):
-        if renames:
-            raise KeyboardInterrupt  # what a kill between the two renames leaves on the disk
-        renames.append(target)
-        return real(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", rename)
-        with pytest.raises(KeyboardInterrupt):
-            publish_directory(partial_directory(final), final, replace=True)
-    assert not final.exists()
-    restore_replaced(tmp_path, "step-*", MANIFEST)
-    assert (final / "content").read_text() == ("new" if second_is_complete else "old")
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_followed(tmp_path):
