@@ -142,6 +142,8 @@ def test_whatever_moment_a_kill_comes_at_the_move_ends_the_same(tmp_path, monkey
     expected = files(whole)
     assert "abandoned/0001/step-00000006/manifest.json" in expected
     assert expected["metrics.jsonl"] == "".join(f'{{"step": {n}}}\n' for n in range(1, 5))
+    lines = "".join(f'{{"step": {n}}}\n' for n in range(5, 10))
+    assert expected["abandoned/0001/metrics.jsonl"] == lines
     kills = 0
     for last in range(100):
         run = tmp_path / str(last)
