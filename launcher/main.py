@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import ConfigError, NoSpace, RunFailed
 from pretrain.launcher.cli import app
 from pretrain.rundir.states import ExitCode
 
@@ -13,9 +13,9 @@ from pretrain.rundir.states import ExitCode
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 2 for wrong input and 1 for a failed run or a file system that refuses, each with
-    `error: ...` lines on stderr and without a traceback. `local` exits with the code of the ranks.
-    Any other exception is a bug and keeps its traceback.
+    Exit codes: 2 for wrong input, 82 for a full disk and 1 for a failed run or a file system that
+    refuses otherwise, each with `error: ...` lines on stderr and without a traceback. `local` exits
+    with the code of the ranks. Any other exception is a bug and keeps its traceback.
     """
     # Files that the launcher and its jobs write are readable by their owner and group only.
     os.umask(0o027)
@@ -23,6 +23,8 @@ def main() -> None:
         app()
     except ConfigError as error:
         _exit_with_error(str(error), ExitCode.BAD_INPUT)
+    except NoSpace as error:
+        _exit_with_error(str(error), ExitCode.NO_SPACE)
     except RunFailed as error:
         _exit_with_error(str(error), ExitCode.FAILED)
     except OSError as error:

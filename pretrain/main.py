@@ -9,7 +9,7 @@ import warnings
 from types import FrameType
 
 from pretrain.cli import app
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
 from pretrain.exits import leave
 from pretrain.rundir.states import ExitCode, exit_code_of
 
@@ -18,8 +18,8 @@ def main() -> None:
     """Run the command and end the process with its exit code.
 
     Exit codes: 2 and an `error: ...` line for wrong input, 1 and such a line when the run failed,
-    81 when its ranks hold different weights, 130 after Ctrl-C. None of these shows a traceback. Any
-    other exception is a bug and keeps its own.
+    81 when its ranks hold different weights, 82 when the disk is full, 130 after Ctrl-C. None of
+    these shows a traceback. Any other exception is a bug and keeps its own.
     """
     # What a run writes is readable by its owner and group only, as under the launcher.
     os.umask(0o027)
@@ -43,7 +43,8 @@ def main() -> None:
         if isinstance(error, OSError):
             named = error.filename and error.strerror
             what = f"{error.filename}: {error.strerror}" if named else str(error)
-            leave(ExitCode.FAILED, f"error: {what}")
+            is_full = error.errno in NO_SPACE_ERRORS
+            leave(ExitCode.NO_SPACE if is_full else ExitCode.FAILED, f"error: {what}")
         if lost := _lost_connection(error):
             leave(
                 ExitCode.FAILED,

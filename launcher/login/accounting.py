@@ -7,6 +7,7 @@ milliseconds, so the parts sum to the wall time exactly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,9 @@ PARTS = {
 """The parts of the wall time, in the order in which an attempt goes through them."""
 WORK = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING)
 """Phases whose time counts as lost when a later attempt resumes from an earlier step."""
+
+JUMP_SECONDS = 60.0
+"""Times that go back by more are those of a clock that was set; by less, clocks disagree."""
 
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
@@ -75,7 +79,8 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
     """Split the wall time of a run by attempts and parts.
 
     An attempt that left no ended.json ends at its last sign of life. The clocks of different hosts
-    may disagree, so an interval is cut to the time that earlier ones have left free.
+    may disagree, so an interval is cut to the time that earlier ones have left free; a clock that
+    was set back is taken for one that went on (`_on_one_clock`).
 
     Args:
         attempts: All attempts, oldest first.
@@ -85,6 +90,7 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         One split per attempt, oldest first. Their sum (`total`) is the run's wall time.
     """
     splits = []
+    attempts, now = _on_one_clock(attempts, now)
     # The end of what is accounted for: each attempt gets the time from here to its own end.
     free_from = _first_moment(attempts)
     for index, attempt in enumerate(attempts):
@@ -107,6 +113,47 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         splits.append(TimeSplit(parts))
         free_from = end
     return splits
+
+
+def _on_one_clock(
+    attempts: Sequence[AttemptRecord], now: float | None
+) -> tuple[Sequence[AttemptRecord], float | None]:
+    """Move the times after a clock was set back forward, by as much as it was set back at least.
+
+    Otherwise everything until the clock has caught up would count as no time at all.
+    """
+    shift, moved, latest = 0.0, [], 0.0
+
+    def on_clock(at: float, earliest: float) -> float:
+        nonlocal shift
+        behind = earliest - (at + shift)
+        shift += behind if behind > JUMP_SECONDS else 0.0
+        return at + shift
+
+    for attempt in attempts:
+        # Attempts are numbered in the order in which they began.
+        # A damaged owner.json says 0.
+        began = on_clock(attempt.owner.began_at, latest) if attempt.owner.began_at else 0.0
+        latest = max(began, latest)
+        marks, last = [], latest
+        for mark in attempt.phases:
+            last = max(last, on_clock(mark.at, last))
+            marks.append(dataclasses.replace(mark, at=last))
+        ended = attempt.ended
+        if ended is not None:
+            ended = dataclasses.replace(ended, at=on_clock(ended.at, last))
+        moved.append(
+            dataclasses.replace(
+                attempt,
+                owner=dataclasses.replace(attempt.owner, began_at=began),
+                phases=tuple(marks),
+                ended=ended,
+                last_heartbeat=attempt.last_heartbeat + shift if attempt.last_heartbeat else 0.0,
+            )
+        )
+    if now is not None and attempts:
+        now = on_clock(now, max([latest, *(mark.at for mark in moved[-1].phases)]))
+    return moved, now
 
 
 def total(splits: Sequence[TimeSplit]) -> TimeSplit:

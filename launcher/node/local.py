@@ -23,7 +23,7 @@ from pretrain.launcher.node.signals import Signals, signals_blocked
 from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
+from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths, claim_version
 from pretrain.rundir.states import ExitCode
@@ -107,8 +107,9 @@ def run_locally(
 class _ResumeOption:
     """The --resume option of each attempt.
 
-    The first attempt gets the user's. A restart must not start from there again, so it gets the
-    newest checkpoint that this series of attempts has saved.
+    The first attempt gets the user's. A restart must not start from there again once this series of
+    attempts has saved a checkpoint: then `auto` goes on from it, because what does not lead to it
+    was set aside, and falls back where it is damaged.
     """
 
     def __init__(self, run: Path, first: str | None) -> None:
@@ -125,21 +126,13 @@ class _ResumeOption:
         # `auto`, the default of `pretrain train`, finds the newest checkpoint by itself.
         if not again or self._first in (None, "auto"):
             return first
-        saved = self._saved() - self._before
-        if saved:
-            # Not `auto`: after --resume with an early checkpoint, the run's directory may still
-            # hold checkpoints of later steps, which the user did not want.
-            newest = max((path for path, _ in saved), key=lambda p: checkpoint_step(p.name) or 0)
-            return ["--resume", str(newest)]
-        return ["--resume", "auto"] if self._first == "none" else first
+        if self._saved() - self._before or self._first == "none":
+            return ["--resume", "auto"]
+        return first
 
-    def _saved(self) -> set[tuple[Path, int]]:
-        """Return the complete checkpoints with the time at which each was completed.
-
-        With the time, because a checkpoint that is saved again keeps its name.
-        """
-        found = complete_checkpoints(self._run)
-        return {(path, (path / MANIFEST).stat().st_mtime_ns) for path in found}
+    def _saved(self) -> set[str]:
+        """Return the ids of the run's complete checkpoints."""
+        return {saved.lineage.id for saved in saved_checkpoints(self._run) if saved.lineage}
 
 
 class LocalRanks:

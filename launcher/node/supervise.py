@@ -20,6 +20,7 @@ What each outcome of an attempt leads to:
 - REFUSED: the input is wrong, and would be wrong again. No attempt follows.
 - GAVE_UP: too many attempts in a row without a new checkpoint, the same failure twice, or a job
   that Slurm did not requeue. No attempt follows, and the user has to act.
+- NO_SPACE: the disk is full, and another attempt would find it as full. No attempt follows.
 - SUPERSEDED: another attempt owns the run. This one touches nothing and ends.
 
 No attempt follows either after a signal to stop, or when recovery.max_restarts is 0.
@@ -255,6 +256,11 @@ class Supervisor:
             return Verdict(Outcome.FINISHED, code, f"at step {self.config.train.num_steps}")
         if code == ExitCode.BAD_INPUT:
             return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
+        if attempt.superseded():
+            # The ranks found out before the heartbeat did, as when this process was suspended.
+            return Verdict(Outcome.SUPERSEDED, code, "another attempt has taken over the run")
+        if code == ExitCode.NO_SPACE:
+            return Verdict(Outcome.NO_SPACE, code, f"the disk is full, at {at}")
         if code == ExitCode.STOPPED:
             return Verdict(Outcome.STOPPED, code, f"saved at {at}")
         if code == ExitCode.DIVERGED and not self.signals.stops:
@@ -292,7 +298,12 @@ class Supervisor:
                 say(f"{message} ({limit})" if count else message)
         self._record(attempt, verdict)
         # On a single machine the ranks print how they ended, except for what the launcher decides.
-        decided_here = verdict.outcome in (Outcome.HUNG, Outcome.GAVE_UP, Outcome.SUPERSEDED)
+        decided_here = verdict.outcome in (
+            Outcome.HUNG,
+            Outcome.GAVE_UP,
+            Outcome.NO_SPACE,
+            Outcome.SUPERSEDED,
+        )
         if not again and (decided_here or not self.local):
             say(f"attempt {attempt.number}: {in_words(verdict.outcome)}: {verdict.reason}")
         return End(attempt, *verdict, again)

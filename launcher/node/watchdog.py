@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from pretrain.rundir.attempts import Progress, read_progress
+from pretrain.rundir.attempts import PROGRESS, Progress, read_progress
 from pretrain.rundir.states import Phase
 
 LOOK_SECONDS = 1.0
@@ -34,7 +34,7 @@ class Watchdog:
         self._directory, self._hang, self._startup = directory, hang_seconds, startup_seconds
         self._pause = min(LOOK_SECONDS, hang_seconds / 10, startup_seconds / 10)
         self._last_look, self._idle = time.monotonic(), 0.0
-        self._seen: Progress | None = None
+        self._seen: tuple[Progress | None, int] = None, 0
 
     def stuck(self) -> str | None:
         """Return why the ranks must be ended, or None while they make progress.
@@ -46,8 +46,10 @@ class Watchdog:
             return None
         self._last_look += passed
         progress = read_progress(self._directory)
-        if progress != self._seen:
-            self._seen, self._idle = progress, 0.0
+        # The time as well: on a full disk rank 0 can renew that alone.
+        seen = progress, _modified_at(self._directory / PROGRESS)
+        if seen != self._seen:
+            self._seen, self._idle = seen, 0.0
             return None
         # When this process was suspended itself (a paused node or laptop), the ranks were too, so a
         # long gap between two looks counts as two ordinary ones and no more.
@@ -57,3 +59,11 @@ class Watchdog:
         if self._idle <= limit:
             return None
         return f"no progress for {limit:g} s while {phase}, at step {step}"
+
+
+def _modified_at(path: Path) -> int:
+    """Return a file's modification time in nanoseconds, 0 when it cannot be seen."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
 from pretrain.checkpoint.index import FILE_NAME, Index, Natural
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
+from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints
 from pretrain.rundir.lineage import Branch, Lineage
 
 FORMAT = 2
@@ -311,6 +311,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path / STATE, f"not a state ({_first(error)})") from None
     if state.step != manifest.step:
         raise _damaged(path / STATE, f"step {state.step}, the manifest says {manifest.step}")
+    check_name(path, manifest.step)
     return Checkpoint(
         path=path,
         checksum=own_checksum,
@@ -329,16 +330,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ),
         index_sha256=digests[INDEX],
     )
-
-
-def read_lineage(path: Path) -> Lineage:
-    """Return a checkpoint's id and ancestry, from its manifest alone.
-
-    Raises:
-        DamagedCheckpoint: The manifest is missing or damaged.
-        ConfigError: This version does not know the format.
-    """
-    return _read_manifest(path)[0].lineage
 
 
 def _read_manifest(checkpoint: Path) -> tuple[_Manifest, str]:
@@ -415,9 +406,7 @@ def _first(error: ValidationError) -> str:
 
 def remedy(checkpoint: Path) -> str:
     """Return the end of a message: what can be done instead of using a damaged checkpoint."""
-    step = checkpoint_step(checkpoint.name) or 0
-    found = complete_checkpoints(checkpoint.parent.parent)
-    earlier = [path for path in found if (checkpoint_step(path.name) or 0) < step]
+    earlier = earlier_checkpoints(checkpoint)
     if not earlier:
         return (
             "The checkpoint is damaged, and there is no earlier one: train anew in another "

@@ -13,8 +13,11 @@ from typing import Any
 
 from pretrain.checkpoint.index import Index, Part, merge
 from pretrain.checkpoint.manifest import CONFIG, FORMAT, INDEX, STATE, checksum, describe
-from pretrain.rundir.checkpoints import MANIFEST
-from pretrain.rundir.files import flush_directory, publish_directory, replace_file, replace_json
+from pretrain.rundir.checkpoints import publish_checkpoint
+from pretrain.rundir.files import flush_directory, replace_file, replace_json
+from pretrain.rundir.history import remove_old
+from pretrain.rundir.lineage import MANIFEST
+from pretrain.rundir.retention import Policy
 
 POLL_SECONDS = 0.05
 """Between two looks for the parts of other ranks."""
@@ -28,6 +31,10 @@ class Publication:
     """The hidden directory, in which every rank writes its part."""
     final: str
     """The checkpoint's directory."""
+    attempt: str | None
+    """RUN/attempts/#### that must still hold the run; None for a save without an attempt."""
+    keep: tuple[int | None, int | None, int]
+    """checkpoint.keep, keep_every and keep_best."""
     world_size: int
     lineage: dict[str, Any]
     """The manifest's entries that say which checkpoint it is."""
@@ -56,6 +63,7 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
 
     Raises:
         DamagedCheckpoint: The parts do not make a whole.
+        Superseded: Another attempt has taken the run; nothing is published.
         OSError: The disk refused.
     """
     partial, identifier = Path(publication.partial), publication.lineage["id"]
@@ -71,8 +79,14 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
     for name in names:
         (partial / name).unlink()
     flush_directory(partial)
-    publish_directory(partial, Path(publication.final), replace=True)
-    return []
+    final = Path(publication.final)
+    publish_checkpoint(
+        partial, final, Path(publication.attempt) if publication.attempt is not None else None
+    )
+    warnings: list[str] = []
+    policy = Policy(*publication.keep)
+    remove_old(final.parents[1], final, policy, lambda _, message: warnings.append(message))
+    return warnings
 
 
 def _write_small_files(directory: Path, publication: Publication, index: Index) -> None:

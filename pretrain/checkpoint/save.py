@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +37,9 @@ from pretrain.checkpoint.writer import Writer
 from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.optim.state import Fragment
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import MANIFEST, checkpoint_directory
-from pretrain.rundir.files import partial_directory, remove, restore_replaced
+from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
 from pretrain.rundir.lineage import new_id
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.warn import WarnOnce
 from pretrain.topology import Topology, on_main, ranks_here
 
 MEMORY_MARGIN = 1.2
@@ -65,14 +64,24 @@ class _Save:
 class Saver:
     """Saves a run's checkpoints, one at a time."""
 
-    def __init__(self, config: RunConfig, topology: Topology, optimizer: ZeroOptimizer) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        topology: Topology,
+        optimizer: ZeroOptimizer,
+        attempt: Path | None = None,
+        warn: WarnOnce | None = None,
+    ) -> None:
         """Do nothing yet.
 
         Args:
             config: The run; run.directory and [checkpoint].
             topology: The processes' layout.
             optimizer: The optimizer, whose masters stand for the weights.
+            attempt: RUN/attempts/#### that must still hold the run; rank 0's counts.
+            warn: Takes what the disk refuses of the deletion of old checkpoints.
         """
+        self._attempt, self._warn = attempt, warn or WarnOnce()
         self._config, self._topology, self._optimizer = config, topology, optimizer
         self._writer = Writer()
         self._save: _Save | None = None
@@ -99,7 +108,12 @@ class Saver:
             return None
         return save.step if self._writer.is_idle else None
 
-    def begin(self, trainer_state: TrainerState, origin: Origin) -> str:
+    def begin(
+        self,
+        trainer_state: TrainerState,
+        origin: Origin,
+        prepare: Callable[[], None] | None = None,
+    ) -> str:
         """Begin to save a checkpoint in <run>/checkpoints/step-########. All ranks together.
 
         The save before is waited for. Everything is written to a hidden directory, which is renamed
@@ -108,21 +122,31 @@ class Saver:
         Args:
             trainer_state: How far training has come.
             origin: Where its state comes from.
+            prepare: Called on rank 0 before anything is written; what it raises, all ranks raise.
 
         Returns:
             The new checkpoint's id.
 
         Raises:
-            RunFailed: The save before failed, or the hidden directory cannot be made.
+            RunFailed: The save before failed, the hidden directory cannot be made, or (Superseded)
+                another attempt has taken the run.
         """
         self.finish()
         state = self._optimizer.state()
         step = trainer_state.step
-        identifier, partial = on_main(self._topology, lambda: (new_id(), self._prepare(step)))
+        identifier, partial = on_main(
+            self._topology, lambda: (new_id(), self._begin_partial(step, prepare))
+        )
         final = checkpoint_directory(self._config.directory, step)
         publication = Publication(
             partial=str(partial),
             final=str(final),
+            attempt=str(self._attempt) if self._attempt else None,
+            keep=(
+                self._config.checkpoint.keep,
+                self._config.checkpoint.keep_every,
+                self._config.checkpoint.keep_best,
+            ),
             world_size=self._topology.layout.world_size,
             lineage=lineage_content(identifier, step, origin),
             state=state_content(trainer_state, state.adam_steps, state.loss_scaler_state, origin),
@@ -257,7 +281,7 @@ class Saver:
             else:
                 warnings = publish(save.publication)
         for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            self._warn("deletion", warning)
 
     def _give_up(self, save: _Save) -> None:
         """Leave nothing of a save that failed. A disk that is full gets its room back."""
@@ -268,18 +292,12 @@ class Saver:
             self._writer.end()
         shutil.rmtree(save.partial, ignore_errors=True)
 
-    def _prepare(self, step: int) -> Path:
+    def _begin_partial(self, step: int, prepare: Callable[[], None] | None) -> Path:
         """Make the hidden directory that all ranks write to. Rank 0 alone."""
-        final = checkpoint_directory(self._config.directory, step)
-        partial = partial_directory(final)
-        with writing(final):
-            # A save that was killed may have left this step's old checkpoint renamed: put that
-            # back first, because all hidden directories are removed next.
-            recover(self._config.directory)
-            for left_behind in final.parent.glob(".step-*"):
-                remove(left_behind)
-            partial.mkdir(parents=True)
-        return partial
+        if prepare is not None:
+            prepare()
+        with writing(checkpoint_directory(self._config.directory, step)):
+            return begin_partial(self._config.directory, step, self._attempt)
 
 
 def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.Tensor]]:
@@ -312,6 +330,8 @@ def write_checkpoint(
     masters: Mapping[str, torch.Tensor],
     trainer_state: TrainerState,
     origin: Origin,
+    attempt: Path | None = None,
+    warn: WarnOnce | None = None,
 ) -> Path:
     """Write a checkpoint from whole weights, in this process alone. The moments are zero.
 
@@ -329,7 +349,6 @@ def write_checkpoint(
         RunFailed: The disk refused, or a weight is not finite.
     """
     final = checkpoint_directory(run, trainer_state.step)
-    partial = partial_directory(final)
     pieces = tuple(
         Piece(f"{kind}/{name}", tuple(whole.shape), (((0,) * whole.dim(), tuple(whole.shape)),))
         for name, whole in masters.items()
@@ -343,27 +362,22 @@ def write_checkpoint(
             for _ in MOMENTS:
                 yield np.zeros_like(flat)
 
-    publication = Publication(
-        partial=str(partial),
-        final=str(final),
-        world_size=1,
-        lineage=lineage_content(new_id(), trainer_state.step, origin),
-        state=state_content(trainer_state, 0, None, origin),
-        config=dump_config(config),
-    )
     with writing(final):
-        partial.mkdir(parents=True)
+        partial = begin_partial(run, trainer_state.step, None)
         write_part(partial, Part(0, pieces), values())
-        publish(publication)
+        publish(
+            Publication(
+                partial=str(partial),
+                final=str(final),
+                attempt=None,
+                keep=(None, None, 0),
+                world_size=1,
+                lineage=lineage_content(new_id(), trainer_state.step, origin),
+                state=state_content(trainer_state, 0, None, origin),
+                config=dump_config(config),
+            )
+        )
     return final
-
-
-def recover(run: Path) -> None:
-    """Restore a checkpoint that a save of the same step, killed between two renames, left hidden.
-
-    One rank does so, before the run's checkpoints are looked at.
-    """
-    restore_replaced(RunPaths(run).checkpoints, "step-*", MANIFEST)
 
 
 def _host_values(tensors: list[torch.Tensor]) -> Iterator[Values]:

@@ -33,6 +33,7 @@ from pretrain.checkpoint.index import ITEM_BYTES, Part, Piece
 from pretrain.checkpoint.part import PoisonedState, split_values, write_part
 from pretrain.checkpoint.publish import Patience, Publication, publish
 from pretrain.config import RunFailed
+from pretrain.rundir.fence import Superseded
 
 _SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
@@ -194,13 +195,16 @@ class Writer:
                 self._changed.notify_all()
 
 
+_KINDS: dict[str, type[RunFailed]] = {kind.__name__: kind for kind in (PoisonedState, Superseded)}
+
+
 def _problem(answer: dict[str, Any]) -> Exception | None:
     """Return the error that an answer tells of."""
     if (message := answer.get("error")) is None:
         return None
     if answer.get("errno"):
         return OSError(answer["errno"], os.strerror(answer["errno"]), answer.get("filename"))
-    return PoisonedState(message) if answer.get("poisoned") else RunFailed(message)
+    return _KINDS.get(answer.get("kind", ""), RunFailed)(message)
 
 
 # ---- in the process beside it --------------------------------------------------------------------
@@ -229,7 +233,7 @@ def _carry_out(descriptor: int, commands: queue.Queue[dict[str, Any]], patience:
         except OSError as error:
             answer = {"error": str(error), "errno": error.errno, "filename": error.filename}
         except RunFailed as error:
-            answer = {"error": str(error), "poisoned": isinstance(error, PoisonedState)}
+            answer = {"error": str(error), "kind": type(error).__name__}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -48,6 +48,7 @@ def check(config: RunConfig) -> None:
         *_pipeline(config),
         *_schedule(config),
         *_spikes(config),
+        *_checkpoint(config),
         *_evaluation(config),
         *_data(config),
     ]
@@ -323,6 +324,21 @@ def _spikes(c: RunConfig) -> Iterator[Refusal]:
             "weights in one call, so that no update can be left out",
             'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
         )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse retention keys that would keep more than everything."""
+    checkpoint = config.checkpoint
+    if checkpoint.keep is not None:
+        return
+    for key in ("keep_every", "keep_best"):
+        if value := getattr(checkpoint, key):
+            yield Refusal(
+                f"checkpoint.{key}",
+                value,
+                "without checkpoint.keep every checkpoint is kept",
+                "Set checkpoint.keep as well, to the number of newest ones to keep",
+            )
 
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:

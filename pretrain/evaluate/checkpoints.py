@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,20 @@ FIELDS = ("step", *report.FIELDS)
 """Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
 CURVES_SHOWN = 5
 """Largest number of checkpoints in the plot by length: the first, the last and some between."""
+
+
+_NUMBER = (int, float, types.NoneType)
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "method": str,
+    "protocol": str,
+    "stride": int,
+    "length": int,
+    "perplexity": _NUMBER,
+    "loss_nats": _NUMBER,
+    "tokens": int,
+    "checkpoint": str,
+}
+"""Types of a record's values; null stands for what is not finite."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,8 @@ def read_evaluations(directory: Path) -> Evaluated:
                 {"step": checkpoint_step(folder.name), **{key: r[key] for key in report.FIELDS}}
                 for r in curve["records"]
             ]
+            for record in found:
+                _check_record(record)
             train_length = int(curve["train_length"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             missing[folder.name] = (
@@ -77,6 +95,15 @@ def read_evaluations(directory: Path) -> Evaluated:
     return Evaluated(tuple(p.name for p in folders), train_length, records, missing)
 
 
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Raise ValueError unless every value of a record has its type."""
+    for key, kinds in _KINDS.items():
+        value = record[key]
+        is_size = key in ("stride", "length")
+        if not isinstance(value, kinds) or isinstance(value, bool) or (is_size and record[key] < 1):
+            raise ValueError(f"{key} = {value!r}")
+
+
 def report_run(run: Path) -> str:
     """Write curve.json, curve.csv, curve.png, steps.png and report.md in RUN/evaluations.
 
@@ -88,7 +115,8 @@ def report_run(run: Path) -> str:
         run: Run directory.
 
     Returns:
-        The table of perplexities by training step and length, for the terminal.
+        The table of perplexities by training step and length, for the terminal. Folders that
+        cannot be read are named on stderr and left out.
 
     Raises:
         ConfigError: No checkpoint has been evaluated, or the run's layout is of a later release.
@@ -106,6 +134,8 @@ def report_run(run: Path) -> str:
             )
         _write(directory, evaluated.train_length, evaluated)
         written = evaluated.folders
+    for name, reason in evaluated.missing.items():
+        print(f"warning: {name}: {reason}", file=sys.stderr, flush=True)
     train_length = evaluated.train_length or 0
     table = report.perplexity_table(train_length, _by_length(evaluated.records), "step")
     title = f"Perplexity by training step and length in tokens (L = {train_length})"

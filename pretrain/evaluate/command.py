@@ -25,6 +25,7 @@ from pretrain.evaluate.report import check_report_path, format_table, write_repo
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.rundir.holds import hold
 
 
 def evaluation_config(
@@ -152,7 +153,9 @@ def evaluate_sources(
     for checkpoint, config, stream in zip(checkpoints, configs, streams):
         method = config.position.method
         protocols = _protocols(request, config)
-        for result in evaluate_checkpoint(checkpoint, config, stream, protocols):
+        with hold(checkpoint.path):
+            results = evaluate_checkpoint(checkpoint, config, stream, protocols)
+        for result in results:
             path = str(checkpoint.path)
             records.append({"method": method, **result.record(), "checkpoint": path})
             # Sliding windows score few positions, so loss by position is reported without overlap.

@@ -22,6 +22,7 @@ from pretrain.export.parity import ParityReport, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint
+from pretrain.rundir.holds import hold
 from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
 
@@ -44,7 +45,13 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
         ConfigError: No transformers class can hold the model, a weight is not finite, or the
             checkpoint, the data or the curve is missing or damaged.
     """
-    opened = open_checkpoint(find_checkpoint(source))
+    checkpoint = find_checkpoint(source)
+    with hold(checkpoint):
+        return _export(open_checkpoint(checkpoint), out, curve)
+
+
+def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
+    """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
     # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
     # fp32 master weights, and the comparison is one of fp32 logits.

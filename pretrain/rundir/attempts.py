@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import load_config
+from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import from_json, read_json, read_json_lines, read_text
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 from pretrain.rundir.states import Outcome
@@ -199,7 +200,11 @@ def read_progress(directory: Path) -> Progress | None:
 
 
 def is_finished(run: Path, num_steps: int | None = None) -> bool:
-    """Return True when an attempt finished `num_steps` steps (default: the run's own config's)."""
+    """Return True when an attempt finished `num_steps` steps (default: the run's own config's).
+
+    A run that has gone back to an earlier checkpoint since, or has done more steps, is not finished
+    at that step: its newest checkpoint says so.
+    """
     finished = [
         attempt.ended.step
         for attempt in read_attempts(run)
@@ -211,7 +216,8 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
         num_steps = load_config(
             RunPaths(run).newest_config() or RunPaths(run).config
         ).train.num_steps
-    return max(finished) >= num_steps
+    newest = newest_checkpoint_step(run)
+    return max(finished) >= num_steps and newest in (None, num_steps)
 
 
 def last_heartbeat(directory: Path) -> float:

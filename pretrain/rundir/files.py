@@ -31,6 +31,8 @@ PARTIAL = ".partial"
 """Ends the hidden name under which a file or folder is written before it is published."""
 REPLACED = ".replaced"
 """Ends the hidden name of a folder that is being replaced."""
+REMOVED = ".removed"
+"""Ends the hidden name of a folder that is being removed."""
 
 
 # ---- publishing ----------------------------------------------------------------------------------
@@ -77,8 +79,8 @@ def publish_directory(partial: Path, final: Path, *, replace: bool = False) -> N
 
     A rename onto a folder that is not empty fails on every file system, so without `replace`
     exactly one of several publishers succeeds. With `replace` the old folder is moved aside first
-    and removed last; `restore_replaced` finishes the exchange if the process is killed between the
-    two renames.
+    and removed last. A process that is killed between the two renames leaves it under a hidden
+    name.
 
     Args:
         partial: The finished folder, on the same file system as `final`.
@@ -130,31 +132,11 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def restore_replaced(directory: Path, pattern: str, complete_when: str) -> None:
-    """Finish what `publish_directory` was doing in `directory` when it was killed.
-
-    Args:
-        directory: The folder in which `publish_directory(..., replace=True)` was called.
-        pattern: Glob of the final names, such as "step-*".
-        complete_when: A file that the new folder holds only once it is finished. When it is there
-            the new folder is published, otherwise the old one returns.
-    """
-    for aside in directory.glob(f".{pattern}{REPLACED}"):
-        final = aside.with_name(aside.name[1:].removesuffix(REPLACED))
-        if not final.exists():
-            new = partial_directory(final)
-            (new if (new / complete_when).is_file() else aside).rename(final)
-
-
-def partial_directory(final: Path) -> Path:
-    """Return the hidden sibling in which the folder `final` is written before it is published."""
-    return final.with_name(f".{final.name}{PARTIAL}")
-
-
 def remove_directory(path: Path) -> None:
     """Remove a folder that readers look for, in such an order that they never see a part of it."""
-    # Killed half-way through, the rest of the folder must not still have its name.
-    remove(path.rename(path.with_name(f".{path.name}.removed")))
+    # Killed half-way through, the rest of the folder must not still have its name. The new name is
+    # unique, so it meets nothing that somebody else put there.
+    remove(path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}")))
 
 
 def remove(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from enum import IntEnum, StrEnum
 
-from pretrain.config import ConfigError, Diverged
+from pretrain.config import ConfigError, Diverged, NoSpace
 
 
 class Phase(StrEnum):
@@ -42,6 +42,8 @@ class Outcome(StrEnum):
     """It failed once too often, and the launcher does not start another attempt."""
     SUPERSEDED = "superseded"
     """Another attempt took the run over, because this one gave no sign of life."""
+    NO_SPACE = "no_space"
+    """The disk is full, and would be full again."""
 
 
 ENDED_WELL = (Outcome.FINISHED, Outcome.RESTART, Outcome.STOPPED)
@@ -64,6 +66,8 @@ class ExitCode(IntEnum):
     """Saved on SIGTERM, not to be started again."""
     DIVERGED = 81
     """Ranks differed in what must be equal; nothing was saved since."""
+    NO_SPACE = 82
+    """The disk is full; not to be started again before there is room."""
     INTERRUPTED = 128 + signal.SIGINT
     KILLED = 128 + signal.SIGKILL
 
@@ -74,6 +78,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.RESTART: Outcome.RESTART,
     ExitCode.STOPPED: Outcome.STOPPED,
     ExitCode.DIVERGED: Outcome.DIVERGED,
+    ExitCode.NO_SPACE: Outcome.NO_SPACE,
     ExitCode.INTERRUPTED: Outcome.STOPPED,
 }
 
@@ -87,6 +92,8 @@ def exit_code_of(error: BaseException) -> ExitCode:
     """Return the exit code of a process that ends with this error."""
     if isinstance(error, ConfigError):
         return ExitCode.BAD_INPUT
+    if isinstance(error, NoSpace):
+        return ExitCode.NO_SPACE
     return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.FAILED
 
 

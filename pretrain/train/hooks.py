@@ -13,23 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain import platform
 from pretrain.checkpoint.save import Saver
+from pretrain.config import num_parameters
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.rundir.checkpoints import checkpoint_directory
+from pretrain.rundir.checkpoints import check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record
+from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.train.health import check_health
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
+
+STATE_BYTES = 12
+"""Bytes of a parameter in a checkpoint: the fp32 master and Adam's two moments."""
 
 
 class Hook:
@@ -72,7 +78,7 @@ def make_hooks(run: Run) -> list[Hook]:
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
-    saver = CheckpointHook(run)
+    saver = CheckpointHook(run, writer)
     return [LoggingHook(run, writer), EvaluationHook(run, writer), HealthHook(saver), saver]
 
 
@@ -150,6 +156,8 @@ class EvaluationHook(Hook):
 
     def between_steps(self, run: Run) -> None:
         """Evaluate if it is due. All ranks score; rank 0 writes."""
+        # A loss of an earlier step says nothing about the checkpoint of this one.
+        run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
         if self.is_due(run):
             self._evaluate(run, protocols(run.config))
 
@@ -175,6 +183,13 @@ class EvaluationHook(Hook):
                 self.writer.evaluation(
                     [{"step": step, "evaluation": True, **result.record()} for result in results]
                 )
+            trained = "nonoverlapping", run.config.data.sequence_length
+            for result in results:
+                is_trained = (result.protocol.name, result.protocol.length) == trained
+                if is_trained and math.isfinite(result.loss_nats):
+                    run.origin = dataclasses.replace(
+                        run.origin, validation_loss_nats=result.loss_nats
+                    )
 
 
 class HealthHook(Hook):
@@ -203,10 +218,13 @@ class HealthHook(Hook):
 class CheckpointHook(Hook):
     """Save every checkpoint.interval_steps, after the last step, and when the run is stopped."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
         self.saved_step = run.start_point.saved_step
+        self.writer = writer
         self.reported_step: int | None = None
-        self.saver = Saver(run.config, run.topology, run.optimizer)
+        self.saver = Saver(
+            run.config, run.topology, run.optimizer, run.reporter.attempt, run.reporter.warn
+        )
         run.requests.has_problem = lambda: self.saver.has_problem
 
     def at_start(self, run: Run) -> None:
@@ -278,8 +296,15 @@ class CheckpointHook(Hook):
             return
         waits = self._is_last(run) or not run.config.checkpoint.asynchronous
         with run.reporter.during(Phase.SAVING, step, saved=step if waits else None):
-            identifier = self.saver.begin(run.state, run.origin)
+            identifier = self.saver.begin(run.state, run.origin, lambda: self._prepare(run))
             if waits:
                 self.saver.finish()
         run.origin = dataclasses.replace(run.origin, parent=identifier, validation_loss_nats=None)
         self.saved_step = step
+
+    def _prepare(self, run: Run) -> None:
+        """Check that there is room for a checkpoint, and put all numbers so far on the disk."""
+        paths = RunPaths(run.config.directory)
+        check_room(paths.checkpoints, STATE_BYTES * num_parameters(run.config))
+        if self.writer is not None:
+            self.writer.flush()

@@ -7,6 +7,7 @@ and `MetricsWriter` passes every record to all of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import uuid
@@ -90,6 +91,10 @@ class MetricsWriter:
         for destination in self._destinations:
             destination.go_back(step)
 
+    def flush(self) -> None:
+        """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
+        self._lines.flush()
+
     def close(self) -> None:
         """Write out what is buffered and close every destination."""
         # In reverse: the progress bar must end before wandb prints and waits for its uploads.
@@ -150,6 +155,9 @@ class JsonLines:
     def go_back(self, step: int) -> None:
         self._file.close()
         self._file = MetricsFile(self._path, step)
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -347,4 +355,6 @@ def _evaluation_lines(records: list[Record]) -> list[str]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    # stderr may be a file on a disk that is full for a moment, which must not end training.
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from pretrain.config import writing
 from pretrain.rundir.attempts import Owner
+from pretrain.rundir.fence import Superseded
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.paths import claim_version
 from pretrain.rundir.states import ExitCode, Outcome, Phase, exit_code_of, outcome_of
+from pretrain.rundir.warn import WarnOnce
 
 
 class AttemptReporter:
@@ -33,6 +34,13 @@ class AttemptReporter:
         self._heartbeat: _Heartbeat | None = None
         self._phase: str = Phase.STARTING
         self._step = 0
+        self.warn = WarnOnce()
+        """Takes what goes wrong beside training."""
+
+    @property
+    def attempt(self) -> Path | None:
+        """Return RUN/attempts/#### of the attempt; None on ranks that report to nobody."""
+        return self._attempt.directory if self._attempt is not None else None
 
     def join(self, directory: Path) -> None:
         """Report to the attempt in `directory`, which a supervisor holds."""
@@ -54,7 +62,7 @@ class AttemptReporter:
         """
         self._phase, self._step = phase, step
         if self._attempt is not None:
-            with writing(self._attempt.directory):
+            with self._warning_of(self._attempt.directory):
                 self._attempt.phase(phase, step, saved)
 
     @contextlib.contextmanager
@@ -74,15 +82,28 @@ class AttemptReporter:
         """Report a sign of life after a step or a pass of an evaluation. It is cheap to call."""
         self._step = step
         if self._attempt is not None:
-            with writing(self._attempt.directory):
+            with self._warning_of(self._attempt.directory):
                 self._attempt.progress(step, self._phase)
 
-    def end(self, code: int, reason: str) -> None:
+    @contextlib.contextmanager
+    def _warning_of(self, directory: Path) -> Iterator[None]:
+        """Warn once about a status that the disk refuses: it is no state, so training goes on."""
+        try:
+            yield
+        except OSError as error:
+            self.warn(
+                "status",
+                f"{directory}: status cannot be written ({error.strerror}); training goes on, and "
+                "`launcher status` may show an older step",
+            )
+
+    def end(self, code: int, reason: str, outcome: Outcome | None = None) -> None:
         """End the attempt if this process holds it; a second call changes nothing.
 
         Args:
             code: The exit code.
             reason: One line for people.
+            outcome: What that means; by default what the code says.
         """
         # Only a holder has a heartbeat: a supervisor ends its own attempt.
         if self._heartbeat is None or self._attempt is None:
@@ -91,7 +112,7 @@ class AttemptReporter:
         self._heartbeat = None
         # A full disk may be the very reason why the run ends.
         with contextlib.suppress(OSError):
-            self._attempt.end(outcome_of(code), code, reason, self._step)
+            self._attempt.end(outcome or outcome_of(code), code, reason, self._step)
 
     def _abandon(self) -> None:
         """End this process at once, whatever it is doing: another attempt writes to the run now."""
@@ -116,7 +137,8 @@ class AttemptReporter:
             self.end(ExitCode.INTERRUPTED, "interrupted")
         elif error is not None:
             lines = str(error).splitlines()
-            self.end(exit_code_of(error), lines[0] if lines else type(error).__name__)
+            lost = Outcome.SUPERSEDED if isinstance(error, Superseded) else None
+            self.end(exit_code_of(error), lines[0] if lines else type(error).__name__, lost)
 
 
 class _Heartbeat(threading.Thread):

@@ -1,38 +1,42 @@
 """The start of a run: which checkpoint to resume from, taking the run's lock, building and loading.
 
 The order matters. Wrong input is refused before processes join and before anything is written;
-the run's directory is written to only by the process that has taken it; and the checkpoint to
-resume from is looked for once more after that, because another process may have trained the run
-until a moment ago.
+the run's directory is written to only by the process that has taken it; the checkpoint to resume
+from is looked for once more after that, because another process may have trained the run until a
+moment ago; and what the run turns away from is set aside only when that checkpoint has been loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.changes import changes_of, check_training
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import Checkpoint, Origin, TrainerState, open_checkpoint
-from pretrain.checkpoint.save import recover
-from pretrain.config import ConfigError, RunConfig
+from pretrain.checkpoint.manifest import Checkpoint, Origin, TrainerState
+from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.trajectory import TOKENIZER, TRAINING, VALIDATION, Difference
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import complete_checkpoints, find_checkpoint
+from pretrain.rundir.checkpoints import checkpoint_step
+from pretrain.rundir.history import begins_branch, recover, settle
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
-from pretrain.topology import Topology, owner, supervised_attempt
+from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
+from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.spikes import SpikeWatch
 from pretrain.train.stopping import Requests
@@ -58,15 +62,27 @@ class StartPoint:
     """The hashes of the run's data; see `data_hashes`."""
     differences: tuple[Difference, ...] = ()
     """What differs from the checkpoint's config and data; all of it is free or was allowed."""
+    allowed: tuple[str, ...] = ()
+    """Keys that may change although they change training."""
+    begins_branch: bool = False
+    """What is saved from here on belongs to a branch of its own."""
+    is_automatic: bool = False
+    """The checkpoint was found by `auto`, so an earlier one may take its place."""
+    damaged: Damaged = ()
+    """Newer checkpoints that cannot be used, and why."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
         if self.checkpoint is None:
             return Origin(branches=(Branch(new_id(), 0),), data=self.data)
-        before = self.checkpoint.origin
+        before, lineage = self.checkpoint.origin, self.checkpoint.lineage
+        branches = lineage.branches
+        if self.begins_branch:
+            branches = (*branches, Branch(new_id(), lineage.step))
         return dataclasses.replace(
             before,
-            parent=self.checkpoint.lineage.id,
+            parent=lineage.id,
+            branches=branches,
             data=self.data,
             changes=(*before.changes, *changes_of(self.differences, self.step)),
             validation_loss_nats=None,
@@ -105,7 +121,7 @@ def prepare(
 
     Args:
         config: The run.
-        resume: "auto", "none" or a path; see `checkpoint_to_resume`.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
         allowed: Keys that may change although they change training.
 
     Returns:
@@ -116,7 +132,7 @@ def prepare(
     """
     streams = open_stream(config, "train"), open_stream(config, "validation")
     # Every process checks, because one that has joined waits for those that have not.
-    checkpoint = checkpoint_to_resume(config, resume)
+    checkpoint, _ = choose_checkpoint(config, resume)
     if checkpoint is not None:
         check_training(config, data_hashes(streams), checkpoint, allowed)
     return streams, initialize_topology(config), checkpoint
@@ -146,7 +162,7 @@ def take_run(
 
     Args:
         config: The run.
-        resume: "auto", "none" or a path; see `checkpoint_to_resume`.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
         reporter: Holds the run's lock from now on.
         opened: The checkpoint that `prepare` opened.
         data: The hashes of the run's data; see `data_hashes`.
@@ -169,9 +185,12 @@ def take_run(
         reporter.join(supervised)
     else:
         reporter.begin(config.directory, owner())
-    recover(config.directory)
+    with writing(config.directory):
+        recover(config.directory, reporter.attempt)
     # Once more: until the lock was taken, another process may have trained the run.
-    return find_start_point(config, resume, start_point.checkpoint, data, allowed)
+    start_point = find_start_point(config, resume, start_point.checkpoint, data, allowed)
+    _say_damaged(start_point)
+    return start_point
 
 
 def load_run(
@@ -203,10 +222,8 @@ def load_run(
     chunks = build_model(config)
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)
-    if start_point.checkpoint is None:
-        state = TrainerState(step=0, consumed_samples=0)
-    else:
-        state = load_checkpoint(start_point.checkpoint, optimizer)
+    state, start_point = _load(config, topology, start_point, optimizer)
+    on_main(topology, lambda: _settle(config, start_point, reporter.attempt))
     return Run(
         config,
         topology,
@@ -222,30 +239,108 @@ def load_run(
     )
 
 
+def _load(
+    config: RunConfig, topology: Topology, start_point: StartPoint, optimizer: ZeroOptimizer
+) -> tuple[TrainerState, StartPoint]:
+    """Load the checkpoint, or with `auto` the newest one before it that is not damaged.
+
+    All ranks together: damage is raised on all of them.
+
+    Args:
+        config: The run.
+        topology: The layout of the processes.
+        start_point: Where the run is to start from.
+        optimizer: The newly built optimizer; its model is loaded with it.
+
+    Returns:
+        How far training had come, and where the run starts from.
+    """
+    while start_point.checkpoint is not None:
+        try:
+            return load_checkpoint(start_point.checkpoint, optimizer), start_point
+        except DamagedCheckpoint as damage:
+            if not start_point.is_automatic:
+                raise
+            damaged = (*start_point.damaged, (start_point.checkpoint.path, str(damage)))
+            start_point = on_main(topology, partial(_fall_back, config, start_point, damaged))
+    return TrainerState(step=0, consumed_samples=0), start_point
+
+
+def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> StartPoint:
+    """Find where the run starts from when these checkpoints are passed over, and say so.
+
+    Args:
+        config: The run.
+        before: Where it was to start from.
+        damaged: The checkpoints to pass over, and why.
+    """
+    start_point = find_start_point(config, "auto", None, before.data, before.allowed, damaged)
+    _say_damaged(start_point)
+    return start_point
+
+
+def _say_damaged(start_point: StartPoint) -> None:
+    """Print which newer checkpoints are damaged and how many steps are lost with them."""
+    for path, damage in start_point.damaged:
+        lost = (checkpoint_step(path.name) or 0) - start_point.step
+        print(
+            f"warning: {path} is damaged ({first_sentence(damage)}) and set aside; training goes "
+            f"on from step {start_point.step}, {lost} steps are lost and trained again",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) -> None:
+    """Set aside what the run turns away from. Rank 0 alone, when the checkpoint is loaded."""
+    if start_point.checkpoint is None:
+        return
+    path, lineage = start_point.checkpoint.path, start_point.checkpoint.lineage
+    damaged = {damaged.name: first_sentence(why) for damaged, why in start_point.damaged}
+    with writing(config.directory):
+        folder = settle(config.directory, path, lineage, damaged, attempt)
+    if folder is not None:
+        names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
+        print(
+            f"{config.directory}: {names} moved to {folder}, because training goes on from step "
+            f"{start_point.step}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def find_start_point(
     config: RunConfig,
     resume: str,
     opened: Checkpoint | None,
     data: dict[str, str],
     allowed: Collection[str] = (),
+    damaged: Damaged = (),
 ) -> StartPoint:
     """Find where the run starts from.
 
     Args:
         config: The run.
-        resume: "auto", "none" or a path; see `checkpoint_to_resume`.
-        opened: A checkpoint that `checkpoint_to_resume` has returned before.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
+        opened: A checkpoint that `choose_checkpoint` has returned before.
         data: The hashes of the run's data; see `data_hashes`.
         allowed: Keys that may change although they change training.
+        damaged: Checkpoints that `auto` must pass over, and why.
 
     Raises:
-        ConfigError: As `checkpoint_to_resume`, or a difference from the checkpoint is not allowed.
+        ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
+            checkpoint has done more steps than train.num_steps.
     """
-    checkpoint = checkpoint_to_resume(config, resume, opened)
+    checkpoint, damaged = choose_checkpoint(config, resume, opened, damaged)
     if checkpoint is None:
-        return StartPoint(data=data)
+        return StartPoint(data=data, allowed=tuple(allowed))
+    step, last = checkpoint.trainer_state.step, config.train.num_steps
+    if step > last:
+        raise ConfigError(
+            f"train.num_steps = {last}: {checkpoint.path} has done {step} steps already. Set "
+            f"{step} or more, or --resume an earlier checkpoint"
+        )
     differences = check_training(config, data, checkpoint, allowed)
-    step = checkpoint.trainer_state.step
     pending: tuple[Protocol, ...] = ()
     # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
     # during the evaluation, or its metrics are in another run's directory.
@@ -254,8 +349,18 @@ def find_start_point(
         pending = tuple(p for p in protocols(config) if p.key not in done)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
-    saved_step = step if is_own else None
-    return StartPoint(checkpoint, step, pending, saved_step, data, differences)
+    return StartPoint(
+        checkpoint,
+        step,
+        pending,
+        step if is_own else None,
+        data,
+        differences,
+        tuple(allowed),
+        begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
+        resume == "auto",
+        damaged,
+    )
 
 
 def protocols(config: RunConfig) -> list[Protocol]:
@@ -271,44 +376,6 @@ def is_evaluated_after(config: RunConfig, step: int) -> bool:
     """Return True every evaluation.interval_steps steps and after the last step."""
     last = config.train.num_steps
     return 0 < step <= last and (step % config.evaluation.interval_steps == 0 or step == last)
-
-
-def checkpoint_to_resume(
-    config: RunConfig, resume: str, opened: Checkpoint | None = None
-) -> Checkpoint | None:
-    """Open the checkpoint to resume from. `check_training` says whether the run may go on from it.
-
-    Args:
-        config: The run.
-        resume: "auto" for the newest complete checkpoint of the run, or from scratch if it has
-            none; "none" to start from scratch; else the path of a run or a checkpoint.
-        opened: What this function returned before. It is returned again, without reading its files
-            anew, if it is still the checkpoint to resume from.
-
-    Returns:
-        The checkpoint, or None to start from scratch.
-
-    Raises:
-        ConfigError: There is no such checkpoint, it is damaged, or starting from scratch would
-            write over it.
-    """
-    if resume == "none":
-        if complete_checkpoints(config.directory):
-            raise ConfigError(
-                f"{config.directory}: has checkpoints, and --resume none would write over them. "
-                "Resume (--resume auto), remove them, or set another run.directory"
-            )
-        return None
-    if resume == "auto":
-        found = complete_checkpoints(config.directory)
-        path = found[-1] if found else None
-    else:
-        path = find_checkpoint(Path(resume))
-    if path is None:
-        return None
-    if opened is not None and opened.path == path and opened.is_unchanged():
-        return opened
-    return open_checkpoint(path)
 
 
 def _show_log(name: str) -> None:

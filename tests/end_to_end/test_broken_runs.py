@@ -64,7 +64,9 @@ def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
     assert not list(tmp_path.iterdir())
     before, attempts = contents(copy / "checkpoints"), read_attempts(copy)
     train = ["train", config, "--set", f"run.directory={copy}", "--set", "train.num_steps=12"]
-    explained(pretrain(*train), 2, copy / STEP_8 / file, *words, remedy)
+    # By name; with `auto` the run goes on from the one before (tests/end_to_end/test_history.py).
+    named = ["--resume", copy / STEP_8]
+    explained(pretrain(*train, *named), 2, copy / STEP_8 / file, *words, remedy)
     assert contents(copy / "checkpoints") == before
     # Training begins an attempt only where the damage is found while loading, not before.
     for attempt in read_attempts(copy)[len(attempts) :]:
@@ -75,7 +77,7 @@ def test_a_damaged_checkpoint(refused, config, run, tmp_path, name):
 def test_the_remedy_for_a_damaged_checkpoint(config, run):
     """The remedy in the message works.
 
-    The run resumes from the earlier checkpoint, and a new checkpoint replaces the damaged one.
+    The run resumes from the earlier checkpoint, and a new checkpoint takes the damaged one's place.
     """
     copy = damaged_run(run, "repaired")
     flip(copy / STEP_8 / WEIGHTS)

@@ -147,6 +147,33 @@ def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
     assert "00000300 cannot be read" in text and "00000400" not in text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"perplexity": "30"},
+        {"length": None},
+        {"length": 0},
+        {"length": True},
+        {"stride": -1},
+        {"method": ["alibi"]},
+        {"tokens": "many"},
+        {"checkpoint": 3},
+    ],
+)
+def test_a_bad_results_folder_is_warned_about_and_left_out(tmp_path, capfd, change):
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
+    evaluate(tmp_path, 200, {("nonoverlapping", 128): 25.0})
+    path = tmp_path / "evaluations/step-00000200/curve.json"
+    content = json.loads(path.read_text())
+    content["records"][0] |= change
+    path.write_text(json.dumps(content))
+    (tmp_path / "evaluations/step-00000300").write_text("a file")
+    assert "100" in report_run(tmp_path)
+    assert [r["step"] for r in curve(tmp_path)["records"]] == [100]
+    said = capfd.readouterr().err
+    assert said.count("warning: ") == 2 and "step-00000200 cannot be read" in said
+
+
 def test_numbers_that_are_not_finite(tmp_path):
     evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0, ("nonoverlapping", 512): math.inf})
     evaluate(tmp_path, 200, {("nonoverlapping", 128): math.inf, ("nonoverlapping", 512): math.inf})

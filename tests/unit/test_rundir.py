@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluate.checkpoints import report_run
 from pretrain.rundir import attempts, jobs, states
 from pretrain.rundir.attempts import read_attempts
@@ -29,12 +29,10 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.files import (
     append_json_line,
-    partial_directory,
     publish_directory,
     read_json_lines,
     remove_directory,
     replace_file,
-    restore_replaced,
 )
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
@@ -138,31 +136,6 @@ def test_one_of_two_publishers_wins(tmp_path):
     assert (tmp_path / "final/content").read_text() == "two" and os.listdir(tmp_path) == ["final"]
 
 
-@pytest.mark.parametrize("second_is_complete", [True, False])
-def test_an_exchange_that_a_kill_cut_short_is_finished(tmp_path, monkeypatch, second_is_complete):
-    final = tmp_path / "step-00000001"
-    for folder, text in ((final, "old"), (partial_directory(final), "new")):
-        folder.mkdir()
-        (folder / "content").write_text(text)
-    if second_is_complete:
-        (partial_directory(final) / MANIFEST).write_text("{}")
-    renames = []
-
-    def rename(self, target, real=Path.rename):
-        if renames:
-            raise KeyboardInterrupt  # what a kill between the two renames leaves on the disk
-        renames.append(target)
-        return real(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", rename)
-        with pytest.raises(KeyboardInterrupt):
-            publish_directory(partial_directory(final), final, replace=True)
-    assert not final.exists()
-    restore_replaced(tmp_path, "step-*", MANIFEST)
-    assert (final / "content").read_text() == ("new" if second_is_complete else "old")
-
-
 def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_followed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -240,6 +213,30 @@ def test_a_change_is_kept_until_training_goes_on_from_before_it(tmp_path):
     assert len(evaluations_at(path, 2)) == 1
 
 
+def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capfd):
+    """What it takes of a line stays, and the rest follows; `flush` says that not all is there."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70, limit[1]))
+    try:
+        for number in (1, 2, 3):
+            file.write(step(number))
+        assert path.stat().st_size == 70
+        with pytest.raises(RunFailed, match="cannot be written"):
+            file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    file.write(step(4))
+    file.flush()
+    file.close()
+    assert list(read_metrics(path)) == [step(number) for number in (1, 2, 3, 4)]
+    # stderr is a file as well here, so the warning may be cut off.
+    assert capfd.readouterr().err.count("warning: ") == 1
+
+
 def test_the_end_of_a_long_file_is_read_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
@@ -263,8 +260,10 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path):
 def test_an_evaluation_without_its_keys_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     broken = {"step": 2, "evaluation": True, "stride": []}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (broken, evaluation(2))))
+    odd = evaluation(2) | {"perplexity": "3"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (broken, odd, evaluation(2))))
     assert evaluations_at(path, 2) == {("sliding", 64, 128)}
+    assert evaluation_records(path, 2) == [evaluation(2)]
 
 
 def test_a_nested_nan_does_not_stop_a_resume(tmp_path):

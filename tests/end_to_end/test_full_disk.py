@@ -1,0 +1,144 @@
+"""A disk that is full, for good or for a moment, and an attempt that has lost its run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.checkpoints import complete_checkpoints
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.states import ExitCode
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    PRETRAIN,
+    ended,
+    explained,
+    fresh,
+    metrics,
+    pretrain,
+    started,
+    wait_for,
+)
+
+SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.interval_steps=2")
+DISK_BYTES = 4_000_000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}"]
+    mounted = os.geteuid() == 0 and shutil.which("mount") is not None
+    if not mounted or subprocess.run(["mount", *options, "none", str(folder)]).returncode:
+        pytest.skip("a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Write a file of the user's that leaves `leave` bytes free."""
+    found = os.statvfs(disk)
+    path = disk / "users-file"
+    path.write_bytes(b"x" * (found.f_bavail * found.f_frsize - leave))
+    return path
+
+
+def words(*settings: str) -> list[str]:
+    return [word for setting in (*SHORT, *settings) for word in ("--set", setting)]
+
+
+def test_a_full_disk_ends_the_run_once(config, disk):
+    """The launcher says what is needed and free, keeps the checkpoints, and does not try again."""
+    run = disk / "run"
+    settings = words(f"run.directory={run}")
+    assert pretrain("train", config, *settings, "--set", "train.num_steps=2").code == 0
+    [saved] = complete_checkpoints(run)
+    size = sum(path.stat().st_size for path in saved.iterdir())
+    users = fill(disk, leave=size // 2)
+    done = fresh([*LAUNCHER, "local", str(config), "--nproc", "1", *settings])
+    explained(done, ExitCode.NO_SPACE, "a checkpoint takes", "are free", "Make room")
+    assert done.err.count("a checkpoint takes") == 1 and "no space" in done.err, done.err
+    [_, record] = read_attempts(run)
+    assert record.ended and (record.ended.outcome, record.ended.code) == ("no_space", 82)
+    assert os.listdir(run / "checkpoints") == [saved.name] and users.exists()
+    users.unlink()
+    done = fresh([*LAUNCHER, "local", str(config), "--nproc", "1", *settings])
+    assert done.code == 0, done.text
+    steps = [r["step"] for r in metrics(run) if "evaluation" not in r]
+    assert steps == list(range(1, 9))
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_end_training(config, disk):
+    """Status and numbers cannot be written between two saves, and nothing is lost by it."""
+    run = disk / "run"
+    settings = words(f"run.directory={run}", "checkpoint.interval_steps=4000")
+    process = started([*PRETRAIN, "train", str(config), *settings, "--set", "train.num_steps=4000"])
+    try:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) > 5)
+        users = fill(disk, leave=0)
+        full_at = len(metrics_so_far(run))
+        wait_for(lambda: process.poll() is not None or "warned" in said(process, run, full_at))
+        assert process.poll() is None
+        users.unlink()
+        after = len(metrics_so_far(run))
+        wait_for(lambda: process.poll() is not None or len(metrics_so_far(run)) > after + 5)
+        process.send_signal(signal.SIGTERM)
+    finally:
+        done = ended(process)
+    assert done.code == ExitCode.STOPPED, done.text
+    assert done.err.count("status cannot be written") == 1
+    assert done.err.count("cannot be written for now") == 1
+    steps = [r["step"] for r in metrics(run) if "evaluation" not in r]
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+def metrics_so_far(run: Path) -> list[bytes]:
+    return (run / "metrics.jsonl").read_bytes().splitlines()
+
+
+def said(process: subprocess.Popen[str], run: Path, full_at: int) -> str:
+    """Return "warned" when the disk has refused the lines of steps for two seconds."""
+    before = metrics_so_far(run)
+    if process.poll() is None:
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:
+            return "warned" if metrics_so_far(run) == before else ""
+    return ""
+
+
+def test_a_rank_that_was_suspended_and_lost_the_run_publishes_nothing(workspace, config):
+    """Its supervisor is away, so nobody ends it: it finds out by itself, before it renames."""
+    run = workspace / "runs/lost"
+    settings = words(f"run.directory={run}", "checkpoint.interval_steps=1", "train.num_steps=4000")
+    held = Attempt.begin(run)
+    environment = {"PRETRAIN_ATTEMPT": str(held.directory)}
+    process = started([*PRETRAIN, "train", str(config), *settings], environment)
+    try:
+        wait_for(lambda: len(complete_checkpoints(run)) > 1)
+        process.send_signal(signal.SIGSTOP)
+        held.end("failed", 1, "", 0)
+        taken = [*SHORT, f"run.directory={run}", "checkpoint.interval_steps=1000"]
+        newest = int(complete_checkpoints(run)[-1].name[5:])
+        taken.append(f"train.num_steps={newest + 2}")
+        done = pretrain("train", config, *(w for s in taken for w in ("--set", s)))
+        assert done.code == 0, done.err
+        before = sorted(os.listdir(run / "checkpoints"))
+        manifests = {p: p.stat().st_mtime_ns for p in run.glob("checkpoints/*/manifest.json")}
+        lines = (run / "metrics.jsonl").read_bytes()
+    finally:
+        process.send_signal(signal.SIGCONT)
+        done = ended(process)
+    explained(done, 1, held.directory, "attempt 2 has taken this run over", "publishes nothing")
+    assert sorted(os.listdir(run / "checkpoints")) == before
+    assert {p: p.stat().st_mtime_ns for p in manifests} == manifests
+    assert (run / "metrics.jsonl").read_bytes() == lines

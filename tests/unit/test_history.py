@@ -1,0 +1,399 @@
+"""Lines of descent, what is set aside, the fence before publication, holds and retention."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, NoSpace, RunFailed
+from pretrain.rundir import checkpoints, history
+from pretrain.rundir.abandoned import read_abandoned
+from pretrain.rundir.checkpoints import (
+    begin_partial,
+    check_room,
+    checkpoint_directory,
+    checkpoints_awaiting_evaluation,
+    checkpoints_to_resume,
+    complete_checkpoints,
+    find_checkpoint,
+    partial_attempt,
+    publish_checkpoint,
+)
+from pretrain.rundir.fence import Superseded, check_still_holds
+from pretrain.rundir.history import begins_branch, recover, remove_old, settle
+from pretrain.rundir.holds import hold, unheld
+from pretrain.rundir.lineage import MANIFEST, Branch, Lineage, parse_lineage, read_lineage
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.retention import Known, Policy, removable
+from pretrain.rundir.warn import WarnOnce
+
+ROOT = Path(__file__).parents[2]
+TRUNK = (Branch("trunk", 0),)
+
+
+def write(path: Path, step: int, branches: tuple[Branch, ...] = TRUNK, **keys: object) -> Path:
+    """Make a checkpoint whose manifest holds only its ancestry."""
+    path.mkdir(parents=True)
+    listed = [{"id": branch.id, "since": branch.since} for branch in branches]
+    manifest = {"id": f"{branches[-1].id}-{step}", "step": step, "parent": None}
+    (path / MANIFEST).write_text(json.dumps({**manifest, "branches": listed, **keys}))
+    return path
+
+
+def run_of(tmp_path: Path, *steps: int) -> Path:
+    for step in steps:
+        write(checkpoint_directory(tmp_path, step), step)
+    return tmp_path
+
+
+def names(paths) -> list[int]:
+    return [int(path.name[5:]) for path in paths]
+
+
+def lineage(step: int, *branches: Branch) -> Lineage:
+    return Lineage(f"{branches[-1].id}-{step}", step, None, branches)
+
+
+# ---- ancestry ------------------------------------------------------------------------------------
+def test_ancestry_against_a_tree_that_is_walked():
+    """A random tree of checkpoints, whose ancestors are found by following parents."""
+    numbers = random.Random(5)
+    nodes = [(lineage(1, Branch("0", 0)), None)]
+    for number in range(1, 60):
+        parent, _ = nodes[numbers.randrange(len(nodes))]
+        step = parent.step + numbers.randrange(1, 4)
+        is_tip = not any(other is parent for _, other in nodes)
+        branches = parent.branches
+        if not is_tip:
+            branches = (*branches, Branch(str(number), parent.step))
+        nodes.append((Lineage(f"n{number}", step, parent.id, branches), parent))
+    parents = {node.id: parent for node, parent in nodes}
+
+    def ancestors(node: Lineage) -> list[Lineage]:
+        above = parents[node.id]
+        return [node, *(ancestors(above) if above else [])]
+
+    for node, _ in nodes:
+        for other, _ in nodes:
+            assert node.is_ancestor_of(other) == (node in ancestors(other)), (node, other)
+            common = [a.step for a in ancestors(node) if a in ancestors(other)]
+            assert node.last_common_step(other) == max(common)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": None},
+        {"id": ""},
+        {"step": "4"},
+        {"step": -1},
+        {"step": True},
+        {"step": 10**400},
+        {"parent": 3},
+        {"branches": []},
+        {"branches": {}},
+        {"branches": ["a"]},
+        {"branches": [{"id": "a"}]},
+        {"branches": [{"id": 1, "since": 0}]},
+        {"branches": [{"id": "a", "since": None}]},
+    ],
+)
+def test_an_ancestry_that_is_none(change):
+    content = {"id": "a", "step": 4, "parent": None, "branches": [{"id": "a", "since": 0}]}
+    assert parse_lineage(content) == lineage_of("a", 4)
+    assert parse_lineage(content | change) is None
+    assert parse_lineage({k: v for k, v in content.items() if k not in change}) is None or (
+        "parent" in change
+    )
+
+
+def lineage_of(name: str, step: int) -> Lineage:
+    return Lineage(name, step, None, (Branch(name, 0),))
+
+
+# ---- setting aside -------------------------------------------------------------------------------
+def test_whatever_moment_a_kill_comes_at_the_move_ends_the_same(tmp_path, monkeypatch):
+    """Every rename and every write of the move is the last one of some killed process."""
+
+    def prepared(run: Path) -> tuple[Path, Lineage]:
+        run_of(run, 2, 4, 6, 8)
+        for name in ("step-00000004", "step-00000008", "claims/step-00000008"):
+            (run / "evaluations" / name).mkdir(parents=True)
+        (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 10)))
+        path = checkpoint_directory(run, 4)
+        return path, read_lineage(path)
+
+    def files(run: Path) -> dict[str, str]:
+        return {
+            str(path.relative_to(run)): path.read_text() if path.name != "why.json" else ""
+            for path in sorted(run.rglob("*"))
+            if path.is_file()
+        }
+
+    whole = tmp_path / "whole"
+    settle(whole, *prepared(whole))
+    expected = files(whole)
+    assert "abandoned/0001/step-00000006/manifest.json" in expected
+    assert expected["metrics.jsonl"] == "".join(f'{{"step": {n}}}\n' for n in range(1, 5))
+    lines = "".join(f'{{"step": {n}}}\n' for n in range(5, 10))
+    assert expected["abandoned/0001/metrics.jsonl"] == lines
+    kills = 0
+    for last in range(100):
+        run = tmp_path / str(last)
+        path, found = prepared(run)
+        renames = []
+
+        def rename(self, target, real=Path.rename, renames=renames, last=last):
+            if len(renames) == last:
+                raise KeyboardInterrupt
+            renames.append(target)
+            return real(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            patch.setattr(Path, "replace", lambda self, target, f=rename: f(self, target))
+            try:
+                settle(run, path, found)
+            except KeyboardInterrupt:
+                kills += 1
+            else:
+                break
+        # Until it is finished nobody sees what is listed, and then the rest is moved.
+        if read_abandoned(run):
+            assert names(complete_checkpoints(run)) == [2, 4]
+            recover(run, None)
+        else:
+            settle(run, path, found)
+        assert files(run) == expected, last
+        assert settle(run, path, found) is None
+    assert kills >= 8
+
+
+def test_a_branch_begins_where_its_checkpoints_could_be_taken_for_others(tmp_path):
+    run = run_of(tmp_path, 2, 4)
+    newest = checkpoint_directory(run, 4)
+    assert not begins_branch(run, newest, read_lineage(newest))
+    old = checkpoint_directory(run, 2)
+    assert begins_branch(run, old, read_lineage(old))
+    assert begins_branch(run, write(tmp_path / "copy/step-00000004", 4), read_lineage(newest))
+    # What was set aside counts too, unless it left the branch before.
+    left = write(run / "abandoned/0001/step-00000009", 9, (*TRUNK, Branch("b", 3)))
+    assert not begins_branch(run, newest, read_lineage(newest))
+    write(run / "abandoned/0002/step-00000006", 6)
+    assert begins_branch(run, newest, read_lineage(newest))
+    assert left.exists()
+
+
+def test_evaluations_follow_the_line_of_the_newest(tmp_path):
+    run = run_of(tmp_path, 2, 4)
+    RunPaths(run).evaluations.mkdir()
+    RunPaths(run).evaluation_plan.write_text("{}")
+    write(checkpoint_directory(run, 3), 3, (Branch("other", 0),))
+    assert names(checkpoints_awaiting_evaluation(run)) == [2, 4]
+    write(run / "abandoned/0001/step-00000001", 1)
+    assert names(checkpoints_awaiting_evaluation(run)) == [2, 4]
+    with pytest.raises(ConfigError, match="cannot be known"):
+        find_checkpoint(run)
+
+
+def test_a_run_whose_checkpoints_are_all_abandoned_is_not_begun_anew(tmp_path):
+    write(tmp_path / "abandoned/0001/step-00000006", 6)
+    with pytest.raises(ConfigError, match=r"its only checkpoints are in abandoned/.*step-00000006"):
+        checkpoints_to_resume(tmp_path)
+
+
+# ---- publication ---------------------------------------------------------------------------------
+def saving(attempt: Attempt, step: int) -> tuple[Path, Path]:
+    partial = begin_partial(attempt.run, step, attempt.directory)
+    (partial / MANIFEST).write_text("{}")
+    return partial, checkpoint_directory(attempt.run, step)
+
+
+def test_an_attempt_that_lost_the_run_publishes_nothing(tmp_path):
+    first = Attempt.begin(tmp_path)
+    partial, final = saving(first, 8)
+    assert partial_attempt(partial.name) == 1
+    publish_checkpoint(partial, final, first.directory)
+    partial, final = saving(first, 10)
+    first.end("failed", 1, "", 0)
+    second = Attempt.begin(tmp_path)
+    with pytest.raises(Superseded, match=r"0001: attempt 2 has taken this run over"):
+        publish_checkpoint(partial, final, first.directory)
+    with pytest.raises(Superseded):
+        begin_partial(tmp_path, 12, first.directory)
+    recover(tmp_path, second.directory)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000008"]
+    check_still_holds(second.directory)
+
+
+@pytest.mark.parametrize("in_the_way", [False, True])
+def test_a_publisher_that_was_suspended_after_the_check_publishes_nothing(
+    tmp_path, monkeypatch, in_the_way
+):
+    """The new holder has taken the run, and saved the same step, between check and rename."""
+    first = Attempt.begin(tmp_path)
+    partial, final = saving(first, 8)
+    if in_the_way:
+        final.mkdir()
+        (final / "notes").write_text("mine")
+    passed = []
+
+    def check(attempt):
+        check_still_holds(attempt)
+        if not passed:
+            passed.append(attempt)
+            first.end("failed", 1, "", 0)
+            second = Attempt.begin(tmp_path)
+            recover(tmp_path, second.directory)
+            own, _ = saving(second, 8)
+            (own / "whose").write_text("the second's")
+            publish_checkpoint(own, final, second.directory)
+
+    monkeypatch.setattr(checkpoints, "check_still_holds", check)
+    with pytest.raises(Superseded):
+        publish_checkpoint(partial, final, first.directory)
+    assert (final / "whose").read_text() == "the second's"
+    if in_the_way:
+        assert [p.read_text() for p in (tmp_path / "abandoned").glob("*/*/notes")] == ["mine"]
+
+
+def test_a_save_that_still_writes_loses_its_folder_at_once(tmp_path):
+    """An orphaned writer of an old attempt makes files while its folder is removed."""
+    first = Attempt.begin(tmp_path)
+    partial, _ = saving(first, 8)
+    code = (
+        "import sys, itertools\n"
+        "for n in itertools.count():\n"
+        "    open(f'{sys.argv[1]}/{n}', 'w').close()\n"
+        "    n or print('writes', flush=True)\n"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(partial)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert writer.stdout.readline() == b"writes\n"
+    first.end("failed", 1, "", 0)
+    recover(tmp_path, Attempt.begin(tmp_path).directory)
+    _, errors = writer.communicate(timeout=60)
+    assert b"FileNotFoundError" in errors
+    recover(tmp_path, None)
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_a_checkpoint_without_room_is_refused(tmp_path):
+    check_room(tmp_path / "not/yet/there", 1)
+    with pytest.raises(NoSpace, match=r"takes 1000000000.0 GB \(10{18} bytes\), but .* are free"):
+        check_room(tmp_path / "not/yet/there", 10**18)
+    assert issubclass(NoSpace, RunFailed) and os.listdir(tmp_path) == []
+
+
+# ---- holds ---------------------------------------------------------------------------------------
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pretrain.rundir.holds import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_process_reads_is_passed_over_until_it_ends(tmp_path):
+    run = run_of(tmp_path, 2, 4, 6)
+    command = [sys.executable, "-c", HOLDER, str(checkpoint_directory(run, 2))]
+    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    newest, warn = checkpoint_directory(run, 6), WarnOnce()
+    # Two readers at once, and one that has ended.
+    with hold(checkpoint_directory(run, 2)), hold(checkpoint_directory(run, 4)):
+        pass
+    remove_old(run, newest, Policy(keep=1), warn)
+    assert names(complete_checkpoints(run)) == [2, 6]
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    remove_old(run, newest, Policy(keep=1), warn)
+    assert names(complete_checkpoints(run)) == [6]
+    assert os.listdir(run / "checkpoints") == ["step-00000006"]
+
+
+def test_a_reader_that_comes_while_a_checkpoint_is_deleted_is_told(tmp_path):
+    run = run_of(tmp_path, 2, 4)
+    path = checkpoint_directory(run, 2)
+    told = multiprocessing.get_context("fork").SimpleQueue()
+
+    def read():
+        try:
+            with hold(path):
+                told.put("held")
+        except ConfigError as error:
+            told.put(str(error))
+
+    with unheld(path) as is_unheld:
+        assert is_unheld
+        reader = multiprocessing.get_context("fork").Process(target=read)
+        reader.start()
+        waits = Path(f"/proc/{reader.pid}/wchan")
+        deadline = time.monotonic() + 20
+        while "lock" not in waits.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        path.rename(path.with_name(".gone"))
+    assert "deleted a moment ago" in told.get()
+    reader.join()
+
+
+def test_a_deletion_that_the_disk_refuses_warns_once(tmp_path, monkeypatch, capfd):
+    run, warn = run_of(tmp_path, 2, 4, 6), WarnOnce()
+
+    def refuse(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(history, "remove_directory", refuse)
+    for _ in range(2):
+        remove_old(run, checkpoint_directory(run, 6), Policy(keep=1), warn)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "cannot be deleted" in said and "training goes on" in said
+    assert names(complete_checkpoints(run)) == [2, 4, 6]
+
+
+def test_what_is_of_another_line_or_damaged_is_never_deleted(tmp_path):
+    run = run_of(tmp_path, 2, 4, 6)
+    write(checkpoint_directory(run, 3), 3, (Branch("other", 0),))
+    write(checkpoint_directory(run, 5), 2)
+    write(checkpoint_directory(run, 7), 7, (Branch("other", 0),))
+    (checkpoint_directory(run, 2) / MANIFEST).write_text("{")
+    remove_old(run, checkpoint_directory(run, 6), Policy(keep=1), WarnOnce())
+    assert names(complete_checkpoints(run)) == [2, 3, 5, 6, 7]
+
+
+# ---- retention -----------------------------------------------------------------------------------
+def test_retention_keeps_what_it_must():
+    """Random runs and policies: every rule is checked by itself, and nothing else is kept."""
+    numbers = random.Random(11)
+    for _ in range(3000):
+        steps = numbers.sample(range(1, 60), numbers.randrange(1, 12))
+        loss = {s: numbers.choice([None, float("nan"), numbers.random()]) for s in steps}
+        policy = Policy(
+            numbers.choice([None, 1, 2, 5]),
+            numbers.choice([None, 3, 10]),
+            numbers.choice([0, 1, 3]),
+        )
+        wanted = set(numbers.sample(steps, numbers.randrange(0, 2)))
+        gone = removable([Known(s, loss[s]) for s in steps], policy, wanted)
+        kept = set(steps) - set(gone)
+        assert gone == sorted(gone) and set(gone) <= set(steps) and kept
+        assert max(steps) in kept and wanted <= kept
+        if policy.keep is None:
+            assert not gone
+            continue
+        newest = set(sorted(steps)[-policy.keep :])
+        regular = {s for s in steps if policy.keep_every and s % policy.keep_every == 0}
+        finite = [s for s in steps if loss[s] is not None and loss[s] == loss[s]]
+        best = set(sorted(finite, key=lambda s: (loss[s], -s))[: policy.keep_best])
+        assert kept == newest | regular | best | wanted
