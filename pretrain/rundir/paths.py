@@ -40,7 +40,7 @@ checkpoints/step-########/ | all ranks | a checkpoint; it appears under this nam
 checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each file; written last
 checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
-checkpoints/step-########/index.json | rank 0 | where each box of a tensor is, and a hash of every MiB
+checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every MiB
 checkpoints/step-########/rank-<rank>.safetensors | each rank | master weights and Adam moments
 abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this
 abandoned/####/step-########/ | rank 0 | a checkpoint as above that the run does not descend from

@@ -91,7 +91,7 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
     begin = Saver.begin
     saves = {"count": 0, "step": 0}
 
-    def disturbed(self: Any, state: Any, origin: Any) -> Any:
+    def disturbed(self: Any, *args: Any) -> Any:
         saves["count"] += 1
         is_second = saves["count"] == 2 and dist.get_rank() == rank
         if is_second and how == "nan":
@@ -108,7 +108,7 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
         if is_second and how == "signals":
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(self._writer._process.pid, number)
-        result = begin(self, state, origin)
+        result = begin(self, *args)
         if is_second and how == "killed":
             self._writer._process.kill()
         return result

@@ -518,9 +518,9 @@ def order_of_events(config: RunConfig) -> list[tuple[str, int]]:
         events.append(("read", record["step"]))
         return record
 
-    def counted_save(self: Any, state: Any, origin: Any) -> Any:
+    def counted_save(self: Any, state: Any, *args: Any) -> Any:
         events.append(("save", state.step))
-        return save(self, state, origin)
+        return save(self, state, *args)
 
     loop.queue_step, QueuedStep.read, Saver.begin = queued, counted_read, counted_save
     try:

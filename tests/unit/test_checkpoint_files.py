@@ -104,6 +104,8 @@ def _write(run: Path, cuts: int = 2, step: int = 3) -> Path:
         Publication(
             partial=str(partial),
             final=str(final),
+            attempt=None,
+            keep=(None, None, 0),
             world_size=cuts,
             lineage=lineage_content(new_id(), step, origin),
             state=state_content(state, step, None, origin),
