@@ -18,7 +18,7 @@ from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
 from pretrain.train.spikes import Spike
 from pretrain.train.start import Run
-from pretrain.train.stopping import EXIT_CODES, Requests
+from pretrain.train.stopping import NUM_VOTES, Requests
 
 
 def forward_backward(
@@ -144,7 +144,7 @@ class QueuedStep:
             Spike: The run has to go back to a checkpoint.
         """
         norm, loss, *numbers = self._readback.numbers()
-        votes, judged = numbers[: len(EXIT_CODES)], numbers[len(EXIT_CODES) :]
+        votes, judged = numbers[:NUM_VOTES], numbers[NUM_VOTES:]
         if not math.isfinite(norm) and self._precision != "fp16":
             seen = f"step {self._record['step']}: the gradient norm is {norm}"
             if self._spikes is not None and self._spikes.policy == "rollback":

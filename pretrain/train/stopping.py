@@ -21,6 +21,9 @@ EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART
 """Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
 Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
 
+NUM_VOTES = len(EXIT_CODES) + 1
+"""One for each request, and one for a problem."""
+
 
 class Interrupted(Exception):
     """Raised on every rank between two passes of an evaluation: the ranks have agreed to stop."""

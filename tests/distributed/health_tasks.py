@@ -268,11 +268,11 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
 
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
     from pretrain.train.stopping import Requests
 
     streams, topology, checkpoint = prepare(config, resume)
-    start_point = find_start_point(config, resume, checkpoint)
+    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
     run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
     run.state = dataclasses.replace(run.state, consumed_samples=consumed_samples)
     batches = step_batches(run)

@@ -72,7 +72,7 @@ def test_a_state_that_changes_while_it_is_copied_is_found_by_the_test_above(
         ("killed", 0, "the process that writes checkpoints"),
         ("killed", 1, "the process that writes checkpoints"),
         ("disk", 1, "cannot be written (No such file or directory"),
-        ("nan", 1, "are not finite, so this step is not saved"),
+        ("nan", 1, "not finite"),
     ],
 )
 def test_a_failure_beside_training_ends_all_ranks_soon(
