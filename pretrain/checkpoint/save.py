@@ -44,6 +44,8 @@ from pretrain.topology import Topology, on_main, ranks_here
 
 MEMORY_MARGIN = 1.2
 """A save goes beside training if so many times the memory of its copy is available."""
+CLOSE_SECONDS = 20
+"""How long a process that ends early waits for its last save."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Saver:
         attempt: Path | None = None,
         warn: WarnOnce | None = None,
     ) -> None:
-        """Do nothing yet.
+        """Make room for copies of the state. All ranks together.
 
         Args:
             config: The run; run.directory and [checkpoint].
@@ -87,6 +89,11 @@ class Saver:
         self._save: _Save | None = None
         self._copy: platform.HostCopy | None = None
         self._pinned: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
+        if config.checkpoint.asynchronous:
+            # Made while the first steps are taken, so that the first save does not wait for it.
+            part, _ = lay_out(topology.rank, optimizer.state().fragments)
+            self._memory = self._make_memory(part)
         self._writing: threading.Thread | None = None
 
     @property
@@ -154,9 +161,8 @@ class Saver:
         )
         self._save = _Save(identifier, step, partial, final, publication)
         part, tensors = lay_out(self._topology.rank, state.fragments)
-        memory = self._memory(part) if self._config.checkpoint.asynchronous else None
-        if memory is not None:
-            self._begin_beside(part, tensors, memory)
+        if self._memory is not None:
+            self._begin_beside(part, tensors, self._memory)
         else:
             self._write_here(part, tensors)
         return identifier
@@ -187,33 +193,38 @@ class Saver:
             raise
 
     def close(self) -> None:
-        """End the writing process. A save that is under way is lost unless it was finished."""
+        """End the writing process.
+
+        After a failure or Ctrl-C a save may be under way. It is waited for, for a while and without
+        the other ranks, which may be gone: its checkpoint appears if all parts of it are written.
+        """
         self._optimizer.before_change = _nothing
         if self._copy is not None:
             self._copy.wait()
+        if self._save is not None and self._save.is_beside and self._writing is not None:
+            self._writing.join(CLOSE_SECONDS)
+            self._writer.settle(CLOSE_SECONDS)
         if self._pinned is not None:
             platform.unpin(self._pinned)
         self._writer.close()
 
     # ---- the two ways to write ----
-    def _memory(self, part: Part) -> torch.Tensor | None:
+    def _make_memory(self, part: Part) -> torch.Tensor | None:
         """Return memory for the copy of the state, fp32; None if the host has too little."""
-        if self._copy is not None:
-            # Of an earlier save.
-            return torch.from_numpy(self._writer.memory(part.data_bytes))
         needed = int(MEMORY_MARGIN * part.data_bytes * ranks_here())
         available = platform.available_memory()
         if needed <= available:
             # A limit on memory or on the size of files may still refuse it.
             with contextlib.suppress(OSError):
                 memory = torch.from_numpy(self._writer.memory(part.data_bytes))
+                self._writer.make_pages()
                 self._pinned = memory if platform.pin(memory) else None
                 return memory
         if self._topology.is_main:
             print(
                 f"checkpoint.asynchronous: a copy of the state needs {needed / 1e9:.1f} GB of "
                 f"memory on each node, {available / 1e9:.1f} GB are available; training waits for "
-                "this save",
+                "its saves",
                 file=sys.stderr,
                 flush=True,
             )

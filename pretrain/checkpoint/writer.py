@@ -6,6 +6,7 @@ publishes the checkpoint. It imports no torch, has no signal handlers, and ends 
 process.
 
 Commands come as lines of JSON on stdin, answers go to stdout, one a command:
+  {"do": "make pages"}              have the kernel make the pages of the shared memory
   {"do": "write", ...}              write this rank's part from the shared memory
   {"do": "publish", ...}            wait for all parts and publish
   {"do": "all written", "id": ...}  not answered: every part of this checkpoint is on the disk
@@ -40,6 +41,9 @@ _SIGNALS = (
 )  # fmt: skip
 """What a launcher, Slurm or a terminal sends to all processes of a job. The training process acts
 on them, and this one has to finish what it is writing."""
+
+_MADV_POPULATE_WRITE = 23
+"""Of linux/mman.h; Python's mmap does not name it."""
 
 _ROOT = Path(__file__).parents[2]
 _PROGRAM = f"import sys; sys.path.append(sys.argv[2]); import {__name__} as w; w.main()"
@@ -83,6 +87,10 @@ class Writer:
             self._memory = mmap.mmap(self._descriptor, max(num_bytes, ITEM_BYTES))
         return np.frombuffer(self._memory, np.float32, num_bytes // ITEM_BYTES)
 
+    def make_pages(self) -> None:
+        """Have the kernel make the pages of the shared memory, which takes longer than a copy."""
+        self._ask("make pages")
+
     def write(self, directory: Path, part: Part) -> None:
         """Have the shared memory written as this rank's part of a checkpoint.
 
@@ -119,6 +127,11 @@ class Writer:
         if problem is not None:
             raise problem
         return warnings
+
+    def settle(self, seconds: float) -> None:
+        """Wait until all commands have been carried out or one has failed, but no longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unanswered or self._problem, seconds)
 
     def end(self) -> None:
         """End the process, whatever it is doing. It is started again with the next command."""
@@ -244,12 +257,17 @@ def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[st
     arguments = {key: value for key, value in command.items() if key != "do"}
     if command["do"] == "publish":
         return publish(Publication(**arguments), patience)
+    # Not closed by hand: arrays refer to the mapping, which goes with the last of them.
+    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    if command["do"] == "make pages":
+        with contextlib.suppress(OSError):
+            # Linux 5.14; elsewhere the first save makes them.
+            memory.madvise(_MADV_POPULATE_WRITE)
+        return []
     pieces = tuple(
         Piece(name, tuple(shape), tuple((tuple(offset), tuple(size)) for offset, size in boxes))
         for name, shape, boxes in arguments["pieces"]
     )
     part = Part(arguments["rank"], pieces)
-    # Not closed by hand: arrays refer to the mapping, which goes with the last of them.
-    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ)
     write_part(Path(arguments["directory"]), part, split_values(part, memory))
     return []
