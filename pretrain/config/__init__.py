@@ -5,19 +5,31 @@ This package never imports torch: the launcher checks a run on a login node, whe
 missing or slow to load.
 """
 
-from pretrain.config.errors import ConfigError, RunFailed, writing
+from pretrain.config.errors import (
+    NO_SPACE_ERRORS,
+    ConfigError,
+    NoSpace,
+    RunFailed,
+    free_bytes,
+    in_bytes,
+    writing,
+)
 from pretrain.config.evaluation import EvaluationRequest
 from pretrain.config.load import dump_config, load_config, parse_config
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
 from pretrain.config.run import Layout, RunConfig
 
 __all__ = [
+    "NO_SPACE_ERRORS",
     "ConfigError",
     "EvaluationRequest",
     "Layout",
+    "NoSpace",
     "RunConfig",
     "RunFailed",
     "dump_config",
+    "free_bytes",
+    "in_bytes",
     "load_config",
     "num_parameters",
     "num_parameters_of_rank",

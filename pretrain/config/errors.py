@@ -1,12 +1,14 @@
 """Define the two errors that end a command without a traceback: wrong input, and a failed run.
 
 `pretrain` and `launcher` print the message of either as `error: ...` lines; the exit code is 2 for
-a ConfigError and 1 for a RunFailed. Any other exception is a bug in this project and keeps its
-traceback.
+a ConfigError, 1 for a RunFailed, and 81 for a NoSpace, after which the launcher makes no other
+attempt. Any other exception is a bug in this project and keeps its traceback.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,36 @@ class RunFailed(RuntimeError):
     """
 
 
+class NoSpace(RunFailed):
+    """The disk, or the user's quota on it, is full. Starting again would find it as full."""
+
+
+NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of a quota that is used up."""
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return how many bytes a user may still write where `path` lies or will lie.
+
+    None where the file system does not say. A quota is not seen.
+    """
+    for place in (path, *path.absolute().parents):
+        try:
+            found = os.statvfs(place)
+        except OSError:
+            continue
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def in_bytes(count: int) -> str:
+    """Return a number of bytes as people read it, and exactly: "1.5 GB (1500000000 bytes)"."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit} ({count} bytes)"
+    return f"{count} bytes"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError inside the `with` block into a RunFailed that names `path`.
@@ -37,14 +69,19 @@ def writing(path: Path) -> Iterator[None]:
         path: The file or directory that the block writes to, or below.
 
     Raises:
-        RunFailed: When the operating system refuses the write (full disk, quota, permissions).
+        NoSpace: The disk or the quota is full; the message says how much is free.
+        RunFailed: The operating system refuses the write for another reason, such as permissions.
     """
     try:
         yield
     except OSError as error:
         # The refused file may be another one than `path`, for example a file below that directory.
         where = f", {error.filename}" if error.filename and str(error.filename) != str(path) else ""
-        raise RunFailed(
-            f"{path}: cannot be written ({error.strerror or error}{where}). "
+        is_full = error.errno in NO_SPACE_ERRORS
+        free = free_bytes(path) if is_full else None
+        room = "" if free is None else f"; {in_bytes(free)} are free"
+        kind = NoSpace if is_full else RunFailed
+        raise kind(
+            f"{path}: cannot be written ({error.strerror or error}{where}{room}). "
             "Make room or choose another place, then run the command again"
         ) from error

@@ -111,32 +111,37 @@ def _explain(error: Any) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such key{_suggestion(location)}"
+        return f"{key}: no such key{suggestion(location)}"
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default. Set it in the file or with --set"
     got, text = error["input"], error["msg"]
     return f"{key} = {got!r}: {text[:1].lower()}{text[1:]} (got {type(got).__name__})"
 
 
-def _suggestion(location: list[str]) -> str:
+def section_keys() -> dict[str, list[str]]:
+    """Return the names of all keys by section, in the order of the config file."""
+    return {name: _keys(field.annotation) for name, field in RunConfig.model_fields.items()}
+
+
+def suggestion(location: list[str]) -> str:
     """Return the end of the message about an unknown key: what was probably meant.
 
     The same name in another section comes first (a key under the wrong header), then a similar name
     in the section.
     """
-    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    sections = section_keys()
     if len(location) == 1:
         near = difflib.get_close_matches(location[0], sections, 1)
-        homes = [f"{s}.{location[0]}" for s, a in sections.items() if location[0] in _keys(a)]
+        homes = [f"{s}.{location[0]}" for s, keys in sections.items() if location[0] in keys]
         if near or homes:
             return f", did you mean {(near or homes)[0]}?"
         return f"; sections are {', '.join(sections)}"
     section, name = location[0], location[1]
-    elsewhere = [f"{s}.{name}" for s, annotation in sections.items() if name in _keys(annotation)]
-    near = difflib.get_close_matches(name, _keys(sections[section]), 1, cutoff=0.5)
+    elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
+    near = difflib.get_close_matches(name, sections[section], 1, cutoff=0.5)
     if elsewhere or near:
         return f", did you mean {elsewhere[0] if elsewhere else f'{section}.{near[0]}'}?"
-    return f"; [{section}] has {', '.join(_keys(sections[section]))}"
+    return f"; [{section}] has {', '.join(sections[section])}"
 
 
 def _keys(annotation: Any) -> list[str]:

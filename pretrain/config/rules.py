@@ -47,6 +47,7 @@ def check(config: RunConfig) -> None:
         *_tensor_parallel(config),
         *_pipeline(config),
         *_schedule(config),
+        *_checkpoint(config),
         *_evaluation(config),
         *_data(config),
     ]
@@ -295,6 +296,21 @@ def _schedule(c: RunConfig) -> Iterator[Refusal]:
             f'schedule.lr_decay_style = "{s.lr_decay_style}" does not use it',
             'Remove the key, or set schedule.lr_decay_style = "warmup_stable_decay"',
         )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse retention keys that would keep more than everything."""
+    checkpoint = config.checkpoint
+    if checkpoint.keep is not None:
+        return
+    for key in ("keep_every", "keep_best"):
+        if value := getattr(checkpoint, key):
+            yield Refusal(
+                f"checkpoint.{key}",
+                value,
+                "without checkpoint.keep every checkpoint is kept",
+                "Set checkpoint.keep as well, to the number of newest ones to keep",
+            )
 
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:

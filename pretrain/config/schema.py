@@ -300,6 +300,14 @@ class CheckpointSection(Section):
     keep: int | None = Field(default=None, gt=0)
     """Number of newest checkpoints to keep; older ones are deleted. Default: all are kept."""
 
+    keep_every: int | None = Field(default=None, gt=0)
+    """Also keep those whose step is a multiple of this, for good. It has a meaning only beside
+    checkpoint.keep."""
+
+    keep_best: int = Field(default=0, ge=0)
+    """Also keep this many with the lowest validation loss at data.sequence_length, of those that
+    were evaluated while training. It has a meaning only beside checkpoint.keep."""
+
 
 class EvaluationSection(Section):
     """[evaluation]: perplexity by length, in the training loop and in `pretrain evaluate`."""

@@ -1,17 +1,37 @@
-"""The checkpoints of a run: their names, which are complete, and which await an evaluation."""
+"""The checkpoints of a run: names, which are complete and of one line, and their publication.
+
+docs/run_directory.md says what lies where. Of the checkpoints in RUN/checkpoints each descends from
+the one before: what a run turns away from is moved to RUN/abandoned (`history.py`).
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, NoSpace, free_bytes, in_bytes
+from pretrain.rundir.abandoned import (
+    WHY,
+    abandoned_checkpoints,
+    being_set_aside,
+    move_aside,
+    read_abandoned,
+)
+from pretrain.rundir.fence import Superseded, check_still_holds
+from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory
+from pretrain.rundir.lineage import MANIFEST as MANIFEST
+from pretrain.rundir.lineage import Lineage, read_lineage
 from pretrain.rundir.paths import RunPaths, check_version
 
-MANIFEST = "manifest.json"
-"""Written last, so a checkpoint that has it is complete."""
 _NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(rf"\.step-\d{{8,}}\.(\d{{4,}})-[0-9a-f]{{16}}{re.escape(PARTIAL)}")
+"""The hidden name of a save that is under way, with the number of the attempt that makes it."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -35,6 +55,36 @@ def checkpoint_directory(run: Path, step: int) -> Path:
     return RunPaths(run).checkpoints / checkpoint_name(step)
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run that a checkpoint in RUN/checkpoints or RUN/abandoned/#### belongs to.
+
+    None for a copy elsewhere, which has no run whose files would be about it.
+    """
+    folder = checkpoint.absolute().parent
+    if folder.name == "checkpoints":
+        return folder.parent
+    return folder.parents[1] if folder.parent.name == "abandoned" else None
+
+
+def check_name(checkpoint: Path, step: int) -> None:
+    """Check that a directory named as a step's checkpoint holds that step.
+
+    Args:
+        checkpoint: The checkpoint's directory. A name that names no step may hold any.
+        step: The step that its manifest says.
+
+    Raises:
+        ConfigError: It holds another step.
+    """
+    named = checkpoint_step(checkpoint.name)
+    if named is not None and named != step:
+        raise ConfigError(
+            f"{checkpoint}: holds step {step}, so its name is wrong. Name it "
+            f"{checkpoint_name(step)} again, or move it elsewhere"
+        )
+
+
+# ---- which there are -----------------------------------------------------------------------------
 def named_by_step(directory: Path) -> list[Path]:
     """Return what lies in `directory` under a checkpoint's name, in the order of the steps.
 
@@ -58,8 +108,43 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Return a run's complete checkpoints, oldest first."""
-    return [path for path in named_by_step(RunPaths(run).checkpoints) if is_complete(path)]
+    """Return a run's complete checkpoints, oldest first.
+
+    Those that are being moved to RUN/abandoned are not the run's any more.
+    """
+    found = [path for path in named_by_step(RunPaths(run).checkpoints) if is_complete(path)]
+    leaving = being_set_aside(run)
+    return [path for path in found if path.name not in leaving or not _is(path, leaving[path.name])]
+
+
+def _is(checkpoint: Path, known: str | None) -> bool:
+    """Return True if a checkpoint has this id; a damaged one has none."""
+    lineage = read_lineage(checkpoint)
+    return (lineage.id if lineage else None) == known
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint by its name and its ancestry."""
+
+    path: Path
+    lineage: Lineage | None
+    """None when the manifest is damaged."""
+
+    @property
+    def step(self) -> int:
+        """Return the step that its name says."""
+        return checkpoint_step(self.path.name) or 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Return True if its ancestry can be read and its name is its content's."""
+        return self.lineage is not None and self.lineage.step == self.step
+
+
+def saved_checkpoints(run: Path) -> list[Saved]:
+    """Return a run's complete checkpoints with their ancestry, oldest first."""
+    return [Saved(path, read_lineage(path)) for path in complete_checkpoints(run)]
 
 
 def newest_checkpoint_step(run: Path) -> int | None:
@@ -68,34 +153,207 @@ def newest_checkpoint_step(run: Path) -> int | None:
     return checkpoint_step(found[-1].name) if found else None
 
 
+def checkpoints_to_resume(run: Path) -> list[Path]:
+    """Return the checkpoints that `auto` may go on from, the newest first.
+
+    They are of one line of descent. Damaged ones are among them: whoever opens them finds out.
+
+    Raises:
+        ConfigError: Checkpoints of two lines lie side by side, or the run was last started from a
+            checkpoint elsewhere and has saved none since, so that none here is of its line.
+    """
+    found = saved_checkpoints(run)
+    check_one_line(found)
+    for folder, why in reversed(read_abandoned(run)):
+        if not why.resumed:
+            continue
+        elsewhere = Path(why.resumed).parent != RunPaths(run).checkpoints.resolve()
+        ids = {saved.path.name: saved.lineage.id for saved in found if saved.lineage}
+        if elsewhere and ids.items() <= why.stayed.items():
+            raise ConfigError(
+                f"{folder / WHY}: this run was last started from {why.resumed}, and has saved no "
+                f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
+            )
+        break
+    if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
+        # Not from scratch, as if the run had never saved anything.
+        raise ConfigError(
+            f"{run}: its only checkpoints are in abandoned/. Name one (--resume {left[-1]}), or "
+            "start from scratch (--resume none)"
+        )
+    return [saved.path for saved in reversed(found)]
+
+
+def check_one_line(found: Sequence[Saved]) -> None:
+    """Check that of the checkpoints that can be read each descends from the one before.
+
+    A run keeps them so. A user who moves one back by hand may mix two lines.
+
+    Raises:
+        ConfigError: Names two of which neither descends from the other.
+    """
+    sound = [saved for saved in found if saved.is_sound]
+    for saved in sound[:-1]:
+        newest = sound[-1]
+        assert saved.lineage is not None and newest.lineage is not None
+        if not saved.lineage.is_ancestor_of(newest.lineage):
+            raise ConfigError(
+                f"{newest.path}: does not descend from {saved.path}, so it cannot be known which "
+                f"of the two to go on from. Name one (for training --resume {newest.path}; what "
+                "does not lead to it is then moved to abandoned/), or move the other one elsewhere"
+            )
+
+
 def find_checkpoint(path: Path) -> Path:
     """Return `path` itself if it is a checkpoint, or the newest one of the run that it is.
 
     Raises:
-        ConfigError: It is neither, or the run has no complete checkpoint.
+        ConfigError: It is neither, or the run has no complete checkpoint, or two lines of them.
     """
     if is_complete(path):
-        check_version(path.absolute().parents[1])
+        run = run_of(path)
+        check_version(path.absolute().parents[1] if run is None else run)
         return path
     check_version(path)
-    if found := complete_checkpoints(path):
-        return found[-1]
+    if found := saved_checkpoints(path):
+        check_one_line(found)
+        return found[-1].path
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
     if checkpoint_step(path.name) is not None and path.is_dir():
         what = f"not a complete checkpoint, it has no {MANIFEST}"
+    # A save of an earlier release that was killed while it replaced a checkpoint.
+    for aside in (path.with_name(f".{path.name}{REPLACED}"), *_replaced(path)):
+        if is_complete(aside):
+            raise ConfigError(
+                f"{path}: {what}, but {aside} is one, which a save that was killed left under that "
+                "name. Train the run on, which puts it back, or rename it to "
+                f"{aside.name.removeprefix('.').removesuffix(REPLACED)}"
+            )
     raise ConfigError(
         f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it"
     )
 
 
+def _replaced(run: Path) -> list[Path]:
+    return sorted(RunPaths(run).checkpoints.glob(f".step-*{REPLACED}"), reverse=True)
+
+
 def checkpoints_awaiting_evaluation(run: Path) -> list[Path]:
     """Return the complete checkpoints that a plan wants evaluated and that have no result.
 
-    Oldest first. A folder in RUN/evaluations appears whole: a result, or the note that the launcher
-    gave the checkpoint up.
+    Oldest first, and only those that the newest one descends from. A folder in RUN/evaluations
+    appears whole: a result, or the note that the launcher gave the checkpoint up.
     """
     paths = RunPaths(run)
     if not paths.evaluation_plan.exists():
         return []
     evaluated = {path.name for path in named_by_step(paths.evaluations)}
-    return [path for path in complete_checkpoints(run) if path.name not in evaluated]
+    complete = complete_checkpoints(run)
+    newest = read_lineage(complete[-1]) if complete else None
+    waiting = []
+    for path in complete:
+        lineage = read_lineage(path) if path.name not in evaluated else None
+        is_elsewhere = lineage and newest and not lineage.is_ancestor_of(newest)
+        if path.name not in evaluated and not is_elsewhere:
+            waiting.append(path)
+    return waiting
+
+
+def earlier_checkpoints(checkpoint: Path) -> list[Path]:
+    """Return the run's complete checkpoints that a checkpoint descends from, oldest first.
+
+    Where its ancestry cannot be read, those of earlier steps.
+    """
+    run, step, lineage = run_of(checkpoint), checkpoint_step(checkpoint.name), None
+    if run is None or step is None:
+        return []
+    lineage = read_lineage(checkpoint)
+    return [
+        saved.path
+        for saved in saved_checkpoints(run)
+        if saved.step < step
+        and saved.lineage is not None
+        and (lineage is None or saved.lineage.is_ancestor_of(lineage))
+    ]
+
+
+# ---- publication ---------------------------------------------------------------------------------
+def begin_partial(run: Path, step: int, attempt: Path | None) -> Path:
+    """Make the hidden folder in which the checkpoint of a step is written.
+
+    Its name is its own: it holds the attempt's number, by which the next attempt knows that it is
+    left over, and a random part. So nothing that somebody else put there is in the way.
+
+    Args:
+        run: The run's directory.
+        step: Steps done.
+        attempt: RUN/attempts/#### of the attempt that saves; None for a save without an attempt.
+
+    Raises:
+        Superseded: Another attempt has taken the run.
+        OSError: The disk refused.
+    """
+    check_still_holds(attempt)
+    number = int(attempt.name) if attempt else 0
+    name = f".{checkpoint_name(step)}.{number:04d}-{secrets.token_hex(8)}{PARTIAL}"
+    partial = RunPaths(run).checkpoints / name
+    partial.mkdir(parents=True)
+    return partial
+
+
+def partial_attempt(name: str) -> int | None:
+    """Return the attempt that a hidden folder of an unfinished save belongs to, or None."""
+    match = _PARTIAL.fullmatch(name)
+    return int(match[1]) if match and match[1].isascii() else None
+
+
+def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None:
+    """Give a finished checkpoint its name, unless another attempt has taken the run.
+
+    Whatever has the name already is moved to RUN/abandoned: a folder that a user made, or a
+    checkpoint that was moved back by hand.
+
+    Args:
+        partial: What `begin_partial` returned, complete and flushed to the disk.
+        final: RUN/checkpoints/step-########.
+        attempt: As in `begin_partial`.
+
+    Raises:
+        Superseded: Another attempt has taken the run; nothing was published.
+        OSError: The disk refused.
+    """
+    check_still_holds(attempt)
+    if os.path.lexists(final):
+        run = final.parents[1]
+        why = f"it was in the way of the checkpoint of step {checkpoint_step(final.name)}"
+        aside = move_aside(run, final, time.time(), why)
+        print(f"{final}: {why}; moved to {aside}", file=sys.stderr, flush=True)
+        try:
+            # This process may have been suspended before the move, for so long that what it moved
+            # is a new holder's checkpoint.
+            check_still_holds(attempt)
+        except Superseded:
+            aside.rename(final)
+            raise
+    try:
+        partial.rename(final)
+    except FileNotFoundError:
+        # The new holder has removed `partial`; see `check_still_holds`.
+        check_still_holds(attempt)
+        raise
+    flush_directory(final.parent)
+
+
+def check_room(directory: Path, needed: int) -> None:
+    """Check that a checkpoint of `needed` bytes fits where `directory` lies.
+
+    Raises:
+        NoSpace: It does not; nothing has been written.
+    """
+    free = free_bytes(directory)
+    if free is not None and free < needed:
+        raise NoSpace(
+            f"{directory}: a checkpoint takes {in_bytes(needed)}, but {in_bytes(free)} are free. "
+            "Nothing was written, and the checkpoints that are there stay. Make room, then run the "
+            "command again"
+        )

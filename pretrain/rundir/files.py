@@ -31,6 +31,8 @@ PARTIAL = ".partial"
 """Ends the hidden name under which a file or folder is written before it is published."""
 REPLACED = ".replaced"
 """Ends the hidden name of a folder that is being replaced."""
+REMOVED = ".removed"
+"""Ends the hidden name of a folder that is being removed."""
 
 
 # ---- publishing ----------------------------------------------------------------------------------
@@ -153,8 +155,9 @@ def partial_directory(final: Path) -> Path:
 
 def remove_directory(path: Path) -> None:
     """Remove a folder that readers look for, in such an order that they never see a part of it."""
-    # Killed half-way through, the rest of the folder must not still have its name.
-    remove(path.rename(path.with_name(f".{path.name}.removed")))
+    # Killed half-way through, the rest of the folder must not still have its name. The new name is
+    # unique, so it meets nothing that somebody else put there.
+    remove(path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}")))
 
 
 def remove(path: Path) -> None:

@@ -8,6 +8,7 @@ broken twice.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -98,7 +99,7 @@ class Attempt:
                 )
             number = max(attempt_numbers(attempts), default=0)
             newest = attempt_directory(run, number)
-            if number and _is_held(newest, owner, prepared, job_is_over):
+            if number and _is_held(newest, owner, job_is_over):
                 raise _busy(run, number)
             final = attempt_directory(run, number + 1)
             try:
@@ -158,7 +159,11 @@ class Attempt:
         self.progress(step, phase)
 
     def progress(self, step: int, phase: str) -> None:
-        """Record a sign of life. It is cheap to call: within a phase it writes twice a second."""
+        """Record a sign of life. It is cheap to call: within a phase it writes twice a second.
+
+        Raises:
+            OSError: The disk refused, and so only the file's time is new.
+        """
         self._count += 1
         written, last = self._last
         now = time.monotonic()
@@ -166,7 +171,13 @@ class Attempt:
             return
         self._last = now, phase
         content = {"count": self._count, "step": step, "phase": phase}
-        replace_json(self.directory / PROGRESS, content)
+        try:
+            replace_json(self.directory / PROGRESS, content)
+        except OSError:
+            # A full disk still takes a new time, which the watchdog looks at as well.
+            with contextlib.suppress(OSError):
+                os.utime(self.directory / PROGRESS)
+            raise
 
     def end(self, outcome: str, code: int, reason: str, step: int) -> None:
         """Record how the attempt ended, which gives the run back.
@@ -182,12 +193,12 @@ class Attempt:
 
 
 # ---- is the other holder dead? -------------------------------------------------------------------
-def _is_held(directory: Path, mine: Owner, prepared: Path, job_is_over: JobIsOver) -> bool:
+def _is_held(directory: Path, mine: Owner, job_is_over: JobIsOver) -> bool:
     """Return True when an attempt has not ended and its owner lives."""
     if (directory / ENDED).exists():
         return False
     held = _owner_lives(Owner.read(directory), mine, job_is_over)
-    return _lease_is_renewed(directory, prepared) if held is None else held
+    return _lease_is_renewed(directory) if held is None else held
 
 
 def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | None:
@@ -233,30 +244,32 @@ def _process_lives(other: Owner, mine: Owner) -> bool | None:
     return start == other.pid_start and state != "Z"
 
 
-def _lease_is_renewed(directory: Path, prepared: Path) -> bool:
-    """Wait for a heartbeat or the end of the lease; return True for a heartbeat."""
-    beat, waiting_since = last_heartbeat(directory), time.monotonic()
-    announced = False
-    while True:
+def _lease_is_renewed(directory: Path) -> bool:
+    """Watch an attempt for a lease's time; return True as soon as its heartbeat changes.
+
+    The time is counted by this process's own clock, and from now on: the age of the heartbeat file
+    proves nothing. A holder whose file server was away for minutes renews it when that is back, and
+    the clocks of two hosts differ.
+    """
+    beat, watched, last_look = last_heartbeat(directory), 0.0, time.monotonic()
+    print(
+        f"{directory}: begun by {Owner.read(directory)}, which cannot be seen from this host. "
+        f"Waiting {LEASE_SECONDS:.0f} s for its heartbeat",
+        file=sys.stderr,
+        flush=True,
+    )
+    while watched < LEASE_SECONDS:
+        time.sleep(POLL_SECONDS)
         if (directory / ENDED).exists():
             return False
         if last_heartbeat(directory) != beat:
             return True
-        # Hosts' clocks differ, so both times are taken from the file server: our own file's is its
-        # "now".
-        os.utime(prepared / HEARTBEAT)
-        left = LEASE_SECONDS - (last_heartbeat(prepared) - beat)
-        if left <= 0 or time.monotonic() - waiting_since > LEASE_SECONDS:
-            return False
-        if not announced:
-            print(
-                f"{directory}: begun by {Owner.read(directory)}, which cannot be seen from "
-                f"this host. Waiting up to {min(left, LEASE_SECONDS):.0f} s for its heartbeat",
-                file=sys.stderr,
-                flush=True,
-            )
-            announced = True
-        time.sleep(POLL_SECONDS)
+        # A pause of this process is no time in which it watched: the holder may have been paused
+        # as well, as on a virtual machine.
+        now = time.monotonic()
+        watched += min(now - last_look, 2 * POLL_SECONDS)
+        last_look = now
+    return False
 
 
 def _busy(run: Path, number: int) -> RunBusy:

@@ -13,12 +13,13 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import writing
 from pretrain.rundir.files import PARTIAL, read_json_lines
+from pretrain.rundir.warn import WarnOnce
 
 Record = dict[str, Any]
 
@@ -41,21 +42,52 @@ class MetricsFile:
 
         Records of later steps, which an earlier attempt wrote and lost, are dropped, so that the
         file holds each step once. A fresh start (step 0) keeps nothing.
+
+        Raises:
+            RunFailed: The disk refused.
         """
         self._path = path
-        if path.exists():
-            _drop_after(path, resume_step)
-        self._file = path.open("a", buffering=1)
+        self._unwritten = b""
+        self._warn = WarnOnce()
+        with writing(path):
+            if path.exists():
+                drop_after(path, resume_step)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        """Append one record. Raises RunFailed when the disk refuses."""
+        """Append one record.
+
+        What the disk refuses, as while it is full for a moment, is kept and written with the next
+        record; that is said once. `flush` and `close` tell whether all is on the disk.
+        """
+        self._unwritten += (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
+        try:
+            self._write_out()
+        except OSError as error:
+            self._warn(
+                "metrics",
+                f"{self._path}: cannot be written for now ({error.strerror}); its lines are kept "
+                "in memory and tried again",
+            )
+
+    def flush(self) -> None:
+        """Write out what is left and flush the file to the disk. Raises RunFailed on refusal."""
         with writing(self._path):
-            self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+            self._write_out()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file. Raises RunFailed when the disk refuses what is still buffered."""
-        with writing(self._path):
+        """Close the file. Raises RunFailed when the disk refuses what is left."""
+        try:
+            with writing(self._path):
+                self._write_out()
+        finally:
             self._file.close()
+
+    def _write_out(self) -> None:
+        # A disk that becomes full takes a part of a line; the rest of it follows later.
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
@@ -90,20 +122,40 @@ def evaluation_records(path: Path, step: int) -> list[Record]:
     ]
 
 
-def _drop_after(path: Path, step: int) -> None:
+def copy_after(path: Path, step: int, copy: Path) -> None:
+    """Write the records after `step` to the file `copy`, in one move; nothing without any."""
+    _copy(path, copy, lambda record: bool(record["step"] > step), even_empty=False)
+
+
+def drop_after(path: Path, step: int) -> None:
     """Rewrite the file without the records after `step` and without damaged lines, in one move."""
+    _copy(path, path, lambda record: bool(0 < record["step"] <= step), even_empty=True)
+
+
+def _copy(path: Path, copy: Path, is_wanted: Callable[[Record], bool], *, even_empty: bool) -> None:
+    """Write the records of `path` that are wanted to `copy`, which may be `path`, in one move.
+
+    Args:
+        path: The file to read.
+        copy: The file to write.
+        is_wanted: Chooses records.
+        even_empty: Make the file also when no record is wanted.
+    """
     # Not `replace_file`: the records of a long run are streamed, not held in memory.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    partial = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}{PARTIAL}")
+    written = 0
     try:
         with partial.open("w") as file:
-            for record in read_metrics(path):
-                if 0 < record["step"] <= step:
-                    file.write(json.dumps(_to_json(record)) + "\n")
+            for record in filter(is_wanted, read_metrics(path)):
+                written += file.write(json.dumps(_to_json(record)) + "\n")
             # The whole history is in this file: it must be on the disk before it is replaced.
             file.flush()
             os.fsync(file.fileno())
-        shutil.copymode(path, partial)
-        partial.replace(path)
+        if written or even_empty:
+            shutil.copymode(path, partial)
+            partial.replace(copy)
+        else:
+            partial.unlink()
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

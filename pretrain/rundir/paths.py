@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     """One row of the layout."""
 
     path: str
-    """Below RUN. ######## is a training step, #### an attempt, <...> a number or another word."""
+    """Below RUN. ######## is a training step, #### a count, <...> a number or another word."""
     written_by: str
     content: str
 
@@ -36,11 +36,15 @@ wandb_run_id | rank 0 | the id under which W&B continues the run
 wandb/ | wandb | what W&B keeps on disk
 tensorboard/ | TensorBoard | event files
 checkpoints/step-########/ | all ranks | a checkpoint; it appears under this name when complete
-checkpoints/step-########/manifest.json | rank 0 | size and SHA-256 of every file; written last
+checkpoints/step-########/manifest.json | rank 0 | its id, ancestry and files; written last
 checkpoints/step-########/state.json | rank 0 | step, samples consumed, optimizer scalars, shapes
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
 checkpoints/step-########/.metadata | rank 0 | torch.distributed.checkpoint's index
 checkpoints/step-########/__<rank>_<part>.distcp | each rank | master weights and Adam moments
+abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this
+abandoned/####/step-########/ | rank 0 | a checkpoint as above that the run does not descend from
+abandoned/####/metrics.jsonl | rank 0 | the lines of the steps after which the run turned away
+abandoned/####/evaluations/ | rank 0 | evaluations of those steps
 attempts/####/owner.json | launcher or rank 0 | who makes the attempt
 attempts/####/heartbeat | launcher or rank 0 | empty; its modification time is the lease
 attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another phase
@@ -102,6 +106,10 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def abandoned(self) -> Path:
+        return self.root / "abandoned"
 
     @property
     def attempts(self) -> Path:
@@ -218,7 +226,7 @@ def attempt_directory(run: Path, number: int) -> Path:
 
 
 def attempt_numbers(attempts: Path) -> list[int]:
-    """Return the numbers of the attempts in RUN/attempts, in no order."""
+    """Return the numbers of the folders in RUN/attempts or RUN/abandoned, in no order."""
     try:
         names = os.listdir(attempts)
     except (FileNotFoundError, NotADirectoryError):

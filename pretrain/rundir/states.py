@@ -38,6 +38,8 @@ class Outcome(StrEnum):
     """It failed once too often, and the launcher does not start another attempt."""
     SUPERSEDED = "superseded"
     """Another attempt took the run over, because this one gave no sign of life."""
+    NO_SPACE = "no_space"
+    """The disk is full, and would be full again."""
 
 
 ENDED_WELL = (Outcome.FINISHED, Outcome.RESTART, Outcome.STOPPED)
@@ -58,6 +60,8 @@ class ExitCode(IntEnum):
     """Saved on SIGUSR1, to be started again (EX_TEMPFAIL of sysexits.h)."""
     STOPPED = 80
     """Saved on SIGTERM, not to be started again."""
+    NO_SPACE = 81
+    """The disk is full; not to be started again before there is room."""
     INTERRUPTED = 128 + signal.SIGINT
     KILLED = 128 + signal.SIGKILL
 
@@ -67,6 +71,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.BAD_INPUT: Outcome.REFUSED,
     ExitCode.RESTART: Outcome.RESTART,
     ExitCode.STOPPED: Outcome.STOPPED,
+    ExitCode.NO_SPACE: Outcome.NO_SPACE,
     ExitCode.INTERRUPTED: Outcome.STOPPED,
 }
 

@@ -1,0 +1,229 @@
+"""Keep one line of checkpoints in a run: what the run turns away from leaves, what is old goes.
+
+The holder of the run's lock alone does so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from pretrain.rundir.abandoned import (
+    Why,
+    abandoned_checkpoints,
+    finish_set_aside,
+    move_aside,
+    set_aside,
+)
+from pretrain.rundir.checkpoints import (
+    Saved,
+    checkpoints_awaiting_evaluation,
+    complete_checkpoints,
+    is_complete,
+    named_by_step,
+    partial_attempt,
+    saved_checkpoints,
+)
+from pretrain.rundir.files import REMOVED, REPLACED, read_json, remove_directory
+from pretrain.rundir.holds import unheld
+from pretrain.rundir.lineage import MANIFEST, Lineage, read_lineage
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.retention import Known, Policy, removable
+from pretrain.rundir.warn import WarnOnce
+
+_REMOVED = re.compile(rf"\.step-\d{{8,}}\.[0-9a-f]{{32}}{re.escape(REMOVED)}")
+
+
+def recover(run: Path, attempt: Path | None) -> None:
+    """Clean up after the attempts before, before the run's checkpoints are looked at.
+
+    Hidden folders of their unfinished saves are removed, so that none of them can be published any
+    more (see `fence.check_still_holds`). What a killed attempt was about to set aside is moved.
+    Only folders whose hidden names are of our making are touched.
+
+    Args:
+        run: The run's directory.
+        attempt: RUN/attempts/#### of this attempt; None when it has none.
+
+    Raises:
+        OSError: The disk refused; the run must not be trained then.
+    """
+    checkpoints = RunPaths(run).checkpoints
+    number = int(attempt.name) if attempt else 0
+    for path in _hidden(checkpoints):
+        if (other := partial_attempt(path.name)) is not None and other != number:
+            # The rename comes first: a save that still writes to the folder loses it at once.
+            _remove_later(path.rename(path.with_name(_removed_name(path))))
+        elif _REMOVED.fullmatch(path.name):
+            _remove_later(path)
+    _put_back_replaced(run)
+    finish_set_aside(run)
+
+
+def settle(
+    run: Path, resumed: Path, lineage: Lineage, damaged: Mapping[str, str] | None = None
+) -> Path | None:
+    """Set aside whatever is neither the checkpoint that training goes on from nor an ancestor.
+
+    Those are checkpoints, their evaluations, and lines of metrics.jsonl. It is called when the
+    checkpoint has been loaded, so a damaged one that is refused changes nothing.
+
+    Args:
+        run: The run's directory.
+        resumed: The checkpoint that training goes on from, here or elsewhere.
+        lineage: Its ancestry.
+        damaged: Name -> what is wrong, of checkpoints that were passed over.
+
+    Returns:
+        RUN/abandoned/####, or None when nothing had to move.
+
+    Raises:
+        OSError: The disk refused; the next start goes on with the move.
+    """
+    paths, damaged = RunPaths(run), damaged or {}
+    found = saved_checkpoints(run)
+    away = [saved for saved in found if not _leads_to(saved, lineage)]
+    if not away:
+        return None
+    fork = _fork(away, lineage)
+    names = {saved.path.name for saved in away}
+    evaluations = [
+        path.name
+        for path in (
+            *named_by_step(paths.evaluations),
+            *named_by_step(paths.evaluations / "claims"),
+        )
+        if path.name in names or (_step(path) > fork)
+    ]
+    why = Why(
+        at=time.time(),
+        reason=_reason(resumed, lineage, damaged),
+        id=lineage.id,
+        step=lineage.step,
+        parent=lineage.parent,
+        branches=tuple({"id": branch.id, "since": branch.since} for branch in lineage.branches),
+        resumed=str(resumed.resolve()),
+        checkpoints={s.path.name: s.lineage.id if s.lineage else None for s in away},
+        evaluations=tuple(sorted(set(evaluations))),
+        metrics_after=fork,
+        stayed={s.path.name: s.lineage.id for s in found if s not in away and s.lineage},
+    )
+    return set_aside(run, why)
+
+
+def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
+    """Return True if what is saved after `resumed` belongs to a branch of its own.
+
+    That is so for another run's checkpoint, and where the same branch already leads further, in
+    RUN/checkpoints or in RUN/abandoned, so that two checkpoints of a step could not be told apart.
+    """
+    if resumed.resolve().parent != RunPaths(run).checkpoints.resolve():
+        return True
+    for path in (*complete_checkpoints(run), *abandoned_checkpoints(run)):
+        other = read_lineage(path)
+        # Of a damaged one nobody knows where it lies.
+        if is_complete(path) and other is None and _step(path) > lineage.step:
+            return True
+        if other is not None and lineage.shares_branch_beyond(other):
+            return True
+    return False
+
+
+def remove_old(run: Path, newest: Path, policy: Policy, warn: WarnOnce) -> None:
+    """Delete the checkpoints that the policy does not keep, of the line that leads to `newest`.
+
+    Those of another line, damaged ones, those that wait for an evaluation and those that a reader
+    holds stay. A deletion that the disk refuses is said and tried again after the next save.
+
+    Args:
+        run: The run's directory.
+        newest: The checkpoint that has just been published.
+        policy: What to keep.
+        warn: Takes what the disk refused.
+    """
+    lineage = read_lineage(newest)
+    if lineage is None or policy.keep is None:
+        return
+    line = {s.step: s.path for s in saved_checkpoints(run) if s.is_sound and _leads_to(s, lineage)}
+    known = [Known(step, _validation_loss(path)) for step, path in line.items()]
+    awaited = {_step(path) for path in checkpoints_awaiting_evaluation(run)}
+    for step in removable(known, policy, awaited):
+        try:
+            with unheld(line[step]) as is_unheld:
+                if is_unheld:
+                    remove_directory(line[step])
+        except OSError as error:
+            warn("deletion", f"{line[step]}: cannot be deleted ({error}); training goes on")
+
+
+def _leads_to(saved: Saved, lineage: Lineage) -> bool:
+    return saved.is_sound and saved.lineage is not None and saved.lineage.is_ancestor_of(lineage)
+
+
+def _fork(away: list[Saved], lineage: Lineage) -> int:
+    """Return the last step that the line that is left and the line that is gone on have in common.
+
+    A damaged checkpoint does not say where its line parts; only what comes after the checkpoint
+    that training goes on from is then certainly not its.
+    """
+    forks = [saved.lineage.last_common_step(lineage) for saved in away if saved.lineage]
+    return min([lineage.step, *forks])
+
+
+def _reason(resumed: Path, lineage: Lineage, damaged: Mapping[str, str]) -> str:
+    if damaged:
+        what = "; ".join(f"{name}: {why}" for name, why in damaged.items())
+        return f"damaged: {what}. Training goes on from step {lineage.step}, {resumed}"
+    return f"training goes on from step {lineage.step}, {resumed}"
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _validation_loss(checkpoint: Path) -> float | None:
+    loss = read_json(checkpoint / MANIFEST).get("validation_loss_nats")
+    return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else None
+
+
+def _hidden(checkpoints: Path) -> list[Path]:
+    """Return the hidden folders in RUN/checkpoints; links and files there are not ours."""
+    try:
+        entries = list(os.scandir(checkpoints))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    hidden = (e for e in entries if e.name.startswith(".") and e.is_dir(follow_symlinks=False))
+    return sorted(Path(entry.path) for entry in hidden)
+
+
+def _removed_name(partial: Path) -> str:
+    return f"{partial.name[: partial.name.index('.', 1)]}.{uuid.uuid4().hex}{REMOVED}"
+
+
+def _remove_later(path: Path) -> None:
+    """Remove what is hidden and wanted by nobody; what cannot be removed is tried next time."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _put_back_replaced(run: Path) -> None:
+    """Put a checkpoint back that an earlier release was replacing when it was killed.
+
+    Where the new one is in its place, the old one is moved to RUN/abandoned.
+    """
+    checkpoints = RunPaths(run).checkpoints
+    for aside in _hidden(checkpoints):
+        final = aside.with_name(aside.name[1:].removesuffix(REPLACED))
+        if not aside.name.endswith(REPLACED) or not is_complete(aside):
+            continue
+        if os.path.lexists(final):
+            moved = move_aside(run, aside, time.time(), f"replaced by {final}")
+            with contextlib.suppress(OSError):
+                moved.rename(moved.with_name(final.name))
+        else:
+            aside.rename(final)
