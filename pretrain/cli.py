@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from pretrain.checkpoint_cli import checkpoint
 from pretrain.config import (
     ConfigError,
     EvaluationRequest,
@@ -42,6 +43,7 @@ data = typer.Typer(no_args_is_help=True, help="Build and verify a data set of to
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 
 Source = Annotated[
     Path,

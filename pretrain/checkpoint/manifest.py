@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
 from pretrain.checkpoint.index import FILE_NAME, Index, Natural
-from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.rundir.checkpoints import MANIFEST, checkpoint_step, complete_checkpoints
 from pretrain.rundir.lineage import Branch, Lineage
 
@@ -299,8 +300,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _check_files(path, manifest)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
     digests = {name: manifest.files[name].sha256 or "" for name in (STATE, CONFIG, INDEX)}
-    _read(path, CONFIG, sizes[CONFIG], digests[CONFIG])
-    config = load_config(path / CONFIG)
+    # Parsed from what was verified: each file is read once.
+    config = _parse_config(path, _read(path, CONFIG, sizes[CONFIG], digests[CONFIG]))
     try:
         content = _read(path, STATE, sizes[STATE], digests[STATE])
         state = _State.model_validate_json(content)
@@ -424,6 +425,15 @@ def _check_files(checkpoint: Path, manifest: _Manifest) -> None:
         size = (checkpoint / name).stat().st_size
         if size != entry.bytes:
             raise _damaged(checkpoint / name, f"{size} bytes, the manifest says {entry.bytes}")
+
+
+def _parse_config(checkpoint: Path, content: bytes) -> RunConfig:
+    """Return the config in the content of config.toml."""
+    try:
+        values = tomllib.loads(content.decode())
+    except ValueError as error:
+        raise _damaged(checkpoint / CONFIG, f"not valid TOML ({error})") from None
+    return parse_config(values, str(checkpoint / CONFIG))
 
 
 def _read(checkpoint: Path, name: str, size: int, sha256: str) -> bytes:

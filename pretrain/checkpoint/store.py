@@ -1,0 +1,1 @@
+def is_url(s): return "://" in s
