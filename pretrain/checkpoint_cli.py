@@ -204,3 +204,30 @@ def consolidate(
 
     for path in write(source, out, dtype, with_optimizer):
         print(path)
+
+
+@checkpoint.command()
+def upload(
+    run: Run,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Where to. Default: checkpoint.upload_to of the run's config."
+        ),
+    ] = None,
+) -> None:
+    """Upload the checkpoints of a run that are not in its object store yet.
+
+    Training uploads by itself when checkpoint.upload_to is set. This command makes up for what
+    could not be uploaded when the run ended. The exit code is 1 if one is still missing.
+
+    \b
+    Example:
+      pretrain checkpoint upload runs/demo/alibi --to s3://bucket/alibi
+    """
+    from pretrain.checkpoint.tools.stored import upload_run
+
+    missing = upload_run(run, to)
+    print("\n".join(missing) or f"{run}: every checkpoint is uploaded")
+    if missing:
+        raise typer.Exit(ExitCode.FAILED)

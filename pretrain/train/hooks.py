@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 from pretrain import platform
 from pretrain.checkpoint.save import Saver
+from pretrain.checkpoint.uploader import Uploader
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
@@ -27,6 +29,7 @@ from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
+from pretrain.train.upload import Patience
 
 
 class Hook:
@@ -59,7 +62,12 @@ def make_hooks(run: Run) -> list[Hook]:
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
-    return [LoggingHook(run, writer), EvaluationHook(run, writer), CheckpointHook(run)]
+    return [
+        LoggingHook(run, writer),
+        EvaluationHook(run, writer),
+        CheckpointHook(run),
+        UploadHook(run),
+    ]
 
 
 class LoggingHook(Hook):
@@ -223,3 +231,41 @@ class CheckpointHook(Hook):
                 self.saver.finish()
         run.origin = dataclasses.replace(run.origin, parent=identifier, validation_loss_nats=None)
         self.saved_step = step
+
+
+class UploadHook(Hook):
+    """Upload every checkpoint beside training; a failure warns and is tried again."""
+
+    def __init__(self, run: Run) -> None:
+        """Start the process that uploads, on rank 0, if checkpoint.upload_to is set."""
+        self.run, self.is_over = run, False
+        url = run.config.checkpoint.upload_to
+        self.uploader = None
+        if url is not None and run.topology.is_main:
+            self.uploader = Uploader(run.config.directory, url)
+
+    def after_step(self, run: Run, record: Record) -> None:
+        """Warn if the process that uploads has ended."""
+        if self.uploader is not None:
+            self.uploader.check()
+
+    def close(self) -> None:
+        """Upload what is missing if the run has ended as it should; say what could not be."""
+        if self.uploader is None:
+            return
+        run, config = self.run, self.run.config
+        if run.state.step < config.train.num_steps and not run.requests.agreed:
+            # It failed. The next start makes up for what is not uploaded.
+            self.uploader.close()
+            return
+        missing = self.uploader.finish(Patience(run).may_wait)
+        for line in missing:
+            print(f"warning: {line}", file=sys.stderr)
+        if missing:
+            print(
+                f"warning: {config.directory}: these checkpoints are on the disk but not in "
+                f"{config.checkpoint.upload_to}. Upload them with `pretrain checkpoint upload "
+                f"{config.directory}`",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -23,6 +23,7 @@ from pretrain.train.reporter import AttemptReporter
 from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step
 from pretrain.train.stopping import EXIT_CODES, Requests
+from pretrain.train.upload import bring, check_store
 
 
 def train(config: RunConfig, resume: str = "auto", requests: Requests | None = None) -> int:
@@ -31,7 +32,8 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
     Args:
         config: The run.
         resume: "auto" for the newest complete checkpoint or, if there is none, from scratch;
-            "none" to start from scratch; else the path of a run or a checkpoint.
+            "none" to start from scratch; else the path of a run or a checkpoint, or the URL of a
+            store or of a checkpoint in it.
         requests: What this process is asked to do by signals. None: nothing.
 
     Returns:
@@ -41,7 +43,9 @@ def train(config: RunConfig, resume: str = "auto", requests: Requests | None = N
         ConfigError: The input is wrong; nothing has been written then.
         RunFailed: The run cannot go on, for example because its gradients are no longer finite.
     """
+    check_store(config, resume)
     streams, topology, checkpoint = prepare(config, resume)
+    resume = bring(config, topology, resume)
     with AttemptReporter() as reporter:
         start_point = on_main(topology, lambda: take_run(config, resume, reporter, checkpoint))
         if topology.is_main:

@@ -25,6 +25,7 @@ from pretrain.checkpoint.manifest import (
     open_checkpoint,
 )
 from pretrain.checkpoint.save import recover
+from pretrain.checkpoint.store import is_url
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.perplexity import Protocol
@@ -254,6 +255,9 @@ def checkpoint_to_resume(
         ConfigError: There is no such checkpoint, it is damaged, it belongs to another model or
             another order of the data, or starting from scratch would write over it.
     """
+    if is_url(resume):
+        # It is downloaded when the processes have joined (`pretrain.train.upload.bring`).
+        return None
     if resume == "none":
         if complete_checkpoints(config.directory):
             raise ConfigError(

@@ -237,7 +237,7 @@ def test_prune_keeps_everything_when_the_newest_is_damaged_or_the_run_is_trained
         pruning.prune(run, Policy(1))
     attempt.end("stopped", 80, "test", 8)
     flip(line[3].path / "rank-00001.safetensors", 5000)
-    with pytest.raises(RunFailed, match="the newest checkpoint is damaged.*nothing was deleted"):
+    with pytest.raises(RunFailed, match=r"the newest checkpoint is damaged.*nothing was deleted"):
         pruning.prune(run, Policy(1))
     assert len(complete_checkpoints(run)) == 4
     with pytest.raises(ConfigError, match=r"no checkpoint\.keep"):

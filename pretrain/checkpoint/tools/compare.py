@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,11 +151,11 @@ def report(a: Checkpoint, b: Checkpoint, found: Comparison) -> str:
         if rows:
             lines += ["", f"{title}:", *(f"  {row}" for row in rows)]
     if differing := {name: t for name, t in found.tensors.items() if not t.is_equal}:
-        rows = [
+        cells = [
             (name, t.problem or f"{t.max_absolute:.3g}", "" if t.problem else f"{t.relative:.3g}")
             for name, t in differing.items()
         ]
-        lines += ["", table(("tensor", "largest difference", "relative to A"), rows)]
+        lines += ["", table(("tensor", "largest difference", "relative to A"), cells)]
     return "\n".join(lines)
 
 
@@ -163,7 +164,7 @@ def _summary(name: str, rows: list[str], none: str, some: str) -> str:
 
 
 def _tensor_summary(found: Comparison) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for kind, words in _WORDS.items():
         own = [t for name, t in found.tensors.items() if name.startswith(f"{kind}/")]
         equal = sum(t.is_equal for t in own)
@@ -189,7 +190,7 @@ def _data(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _state(a: Checkpoint, b: Checkpoint) -> list[str]:
-    values = {
+    values: dict[str, list[Any]] = {
         "samples": [c.trainer_state.consumed_samples for c in (a, b)],
         "updates by Adam": [c.adam_steps for c in (a, b)],
         "loss scaler": [c.loss_scaler_state for c in (a, b)],

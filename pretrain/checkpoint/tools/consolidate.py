@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,9 +79,7 @@ def consolidate(
         with new_directory(out) as partial:
             _write_set(checkpoint, partial, "model", [MASTER], dtype, max_shard_bytes)
             if with_optimizer:
-                _write_set(
-                    checkpoint, partial, "optimizer", list(MOMENTS), "fp32", max_shard_bytes
-                )
+                _write_set(checkpoint, partial, "optimizer", list(MOMENTS), "fp32", max_shard_bytes)
             replace_file(partial / CONFIG, dump_config(checkpoint.config), durable=True)
             flush_directory(partial)
     return sorted(out.iterdir())
@@ -116,7 +115,7 @@ def _write_set(
         for name, shape in checkpoint.shapes.items()
     ]
     shards = _shards(entries, max_shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         several = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         name = f"{stem}{several}.safetensors"
@@ -130,7 +129,7 @@ def _write_set(
 
 
 def _shards(entries: Sequence[_Entry], max_bytes: int) -> list[list[_Entry]]:
-    """Split tensors, in order, so that no file holds more than `max_bytes` unless one alone does."""
+    """Split tensors, in order, so that only a single large one makes a file too large."""
     shards: list[list[_Entry]] = [[]]
     room = max_bytes
     for entry in entries:
@@ -171,10 +170,10 @@ def _write_file(checkpoint: Checkpoint, path: Path, entries: Sequence[_Entry], d
         os.fsync(file.fileno())
 
 
-def _bytes(values: Tensor, dtype: str, name: str) -> memoryview:
+def _bytes(values: Tensor, dtype: str, name: str) -> Any:
     """Return values in another dtype, as they stand in a file."""
     cast = values.to(DTYPES[dtype][0])
     if dtype != "fp32" and not torch.isfinite(cast).all():
         largest = float(values.abs().max())
         raise RunFailed(f"{name}: holds {largest:g}, too large for {dtype}. Use --dtype fp32")
-    return memoryview(cast.contiguous().view(-1).view(torch.uint8).numpy())
+    return cast.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -63,9 +63,7 @@ def list_run(run: Path) -> list[Row]:
     aside = list(abandoned_checkpoints(run))
     if not own and not aside:
         what = "has no checkpoints" if run.is_dir() else "no such directory"
-        raise ConfigError(
-            f"{run}: {what}. Give a run's directory, in which checkpoints/ has step-######## folders"
-        )
+        raise ConfigError(f"{run}: {what}. Give a run's directory (it has checkpoints/)")
     awaited = set(checkpoints_awaiting_evaluation(run))
     rows = [_row(path, awaits_evaluation=path in awaited) for path in own]
     return rows + [_row(path, abandoned=path.parent.name) for path in aside]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pretrain.checkpoint.manifest import MANIFEST, MASTER, MOMENTS, Checkpoint, open_checkpoint
+from pretrain.checkpoint.manifest import MASTER, MOMENTS, Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.checkpoint.tools.table import moment, size, table
 from pretrain.config.describe import describe
-from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
 from pretrain.rundir.holds import hold
 
 
