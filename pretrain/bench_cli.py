@@ -103,3 +103,31 @@ def bench_attention(
         raise ConfigError(str(error)) from None
     with writing(write) if write is not None else contextlib.nullcontext():
         attention_bench.bench_attention(chosen, seconds, write)
+
+
+@bench.command("checkpoint")
+def bench_checkpoint(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each contestant takes its turn.")
+    ] = 5,
+    directory: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where to write; all is removed again.")
+    ] = Path(),
+) -> None:
+    """Time saves and loads beside torch.distributed.checkpoint and plain files.
+
+    Saves and loads the optimizer's state of the config's model, with digests of every byte, then
+    the same tensors with torch's own format, which has none, then as many bytes as plain files.
+    Also prints how long training stands still during a save, with and without
+    checkpoint.asynchronous.
+
+    \b
+    Example:
+      pretrain bench checkpoint configs/demo.toml --directory /scratch
+    """
+    run = load_config(config, overrides)
+    from pretrain.train.bench_checkpoint import bench_checkpoint as measure
+
+    measure(run, rounds, directory)
