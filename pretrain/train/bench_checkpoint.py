@@ -128,24 +128,37 @@ def _one_round(bench: _Bench, number: int) -> None:
     """Let each contestant save and load once."""
     tensors = bench.tensors()
     ours, theirs, raw = (bench.directory / name for name in ("run", "dcp", "raw"))
+    checkpoint = checkpoint_directory(ours, number)
     saver = _saver(bench, asynchronous=False)
-    with bench.timed("save", OURS):
+
+    def save() -> None:
         saver.begin(TrainerState(number, 0), _origin())
         saver.finish()
+
+    def load() -> None:
+        load_checkpoint(open_checkpoint(checkpoint), bench.optimizer)
+
+    rank = bench.topology.rank
+    contestants: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+        (OURS, save, load),
+        (
+            TORCH,
+            lambda: dcp.save(tensors, checkpoint_id=theirs),
+            lambda: dcp.load(tensors, checkpoint_id=theirs),
+        ),
+        (RAW, lambda: _write_raw(raw, rank, tensors), lambda: _read_raw(raw, rank, tensors)),
+    ]
+    # In each round another one begins.
+    contestants = contestants[number % 3 :] + contestants[: number % 3]
+    for who, write, _ in contestants:
+        with bench.timed("save", who):
+            write()
     saver.close()
-    with bench.timed("save", TORCH):
-        dcp.save(tensors, checkpoint_id=theirs)
-    with bench.timed("save", RAW):
-        _write_raw(raw, bench.topology.rank, tensors)
-    checkpoint = checkpoint_directory(ours, number)
     for place in (checkpoint, theirs, raw):
         _drop_from_cache(place)
-    with bench.timed("load", OURS):
-        load_checkpoint(open_checkpoint(checkpoint), bench.optimizer)
-    with bench.timed("load", TORCH):
-        dcp.load(tensors, checkpoint_id=theirs)
-    with bench.timed("load", RAW):
-        _read_raw(raw, bench.topology.rank, tensors)
+    for who, _, read in contestants:
+        with bench.timed("load", who):
+            read()
     _clear(bench, (ours, theirs, raw))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 from itertools import pairwise
@@ -17,6 +18,7 @@ import torch
 import xxhash
 
 from pretrain.checkpoint import index as index_module
+from pretrain.checkpoint import part as part_module
 from pretrain.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, DamagedCheckpoint
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.index import Chunk, Index, Part, Piece, TensorRecord, merge
@@ -160,6 +162,40 @@ def test_what_is_not_finite_is_not_written(tmp_path, bad, kind):
         write_part(tmp_path, part, [values])
     # Without its part of the index, the checkpoint cannot be published.
     assert not (tmp_path / part.record_name).exists()
+
+
+# ---- budgets ----
+def _written() -> int:
+    """Bytes that this process has handed to write(2) so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+def test_a_save_writes_each_byte_once(tmp_path, monkeypatch):
+    """Of two ranks: what lies on the disk in the end, and each rank's part of the index.
+
+    Each rank flushes its file and its part of the index; the publication flushes index, state,
+    config and manifest, the directory that they are in, and the one that it appears in.
+    """
+    flushes = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (flushes.append(descriptor), fsync(descriptor))
+    )
+    parts = []
+    replace_file = part_module.replace_file
+
+    def noting(path: Path, content: str, **options: Any) -> None:
+        parts.append(len(content.encode()))
+        replace_file(path, content, **options)
+
+    monkeypatch.setattr(part_module, "replace_file", noting)
+    before = _written()
+    checkpoint = _write(tmp_path, cuts=2)
+    written = _written() - before
+    assert len(parts) == 2
+    assert written == sum(parts) + sum(path.stat().st_size for path in checkpoint.iterdir())
+    assert len(flushes) == 2 * 2 + 6
 
 
 # ---- the index -----------------------------------------------------------------------------------

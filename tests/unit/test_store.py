@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -306,8 +307,10 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url, message):
     assert "secret@" not in str(caught.value) and "token" not in str(caught.value)
 
 
-def test_a_missing_package_is_named():
-    with pytest.raises(ConfigError, match="Python package s3fs.*pip install s3fs"):
+def test_a_missing_package_is_named(monkeypatch):
+    # As if it were not installed, where it is.
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"Python package s3fs.*pip install s3fs"):
         Store("s3://bucket/run")
     with pytest.raises(ConfigError, match="knows no protocol odd://"):
         Store("odd://bucket/run")
