@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -149,6 +150,15 @@ def test_stock_safetensors_reads_the_files(tmp_path):
             )
             seen[name] = seen.get(name, 0) + box.size
     assert seen == {f"{k}/{n}": math.prod(s) for n, s in SHAPES.items() for k in (MASTER, *MOMENTS)}
+
+
+def test_the_page_about_checkpoints_reads_one_with_stock_safetensors(tmp_path, capsys):
+    checkpoint = _write(tmp_path)
+    page = Path(__file__).parents[2] / "docs/checkpoints.md"
+    [code] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code.replace("CHECKPOINT", str(checkpoint)), {})
+    seen = {line.split(" from ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert seen == {f"{kind}/{name}" for kind in (MASTER, *MOMENTS) for name in SHAPES}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
