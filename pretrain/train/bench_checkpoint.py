@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from pretrain import platform
 from pretrain.checkpoint.load import load_checkpoint
@@ -93,17 +93,18 @@ def bench_checkpoint(config: RunConfig, rounds: int, directory: Path) -> str:
         for number in range(1, rounds + 1):
             _one_round(bench, number)
         table = _table(bench, size, rounds)
+        if topology.is_main:
+            print(table, flush=True)
         stalls = _stalls(bench, rounds)
         # Every rank is done with the files.
         dist.barrier()
     finally:
         if topology.is_main:
             shutil.rmtree(place, ignore_errors=True)
-    text = f"{table}\n{stalls}"
     if topology.is_main:
-        print(text)
+        print(stalls, flush=True)
     finish()
-    return text
+    return f"{table}\n{stalls}"
 
 
 def _prepare(config: RunConfig, topology: Topology, place: Path) -> _Bench:
@@ -143,8 +144,8 @@ def _one_round(bench: _Bench, number: int) -> None:
         (OURS, save, load),
         (
             TORCH,
-            lambda: dcp.save(tensors, checkpoint_id=theirs),
-            lambda: dcp.load(tensors, checkpoint_id=theirs),
+            lambda: state_dict_saver.save(tensors, checkpoint_id=theirs),
+            lambda: state_dict_loader.load(tensors, checkpoint_id=theirs),
         ),
         (RAW, lambda: _write_raw(raw, rank, tensors), lambda: _read_raw(raw, rank, tensors)),
     ]
@@ -254,7 +255,7 @@ def _write_raw(directory: Path, rank: int, tensors: dict[str, Tensor]) -> None:
     directory.mkdir(exist_ok=True)
     with open(directory / f"{rank}", "wb", buffering=0) as file:
         for tensor in tensors.values():
-            view = memoryview(tensor.detach().cpu().numpy().view(np.uint8))
+            view = tensor.detach().cpu().numpy().view(np.uint8).data
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
@@ -265,7 +266,7 @@ def _read_raw(directory: Path, rank: int, tensors: dict[str, Tensor]) -> None:
     with open(directory / f"{rank}", "rb", buffering=0) as file:
         for tensor in tensors.values():
             host = torch.empty(tensor.shape) if tensor.is_cuda else tensor.detach()
-            view = memoryview(host.numpy().view(np.uint8))
+            view = host.numpy().view(np.uint8).data
             while view:
                 view = view[file.readinto(view) or len(view) :]
             if tensor.is_cuda:
