@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store, StoreError
-from pretrain.checkpoint.uploader import Rounds
+from pretrain.checkpoint.uploader import Rounds, Uploader
 from pretrain.cli import app
 from pretrain.config import ConfigError, dump_config
 from pretrain.rundir.checkpoints import complete_checkpoints
@@ -194,6 +194,20 @@ def test_a_failed_upload_warns_once_and_is_tried_again_with_the_next_checkpoint(
     assert newest is not None and newest.lineage.id == second.lineage.id
     # Of those at hand the newest goes first.
     assert faults.writes.index("newest.json") < len(faults.writes) - 1
+
+
+def test_a_process_that_dies_is_told_of_and_made_up_for(tmp_path, capsys):
+    run, url = tmp_path / "run", f"file://{tmp_path}/store"
+    save(run, 2)
+    uploader = Uploader(run, url)
+    uploader._process.kill()
+    uploader._process.wait()
+    for _ in range(2):
+        uploader.check()
+    warning = capsys.readouterr().err
+    assert warning.count("warning:") == 1 and "ended with code -9" in warning
+    assert uploader.finish(lambda: True) == []
+    assert [s.step for s in Store(url).checkpoints()] == [2]
 
 
 # ---- bringing a checkpoint back ------------------------------------------------------------------
