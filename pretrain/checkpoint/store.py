@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from pretrain.checkpoint.blocks import (
     BLOCK_BYTES,
     BlockReader,
@@ -29,6 +27,7 @@ from pretrain.checkpoint.blocks import (
     DamagedCheckpoint,
     FileRecord,
 )
+from pretrain.checkpoint.digest import digest
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.checkpoint.manifest import CONFIG, FORMAT, INDEX, STATE, checksum, open_checkpoint
 from pretrain.config import ConfigError, RunFailed
@@ -241,7 +240,7 @@ class Store:
         """
 
         def check(record: FileRecord) -> str | None:
-            found = _hash(record.name, self._pieces(f"{stored.name}/{record.name}"), done)
+            found = digest(record.name, self._pieces(f"{stored.name}/{record.name}"), done)
             return None if found == record else str(self._damaged(stored, record.name))
 
         try:
@@ -330,44 +329,6 @@ class Store:
             said = f"{type(error).__name__}: {error}".strip(": ")
             where = f"{self.url}/{path}".rstrip("/")
             raise StoreError(f"{where}: cannot {what} ({said})") from error
-
-
-class Hasher:
-    """Hash a stream in blocks, as `BlockWriter` does, without a file."""
-
-    def __init__(self) -> None:
-        self.bytes, self.digests = 0, list[str]()
-        self._block = xxhash.xxh3_128()
-
-    def update(self, data: bytes) -> None:
-        """Add bytes to the stream."""
-        view = memoryview(data)
-        while view:
-            part = view[: BLOCK_BYTES - self.bytes % BLOCK_BYTES]
-            self._block.update(part)
-            self.bytes += len(part)
-            if self.bytes % BLOCK_BYTES == 0:
-                self._end()
-            view = view[len(part) :]
-
-    def finish(self, name: str) -> FileRecord:
-        """Return the record of a file that holds the stream."""
-        if self.bytes % BLOCK_BYTES:
-            self._end()
-        return FileRecord(name, self.bytes, tuple(self.digests))
-
-    def _end(self) -> None:
-        self.digests.append(self._block.hexdigest())
-        self._block.reset()
-
-
-def _hash(name: str, pieces: Iterator[bytes], done: Callable[[int], None] | None) -> FileRecord:
-    hasher = Hasher()
-    for piece in pieces:
-        hasher.update(piece)
-        if done is not None:
-            done(len(piece))
-    return hasher.finish(name)
 
 
 def stored_name(lineage: Lineage) -> str:
