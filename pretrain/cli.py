@@ -8,17 +8,16 @@ refused at once.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pretrain.bench_cli import bench
+from pretrain.checkpoint_cli import checkpoint
 from pretrain.config import (
-    ConfigError,
     EvaluationRequest,
     dump_config,
     load_config,
@@ -40,9 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data = typer.Typer(no_args_is_help=True, help="Build and verify a data set of token shards.")
-bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 
 Source = Annotated[
     Path,
@@ -172,9 +171,9 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|none|PATH",
+            metavar="auto|none|PATH|URL",
             help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
-            "(none), or from this checkpoint.",
+            "(none), from this checkpoint, or from an object store: s3://bucket/run.",
         ),
     ] = "auto",
     allow_changed: AllowChanged = [],  # noqa: B006

@@ -10,6 +10,7 @@ This module imports no torch: it also runs in the process that writes beside tra
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
@@ -144,11 +145,24 @@ class BlockReader:
             self._last = (last, data[(last - first) * BLOCK_BYTES :].copy())
         return data[start - begin :][:count]
 
-    def verify(self) -> None:
-        """Read the whole file. Raises DamagedCheckpoint as `read` does."""
+    def verify(self, done: Callable[[int], None] | None = None) -> None:
+        """Read the whole file, and tell `done` how many bytes have been read since the last call.
+
+        Raises DamagedCheckpoint as `read` does.
+        """
+        for data in self.pieces():
+            if done is not None:
+                done(len(data))
+
+    def pieces(self) -> Iterator[Bytes]:
+        """Yield the whole file, verified, in pieces of 16 MiB; each byte is read once.
+
+        Raises:
+            DamagedCheckpoint: As `read` does.
+        """
         step = 16 * BLOCK_BYTES
         for start in range(0, self._record.bytes, step):
-            self.read(start, min(step, self._record.bytes - start))
+            yield self.read(start, min(step, self._record.bytes - start))
 
     def __enter__(self) -> BlockReader:
         return self

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -302,8 +303,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _check_files(path, manifest)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
     digests = {name: manifest.files[name].sha256 or "" for name in (STATE, CONFIG, INDEX)}
-    _read(path, CONFIG, sizes[CONFIG], digests[CONFIG])
-    config = load_config(path / CONFIG)
+    # Parsed from what was verified: each file is read once.
+    config = _parse_config(path, _read(path, CONFIG, sizes[CONFIG], digests[CONFIG]))
     try:
         content = _read(path, STATE, sizes[STATE], digests[STATE])
         state = _State.model_validate_json(content)
@@ -383,6 +384,15 @@ def _check_files(checkpoint: Path, manifest: _Manifest) -> None:
         size = (checkpoint / name).stat().st_size
         if size != entry.bytes:
             raise _damaged(checkpoint / name, f"{size} bytes, the manifest says {entry.bytes}")
+
+
+def _parse_config(checkpoint: Path, content: bytes) -> RunConfig:
+    """Return the config in the content of config.toml."""
+    try:
+        values = tomllib.loads(content.decode())
+    except ValueError as error:
+        raise _damaged(checkpoint / CONFIG, f"not valid TOML ({error})") from None
+    return parse_config(values, str(checkpoint / CONFIG))
 
 
 def _read(checkpoint: Path, name: str, size: int, sha256: str) -> bytes:

@@ -192,6 +192,21 @@ class Attempt:
         replace_json(self.directory / ENDED, dataclasses.asdict(ended), durable=True)
 
 
+def check_free(run: Path, job_is_over: JobIsOver = unknown) -> None:
+    """Check that nobody makes an attempt at a run, without beginning one.
+
+    Args:
+        run: The run's directory.
+        job_is_over: Asks Slurm about the job of an owner.
+
+    Raises:
+        RunBusy: A holder lives.
+    """
+    number = max(attempt_numbers(RunPaths(run).attempts), default=0)
+    if number and _is_held(attempt_directory(run, number), Owner.here(), job_is_over):
+        raise _busy(run, number)
+
+
 # ---- is the other holder dead? -------------------------------------------------------------------
 def _is_held(directory: Path, mine: Owner, job_is_over: JobIsOver) -> bool:
     """Return True when an attempt has not ended and its owner lives."""

@@ -45,7 +45,7 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
     chunks = build_model(config)
     optimizer = ZeroOptimizer(config, topology, chunks)
     clock = Clock()
-    batches = _random_batches(config, topology.layout.num_microbatches)
+    batches = random_batches(config, topology.layout.num_microbatches)
     for number in range(WARM_UP_STEPS + steps):
         if number == WARM_UP_STEPS:
             clock.times.clear()
@@ -101,7 +101,7 @@ class Clock:
         return call
 
 
-def _random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Tensor]]:
+def random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Tensor]]:
     """Yield a step's micro batches of random token ids, int64 [B, S + 1], without end."""
     generator = torch.Generator().manual_seed(config.run.seed)
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)

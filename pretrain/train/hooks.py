@@ -33,6 +33,7 @@ from pretrain.train.metrics import MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
+from pretrain.train.upload import Patience
 
 STATE_BYTES = 12
 """Bytes of a parameter in a checkpoint: the fp32 master and Adam's two moments."""

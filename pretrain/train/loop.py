@@ -27,6 +27,7 @@ from pretrain.train.spikes import Spike
 from pretrain.train.start import Run, StartPoint, data_hashes, load_run, prepare, take_run
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
 from pretrain.train.stopping import EXIT_CODES, Requests
+from pretrain.train.upload import bring, check_store
 
 
 def train(
@@ -40,7 +41,8 @@ def train(
     Args:
         config: The run.
         resume: "auto" for the newest complete checkpoint or, if there is none, from scratch;
-            "none" to start from scratch; else the path of a run or a checkpoint.
+            "none" to start from scratch; else the path of a run or a checkpoint, or the URL of a
+            store or of a checkpoint in it.
         requests: What this process is asked to do by signals. None: nothing.
         allowed: Keys that may differ from the checkpoint's although they change training.
 

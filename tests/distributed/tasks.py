@@ -281,23 +281,60 @@ def reads_of_a_resume(config: RunConfig) -> dict[str, int]:
 
     checkpoint = find_checkpoint(config.directory)
     counts: Counter[str] = Counter()
-    read, parse = Path.read_bytes, manifest.load_config
+    read, parse = Path.read_bytes, manifest.parse_config
 
     def counted_read(path: Path) -> bytes:
         if path.parent == checkpoint:
             counts[f"read {path.name}"] += 1
         return read(path)
 
-    def counted_parse(path: Any, *args: Any) -> Any:
-        counts["parse config"] += Path(path).parent == checkpoint
-        return parse(path, *args)
+    def counted_parse(values: Any, origin: str) -> Any:
+        counts["parse config"] += Path(origin).parent == checkpoint
+        return parse(values, origin)
 
-    Path.read_bytes, manifest.load_config = counted_read, counted_parse  # type: ignore[method-assign]
+    Path.read_bytes, manifest.parse_config = counted_read, counted_parse  # type: ignore[method-assign]
     try:
         assert train(config) == 0
     finally:
-        Path.read_bytes, manifest.load_config = read, parse  # type: ignore[method-assign]
+        Path.read_bytes, manifest.parse_config = read, parse  # type: ignore[method-assign]
     return dict(counts)
+
+
+def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
+    """Load a run's newest checkpoint, and count what is read of its files of tensors.
+
+    Args:
+        config: The run's config; the run has a checkpoint.
+
+    Returns:
+        "read": file name -> bytes; "needed": bytes of this rank's weights and moments.
+    """
+    import os
+    from collections import Counter
+    from pathlib import Path
+
+    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.start import find_start_point, load_run, prepare
+    from pretrain.train.stopping import Requests
+
+    read: Counter[str] = Counter()
+    preadv = os.preadv
+
+    def counted(descriptor: int, *args: Any) -> int:
+        got = preadv(descriptor, *args)
+        read[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += got
+        return got
+
+    streams, topology, checkpoint = prepare(config, "auto")
+    start_point = find_start_point(config, "auto", checkpoint)
+    os.preadv = counted
+    try:
+        run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    finally:
+        os.preadv = preadv
+    fragments = run.optimizer.state().fragments
+    needed = sum(t.numel() * t.element_size() for f in fragments for t in f.tensors.values())
+    return {"read": dict(read), "needed": needed}
 
 
 def evaluate(

@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from pretrain.checkpoint.blocks import BLOCK_BYTES
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
@@ -127,3 +128,13 @@ def test_a_resume_reads_its_checkpoint_once(pools, tiny_data, tmp_path):
     assert counts.pop("read manifest.json") > 1
     small = ("config.toml", "state.json", "index.json")
     assert counts == {f"read {name}": 1 for name in small} | {"parse config": 1}
+
+
+def test_a_load_in_the_same_layout_reads_a_ranks_own_file_once(pools, tiny_data, tmp_path):
+    """No rank reads another's moments, and of its own file two blocks more than it needs."""
+    config = _config(tmp_path / "run", tiny_data, {})
+    pools(2).run(tasks.continue_run, config, "auto", 1)
+    for rank, found in enumerate(pools(2).run(tasks.bytes_of_a_load, config)):
+        name = f"rank-{rank:05d}.safetensors"
+        assert found["read"].keys() == {name}
+        assert found["needed"] <= found["read"][name] <= found["needed"] + 2 * BLOCK_BYTES

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import xxhash
 
 from pretrain.checkpoint import index as index_module
+from pretrain.checkpoint import part as part_module
 from pretrain.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, DamagedCheckpoint
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.index import Chunk, Index, Part, Piece, TensorRecord, merge
@@ -151,6 +154,15 @@ def test_stock_safetensors_reads_the_files(tmp_path):
     assert seen == {f"{k}/{n}": math.prod(s) for n, s in SHAPES.items() for k in (MASTER, *MOMENTS)}
 
 
+def test_the_page_about_checkpoints_reads_one_with_stock_safetensors(tmp_path, capsys):
+    checkpoint = _write(tmp_path)
+    page = Path(__file__).parents[2] / "docs/checkpoints.md"
+    [code] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code.replace("CHECKPOINT", str(checkpoint)), {})
+    seen = {line.split(" from ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert seen == {f"{kind}/{name}" for kind in (MASTER, *MOMENTS) for name in SHAPES}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", [MASTER, *MOMENTS])
 def test_what_is_not_finite_is_not_written(tmp_path, bad, kind):
@@ -162,6 +174,40 @@ def test_what_is_not_finite_is_not_written(tmp_path, bad, kind):
         write_part(tmp_path, part, [values])
     # Without its part of the index, the checkpoint cannot be published.
     assert not (tmp_path / part.record_name).exists()
+
+
+# ---- budgets ----
+def _written() -> int:
+    """Bytes that this process has handed to write(2) so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+def test_a_save_writes_each_byte_once(tmp_path, monkeypatch):
+    """Of two ranks: what lies on the disk in the end, and each rank's part of the index.
+
+    Each rank flushes its file and its part of the index; the publication flushes index, state,
+    config and manifest, the directory that they are in, and the one that it appears in.
+    """
+    flushes = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (flushes.append(descriptor), fsync(descriptor))
+    )
+    parts = []
+    replace_file = part_module.replace_file
+
+    def noting(path: Path, content: str, **options: Any) -> None:
+        parts.append(len(content.encode()))
+        replace_file(path, content, **options)
+
+    monkeypatch.setattr(part_module, "replace_file", noting)
+    before = _written()
+    checkpoint = _write(tmp_path, cuts=2)
+    written = _written() - before
+    assert len(parts) == 2
+    assert written == sum(parts) + sum(path.stat().st_size for path in checkpoint.iterdir())
+    assert len(flushes) == 2 * 2 + 6
 
 
 # ---- the index -----------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What `pretrain checkpoint` does: list, show, verify, diff, prune and consolidate."""

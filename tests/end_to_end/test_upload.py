@@ -1,0 +1,78 @@
+"""Checkpoints are uploaded beside training, and an empty node goes on from there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.store import Store
+from pretrain.checkpoint.tools.compare import compare
+from pretrain.rundir.checkpoints import checkpoint_directory, complete_checkpoints
+from tests.end_to_end.commands import Done, pretrain, running_ranks
+
+
+def command(config: Path, run: Path, store: Path, steps: int, *options: object) -> list[object]:
+    settings = [
+        f"run.directory={run}", f"train.num_steps={steps}", "checkpoint.interval_steps=2",
+        f"checkpoint.upload_to=file://{store}", "evaluation.interval_steps=100",
+        "evaluation.lengths=[32]", "evaluation.max_tokens=512",
+    ]  # fmt: skip
+    words = [word for setting in settings for word in ("--set", setting)]
+    return ["train", config, *words, *options]
+
+
+def train(config: Path, run: Path, store: Path, steps: int, *options: object) -> Done:
+    return pretrain(*command(config, run, store, steps, *options))
+
+
+def test_an_empty_node_goes_on_from_the_store_bit_for_bit(config, workspace):
+    whole, run, store = (workspace / name for name in ("whole", "run", "store"))
+    assert train(config, whole, workspace / "other", 6).code == 0
+    done = train(config, run, store, 4)
+    assert done.code == 0 and "warning" not in done.err, done.err
+    assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4]
+    shutil.rmtree(run)
+    done = train(config, run, store, 6)
+    assert done.code == 0, done.err
+    assert f"downloading file://{store}/step-00000004" in done.err
+    assert "going on from step 4" in done.err
+    a, b = (open_checkpoint(checkpoint_directory(each, 6)) for each in (whole, run))
+    assert compare(a, b).is_same_training
+    assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4, 6]
+    # By its URL, into another directory, by two processes.
+    third = workspace / "third"
+    words = command(config, third, store, 8, "--resume", f"file://{store}")
+    with running_ranks(words, 2) as started:
+        assert [done.code for done in started.done()] == [0, 0], started.said(0)
+        assert started.said(0).count("downloading") == 1 and "downloading" not in started.said(1)
+    assert [path.name[-1] for path in complete_checkpoints(third)] == ["6", "8"]
+    assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4, 6, 8]
+
+
+def test_the_benchmark_runs_on_two_ranks_and_leaves_nothing(config, workspace):
+    place = workspace / "bench"
+    words = ["bench", "checkpoint", config, "--rounds", "1", "--directory", place]
+    with running_ranks(words, 2) as started:
+        done = started.done()
+    assert [each.code for each in done] == [0, 0], done[0].err
+    for row in ("torch.distributed.checkpoint", "plain files", "asynchronous = true"):
+        assert row in done[0].out and row not in done[1].out
+    assert list(place.iterdir()) == []
+
+
+def test_a_store_that_refuses_warns_and_training_ends_well(config, workspace):
+    run, blocked = workspace / "refused", workspace / "blocked"
+    blocked.write_text("a file where the store's folder would be")
+    # The run has a checkpoint, so it need not be found out first if the store has one.
+    assert train(config, run, workspace / "unblocked", 2).code == 0
+    done = train(config, run, blocked, 4)
+    assert done.code == 0, done.err
+    for step in (2, 4):
+        assert f"warning: {checkpoint_directory(run, step)}: not uploaded" in done.err
+    remedy = f"Upload them with `pretrain checkpoint upload {run}`"
+    assert done.err.rstrip().endswith(remedy), done.err
+    blocked.unlink()
+    done = pretrain("checkpoint", "upload", run)
+    assert done.code == 0, done.err
+    assert [s.step for s in Store(f"file://{blocked}").checkpoints()] == [2, 4]

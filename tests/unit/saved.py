@@ -1,0 +1,101 @@
+"""Write small checkpoints as the ranks of a run would, without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.checkpoint.boxes import global_boxes
+from pretrain.checkpoint.index import Part, Piece
+from pretrain.checkpoint.manifest import (
+    MASTER,
+    MOMENTS,
+    Checkpoint,
+    Origin,
+    TrainerState,
+    lineage_content,
+    open_checkpoint,
+    state_content,
+)
+from pretrain.checkpoint.part import write_part
+from pretrain.checkpoint.publish import Publication, publish
+from pretrain.config import RunConfig, dump_config
+from pretrain.rundir.lineage import Branch, new_id
+from tests.conftest import tiny_config
+
+SHAPES = {"embedding.weight": (300, 700), "layer.bias": (7,), "layer.weight": (4, 3, 2)}
+Values = Mapping[str, NDArray[np.float32]]
+
+
+def values(seed: int = 0, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Values:
+    """Random values of every global tensor, "<kind>/<parameter>"."""
+    generator = np.random.default_rng(seed)
+    return {
+        f"{kind}/{name}": generator.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+        for kind in (MASTER, *MOMENTS)
+    }
+
+
+def first_origin(**fields: Any) -> Origin:
+    """The origin of a run's first checkpoint."""
+    return Origin(**{"branches": (Branch(new_id(), 0),), "data": {"training": "a"}} | fields)
+
+
+def after(checkpoint: Checkpoint, branch: bool = False, **fields: Any) -> Origin:
+    """The origin of the checkpoint that is saved next; on a branch of its own if `branch`."""
+    lineage = checkpoint.lineage
+    branches = lineage.branches
+    if branch:
+        branches = (*branches, Branch(new_id(), lineage.step))
+    return Origin(
+        **{"parent": lineage.id, "branches": branches, "data": checkpoint.origin.data} | fields
+    )
+
+
+def save(
+    run: Path,
+    step: int,
+    origin: Origin | None = None,
+    tensors: Values | None = None,
+    world_size: int = 2,
+    config: RunConfig | None = None,
+) -> Checkpoint:
+    """Write RUN/checkpoints/step-########, each tensor cut into flat ranges, one for each rank."""
+    tensors = values(step) if tensors is None else tensors
+    final = run / f"checkpoints/step-{step:08d}"
+    partial = final.with_name(f".{final.name}.partial")
+    partial.mkdir(parents=True)
+    for rank in range(world_size):
+        pieces, arrays = [], []
+        for name, array in tensors.items():
+            start, end = (r * array.size // world_size for r in (rank, rank + 1))
+            boxes = global_boxes(array.shape, start, end, (0,) * array.ndim)
+            assert sum(math.prod(size) for _, size in boxes) == end - start
+            pieces.append(Piece(name, array.shape, boxes))
+            arrays.append(array.reshape(-1)[start:end])
+        write_part(partial, Part(rank, tuple(pieces)), arrays)
+    origin = origin or first_origin()
+    publish(
+        Publication(
+            partial=str(partial),
+            final=str(final),
+            world_size=world_size,
+            lineage=lineage_content(new_id(), step, origin),
+            state=state_content(TrainerState(step, 8 * step), step, None, origin),
+            config=dump_config(config or tiny_config()),
+        )
+    )
+    return open_checkpoint(final)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
