@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
 from pretrain.checkpoint.index import FILE_NAME, Index, Natural
-from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints
 from pretrain.rundir.lineage import Branch, Lineage
 
@@ -125,7 +125,7 @@ class _State(_Strict):
     step: Natural
     consumed_samples: Natural
     adam_steps: Natural
-    loss_scaler: dict[str, float] | None
+    loss_scaler_state: dict[str, float] | None = Field(alias="loss_scaler")
     data: dict[str, str]
     changes: tuple[_Change, ...]
     spikes: dict[str, list[float]] | None
@@ -320,7 +320,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config=config,
         trainer_state=TrainerState(state.step, state.consumed_samples, state.spikes),
         adam_steps=state.adam_steps,
-        loss_scaler_state=state.loss_scaler,
+        loss_scaler_state=state.loss_scaler_state,
         lineage=manifest.lineage,
         origin=Origin(
             parent=manifest.parent,

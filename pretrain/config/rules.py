@@ -49,6 +49,7 @@ def check(config: RunConfig) -> None:
         *_schedule(config),
         *_spikes(config),
         *_checkpoint(config),
+        *_upload(config),
         *_evaluation(config),
         *_data(config),
     ]
@@ -339,6 +340,38 @@ def _checkpoint(config: RunConfig) -> Iterator[Refusal]:
                 "without checkpoint.keep every checkpoint is kept",
                 "Set checkpoint.keep as well, to the number of newest ones to keep",
             )
+
+
+def _upload(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse what is no URL, and a URL that holds a secret. The secret is not repeated."""
+    url = config.checkpoint.upload_to
+    if url is None:
+        return
+    key = "checkpoint.upload_to"
+    protocol, separator, rest = url.partition("://")
+    user, at, host = rest.partition("/")[0].rpartition("@")
+    # abfs://container@account has no secret before the @.
+    if at and ":" in user:
+        yield Refusal(
+            key,
+            f"{protocol}://***@{host}...",
+            "holds a password, which would be copied to every config and log",
+            "Leave it out, and give it to the package of the protocol by its own settings",
+        )
+    elif "?" in rest:
+        yield Refusal(
+            key,
+            f"{url.partition('?')[0]}?***",
+            "what follows the ? may be a secret, and would be copied to every config and log",
+            "Leave it out, and give it to the package of the protocol by its own settings",
+        )
+    elif not separator or not protocol or "::" in url or not rest.strip("/"):
+        yield Refusal(
+            key,
+            url,
+            "not a URL with one protocol and a path",
+            "Set one like s3://bucket/prefix, or file:///directory",
+        )
 
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:

@@ -343,6 +343,12 @@ class CheckpointSection(Section):
     """Also keep this many with the lowest validation loss at data.sequence_length, of those that
     were evaluated while training. It has a meaning only beside checkpoint.keep."""
 
+    upload_to: str | None = None
+    """URL, such as s3://bucket/prefix, to which each checkpoint is uploaded beside training. A run
+    that is started in an empty run.directory goes on from there. One URL holds one run. Any
+    protocol of fsspec works; most need a package of their own (s3fs, gcsfs). Credentials come from
+    where that package looks for them, never from the URL."""
+
 
 class EvaluationSection(Section):
     """[evaluation]: perplexity by length, in the training loop and in `pretrain evaluate`."""

@@ -159,19 +159,30 @@ def remove_old(run: Path, newest: Path, policy: Policy, warn: Warn) -> None:
         policy: What to keep.
         warn: Takes what the disk refused.
     """
+    for path in old_checkpoints(run, newest, policy):
+        try:
+            with unheld(path) as is_unheld:
+                if is_unheld:
+                    remove_directory(path)
+        except OSError as error:
+            warn("deletion", f"{path}: cannot be deleted ({error}); training goes on")
+
+
+def old_checkpoints(run: Path, newest: Path, policy: Policy) -> list[Path]:
+    """Return the checkpoints of the line that leads to `newest` that the policy does not keep.
+
+    Args:
+        run: The run's directory.
+        newest: The newest checkpoint, which is never among them.
+        policy: What to keep.
+    """
     lineage = read_lineage(newest)
     if lineage is None or policy.keep is None:
-        return
+        return []
     line = {s.step: s.path for s in saved_checkpoints(run) if s.is_sound and _leads_to(s, lineage)}
     known = [Known(step, _validation_loss(path)) for step, path in line.items()]
     awaited = {_step(path) for path in checkpoints_awaiting_evaluation(run)}
-    for step in removable(known, policy, awaited):
-        try:
-            with unheld(line[step]) as is_unheld:
-                if is_unheld:
-                    remove_directory(line[step])
-        except OSError as error:
-            warn("deletion", f"{line[step]}: cannot be deleted ({error}); training goes on")
+    return [line[step] for step in removable(known, policy, awaited)]
 
 
 def _leads_to(saved: Saved, lineage: Lineage) -> bool:

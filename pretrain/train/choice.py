@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretrain.checkpoint.store import is_url
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.checkpoints import (
     checkpoints_to_resume,
@@ -47,6 +48,9 @@ def choose_checkpoint(
                 f"{run}: has checkpoints, and --resume none would write over them. "
                 "Resume (--resume auto), remove them, or set another run.directory"
             )
+        return None, ()
+    if is_url(resume):
+        # It is downloaded when the processes have joined (`pretrain.train.upload.bring`).
         return None, ()
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain import platform
 from pretrain.checkpoint.save import Saver
+from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
@@ -80,7 +82,13 @@ def make_hooks(run: Run) -> list[Hook]:
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
     saver = CheckpointHook(run, writer)
-    return [LoggingHook(run, writer), EvaluationHook(run, writer), HealthHook(saver), saver]
+    return [
+        LoggingHook(run, writer),
+        EvaluationHook(run, writer),
+        HealthHook(saver),
+        saver,
+        UploadHook(run),
+    ]
 
 
 class LoggingHook(Hook):
@@ -309,3 +317,41 @@ class CheckpointHook(Hook):
         check_room(paths.checkpoints, STATE_BYTES * num_parameters(run.config))
         if self.writer is not None:
             self.writer.flush()
+
+
+class UploadHook(Hook):
+    """Upload every checkpoint beside training; a failure warns and is tried again."""
+
+    def __init__(self, run: Run) -> None:
+        """Start the process that uploads, on rank 0, if checkpoint.upload_to is set."""
+        self.run, self.is_over = run, False
+        url = run.config.checkpoint.upload_to
+        self.uploader = None
+        if url is not None and run.topology.is_main:
+            self.uploader = Uploader(run.config.directory, url)
+
+    def after_step(self, run: Run, record: Record) -> None:
+        """Warn if the process that uploads has ended."""
+        if self.uploader is not None:
+            self.uploader.check()
+
+    def close(self) -> None:
+        """Upload what is missing if the run has ended as it should; say what could not be."""
+        if self.uploader is None:
+            return
+        run, config = self.run, self.run.config
+        if run.state.step < config.train.num_steps and not run.requests.agreed:
+            # It failed. The next start makes up for what is not uploaded.
+            self.uploader.close()
+            return
+        missing = self.uploader.finish(Patience(run).may_wait)
+        for line in missing:
+            print(f"warning: {line}", file=sys.stderr)
+        if missing:
+            print(
+                f"warning: {config.directory}: these checkpoints are on the disk but not in "
+                f"{config.checkpoint.upload_to}. Upload them with `pretrain checkpoint upload "
+                f"{config.directory}`",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -53,7 +53,9 @@ def train(
         ConfigError: The input is wrong; nothing has been written then.
         RunFailed: The run cannot go on, for example because its gradients are no longer finite.
     """
+    check_store(config, resume)
     streams, topology, checkpoint = prepare(config, resume, allowed)
+    resume = bring(config, topology, resume)
     data = data_hashes(streams)
     with AttemptReporter() as reporter:
         start_point = on_main(

@@ -85,6 +85,8 @@ def save(
         Publication(
             partial=str(partial),
             final=str(final),
+            attempt=None,
+            keep=(None, None, 0),
             world_size=world_size,
             lineage=lineage_content(new_id(), step, origin),
             state=state_content(TrainerState(step, 8 * step), step, None, origin),

@@ -101,7 +101,7 @@ def _write(run: Path, cuts: int = 2, step: int = 3) -> Path:
                 pieces.append(Piece(f"{kind}/{name}", shape, boxes))
                 values.append(_values(kind, name).reshape(-1)[start:end])
         write_part(partial, Part(rank, tuple(pieces)), values)
-    origin = Origin(branches=(Branch(new_id(), 0),), data={"training": "a"})
+    origin = Origin(branches=(Branch("ab" * 8, 0),), data={"training": "a"})
     state = TrainerState(step, 8 * step)
     publish(
         Publication(
