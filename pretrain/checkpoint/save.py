@@ -38,6 +38,7 @@ from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.optim.state import Fragment
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
+from pretrain.rundir.fence import check_still_holds
 from pretrain.rundir.lineage import new_id
 from pretrain.rundir.warn import WarnOnce
 from pretrain.topology import Topology, on_main, ranks_here
@@ -184,6 +185,9 @@ class Saver:
         dist.all_gather_object(problems, save.problem)
         self._save = None
         try:
+            if any(problems):
+                # A new holder removes what an old one writes to; that is the reason to name then.
+                on_main(self._topology, lambda: check_still_holds(self._attempt))
             for problem in problems:
                 if problem is not None:
                     raise problem
