@@ -300,7 +300,7 @@ def test_a_learned_table_has_an_end(refused, workspace):
     assert pretrain("evaluate", learned, "--lengths", "16,32").code == 0
 
 
-@pytest.mark.parametrize("method", ["t5", "none"])
+@pytest.mark.parametrize("method", ["t5"])
 def test_what_has_no_stock_class_is_not_exported(refused, workspace, tmp_path, method):
     source = trained(workspace, f"export-{method}", f"position.method={method}")
     refused(
