@@ -53,6 +53,10 @@ while not received and not (run / "enough").exists():
         record["tokens_per_second"] = 4000.0
         with open(run / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\\n")
+if not received:
+    # The last step: a run is finished when its newest checkpoint says so.
+    from pretrain.config import load_config
+    step = load_config(run / "launch/config.toml").train.num_steps
 if rank == 0:
     attempt.phase("saving", step)
     (run / f"checkpoints/step-{{step:08d}}").mkdir(parents=True, exist_ok=True)
