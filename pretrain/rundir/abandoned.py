@@ -11,6 +11,7 @@ the next start, and until then whoever looks for checkpoints passes over those t
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import uuid
@@ -94,7 +95,7 @@ def move_aside(run: Path, path: Path, at: float, reason: str) -> Path:
 
     Args:
         run: The run's directory.
-        path: What is in the way, on the same file system.
+        path: What is in the way.
         at: Unix seconds.
         reason: For people.
 
@@ -102,7 +103,8 @@ def move_aside(run: Path, path: Path, at: float, reason: str) -> Path:
         Where it is now.
     """
     folder = _begin(run, Why(at, reason, finished=True))
-    return path.rename(folder / path.name)
+    _move(path, folder / path.name)
+    return folder / path.name
 
 
 def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
@@ -171,7 +173,26 @@ def _finish(run: Path, folder: Path, why: Why) -> None:
 
 
 def _move(path: Path, target: Path) -> None:
-    """Rename `path` to `target`, unless that was done before."""
-    if os.path.lexists(path) and not os.path.lexists(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
+    """Rename `path` to `target`, unless that was done before.
+
+    RUN/checkpoints may be a link to another file system. What is moved stays on that one then, in
+    the folder abandoned/ beside the checkpoints, and `target` is a link to it: nothing is copied.
+    """
+    # A link to nothing is left by a process that was killed between the link and the rename.
+    if not os.path.lexists(path) or target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.is_symlink():
+        try:
+            path.rename(target)
+            return
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+        # The user may have deleted a RUN/abandoned/#### of this number, so the name is a new one.
+        target.symlink_to(path.parent.resolve() / "abandoned" / uuid.uuid4().hex / path.name)
+        flush_directory(target.parent)
+    beside = Path(os.readlink(target))
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(beside)
+    flush_directory(beside.parent)

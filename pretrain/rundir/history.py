@@ -129,6 +129,19 @@ def settle(
     return set_aside(run, why)
 
 
+def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
+    """Return True if the lines of metrics.jsonl about a checkpoint's step are about it.
+
+    Where they are another line's, `settle` moves them when training goes on from the checkpoint.
+
+    Args:
+        run: The run's directory.
+        lineage: The ancestry of the checkpoint, here or elsewhere.
+    """
+    away = [saved for saved in saved_checkpoints(run) if not _leads_to(saved, lineage)]
+    return not away or lineage.step <= _fork(away, lineage)
+
+
 def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
     """Return True if what is saved after `resumed` belongs to a branch of its own.
 

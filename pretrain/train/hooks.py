@@ -132,6 +132,8 @@ class LoggingHook(Hook):
         """Drop the records of the steps that are taken again."""
         if self.writer is not None:
             self.writer.go_back(run.state.step)
+        # Those changes are dropped too, and still hold.
+        self.at_start(run)
 
     def close(self) -> None:
         """Close the writer, which the evaluation hook shares."""

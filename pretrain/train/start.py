@@ -30,7 +30,7 @@ from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import checkpoint_step
-from pretrain.rundir.history import begins_branch, recover, settle
+from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
@@ -346,6 +346,10 @@ def find_start_point(
     # during the evaluation, or its metrics are in another run's directory.
     if is_evaluated_after(config, step):
         done = evaluations_at(RunPaths(config.directory).metrics, step)
+        # Another line's, which are moved away when the run turns to this one. A run that is
+        # finished stays so.
+        if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
+            done = set()
         pending = tuple(p for p in protocols(config) if p.key not in done)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints

@@ -113,6 +113,18 @@ def test_auto_follows_the_branch_that_was_begun_last(copy, train):
     }
 
 
+def test_the_evaluation_of_another_line_is_not_taken_for_its_own(copy, train, config):
+    """A stopped run's step is saved before it is evaluated, which the next start makes up for."""
+    evaluated = ("evaluation.interval_steps=4",)
+    other_run = copy.parent / "another line"
+    settings = (*SHORT, f"run.directory={other_run}", "train.num_steps=4", *evaluated)
+    assert pretrain("train", config, *(w for s in settings for w in ("--set", s))).code == 0
+    done = train("--resume", step(other_run, 4), settings=evaluated)
+    assert done.code == 0, done.err
+    evaluations = [r["step"] for r in metrics(copy) if r.get("evaluation")]
+    assert evaluations == [4, 8], evaluations
+
+
 def test_keep_deletes_neither_the_checkpoint_resumed_from_nor_the_new_one(copy, train):
     """Rotation by step number across lines deleted both and left the old branch's steps."""
     keep = ("checkpoint.keep=2", "train.num_steps=5", "checkpoint.interval_steps=5")

@@ -1,5 +1,7 @@
 """Lines of descent, what is set aside, the fence before publication, holds and retention."""
 
+import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -13,7 +15,7 @@ import pytest
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
 from pretrain.rundir import checkpoints, history
-from pretrain.rundir.abandoned import read_abandoned
+from pretrain.rundir.abandoned import being_set_aside, read_abandoned
 from pretrain.rundir.checkpoints import (
     begin_partial,
     check_room,
@@ -174,6 +176,37 @@ def test_whatever_moment_a_kill_comes_at_the_move_ends_the_same(tmp_path, monkey
         assert files(run) == expected, last
         assert settle(run, path, found) is None
     assert kills >= 8
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_checkpoints_on_another_file_system_are_set_aside_there(tmp_path, monkeypatch, killed):
+    """RUN/checkpoints is a link; a rename from there to RUN/abandoned is refused by the kernel."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    run = run_of(tmp_path / "run", 4, 8)
+    last = 0 if killed else 100
+
+    def rename(self, target, real=Path.rename):
+        nonlocal last
+        on_disk = [(tmp_path / "disk") in (p.parent.resolve() / "x").parents for p in (self, target)]
+        if on_disk[0] != on_disk[1]:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(self))
+        if all(on_disk):
+            last -= 1
+            if last == -1:
+                raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    four = checkpoint_directory(run, 4)
+    with contextlib.suppress(KeyboardInterrupt):
+        settle(run, four, read_lineage(four))
+    assert names(complete_checkpoints(run)) == [4]
+    recover(run, None)
+    assert names(complete_checkpoints(run)) == [4] and not being_set_aside(run)
+    assert read_lineage(run / "abandoned/0001/step-00000008").id == "trunk-8"
+    assert not (tmp_path / "disk/step-00000008").exists()
 
 
 def test_a_branch_begins_where_its_checkpoints_could_be_taken_for_others(tmp_path):

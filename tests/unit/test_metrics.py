@@ -11,11 +11,14 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
+from pretrain.train.hooks import LoggingHook
 from pretrain.train.metrics import (
     Guarded,
     JsonLines,
@@ -383,3 +386,20 @@ def test_a_user_who_stops_the_run_is_not_held_up(capsys):
 
     with pytest.raises(KeyboardInterrupt):
         Guarded("any", lambda: Interrupted(1, 1)).step(step_record(1))
+
+
+def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
+    changes = (Change(4, "optimizer.learning_rate", 1e-3, 5e-4), Change(2, "run.seed", 1, 2))
+    state = SimpleNamespace(step=4)
+    config = make_config("logging.wandb=disabled", "logging.tensorboard=false")
+    run = SimpleNamespace(state=state, origin=Origin(changes=changes), config=config)
+    writer = MetricsWriter(config, tmp_path, 4)
+    hook = LoggingHook(run, writer)
+    hook.at_start(run)
+    writer.step(step_record(5))
+    hook.after_rollback(run)
+    writer.step(step_record(5))
+    hook.close()
+    records = read(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [4, 5]
+    assert records[0]["changed"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
