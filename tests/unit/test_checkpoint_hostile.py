@@ -1,0 +1,44 @@
+"""Checkpoints that were made to do harm are refused as damaged, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
+from pretrain.config import ConfigError
+from pretrain.train.choice import choose_checkpoint
+from tests.conftest import tiny_config
+from tests.unit.saved import after, save
+
+
+def rehash(checkpoint: Path, change: Callable[[Any], Any] = lambda manifest: None) -> None:
+    """Make every digest of the small files right again, then change the manifest."""
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    for name in ("state.json", "config.toml", "index.json"):
+        if (checkpoint / name).is_file():
+            content["files"][name] = describe(checkpoint / name)
+    change(content)
+    content["checksum"] = checksum(content)
+    (checkpoint / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/none", path)])
+def test_what_is_no_file_is_damage_and_the_run_goes_on_before_it(make, tmp_path):
+    first = save(tmp_path, 1)
+    last = save(tmp_path, 2, after(first)).path
+    (last / "state.json").unlink()
+    make(last / "state.json")
+    size = (last / "state.json").stat().st_size if (last / "state.json").exists() else 0
+    rehash(last, lambda manifest: manifest["files"]["state.json"].update(bytes=size))
+    with pytest.raises(DamagedCheckpoint, match="state.json"):
+        open_checkpoint(last)
+    config = tiny_config(run={"directory": str(tmp_path)})
+    chosen, damaged = choose_checkpoint(config, "auto")
+    assert chosen is not None and chosen.path == first.path and damaged[0][0] == last
