@@ -12,7 +12,9 @@ import pytest
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
+from pretrain.checkpoint.tools.consolidate import consolidate
 from pretrain.config import ConfigError
+from pretrain.export.command import export_source
 from pretrain.train.choice import choose_checkpoint
 from tests.conftest import tiny_config
 from tests.unit.saved import after, save
@@ -42,3 +44,13 @@ def test_what_is_no_file_is_damage_and_the_run_goes_on_before_it(make, tmp_path)
     config = tiny_config(run={"directory": str(tmp_path)})
     chosen, damaged = choose_checkpoint(config, "auto")
     assert chosen is not None and chosen.path == first.path and damaged[0][0] == last
+
+
+@pytest.mark.parametrize(
+    "write", [consolidate, lambda source, out: export_source(source, out, None)]
+)
+def test_nothing_is_written_into_a_checkpoint(write, tmp_path):
+    checkpoint = save(tmp_path, 1).path
+    with pytest.raises(ConfigError, match="lies in the checkpoint"):
+        write(checkpoint, checkpoint / "plain")
+    open_checkpoint(checkpoint)
