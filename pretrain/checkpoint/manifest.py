@@ -172,6 +172,15 @@ def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any
     }
 
 
+def is_manifest(content: Mapping[str, Any]) -> bool:
+    """Return True for the content of a manifest as `open_checkpoint` accepts it."""
+    try:
+        _Manifest.model_validate_json(json.dumps(content))
+    except (ValidationError, ValueError, RecursionError):
+        return False
+    return content.get("checksum") == checksum(content)
+
+
 def describe(path: Path) -> dict[str, Any]:
     """Return a small file's manifest entry: its size in bytes and its SHA-256."""
     content = path.read_bytes()

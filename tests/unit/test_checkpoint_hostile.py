@@ -12,6 +12,7 @@ import pytest
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
+from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools.consolidate import consolidate
 from pretrain.config import ConfigError
 from pretrain.export.command import export_source
@@ -54,3 +55,34 @@ def test_nothing_is_written_into_a_checkpoint(write, tmp_path):
     with pytest.raises(ConfigError, match="lies in the checkpoint"):
         write(checkpoint, checkpoint / "plain")
     open_checkpoint(checkpoint)
+
+
+def stored(tmp_path: Path, change: Callable[[Any], Any]) -> Store:
+    """Two checkpoints in a store, and a change of the newest one's manifest."""
+    store = Store(f"file://{tmp_path}/store")
+    first = save(tmp_path / "run", 1)
+    last = save(tmp_path / "run", 2, after(first))
+    for checkpoint in (first, last):
+        store.upload(checkpoint.path)
+    store.set_newest(last.lineage)
+    (folder,) = (tmp_path / "store").glob("step-00000002-*")
+    rehash(folder, change)
+    return store
+
+
+def test_a_run_does_not_go_back_because_the_newest_is_of_another_format(tmp_path):
+    with pytest.raises(ConfigError, match="format = 3"):
+        stored(tmp_path, lambda manifest: manifest.update(format=3)).newest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.update(validation_loss_nats="low"),
+        lambda manifest: manifest.update(parent="\x1b[2J"),
+        lambda manifest: manifest["files"]["state.json"].update(bytes=10**4000),
+        lambda manifest: manifest["files"]["state.json"].update(bytes=-1),
+    ],
+)
+def test_a_manifest_in_a_store_is_checked_as_on_a_disk(change, tmp_path):
+    assert [each.step for each in stored(tmp_path, change).checkpoints()] == [1]
