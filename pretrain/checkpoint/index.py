@@ -35,6 +35,8 @@ _ALIGNMENT = 64
 """The data of a file begin at a multiple of so many bytes, so that they can be memory-mapped."""
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
+Shape = Annotated[tuple[Natural, ...], Field(max_length=8)]
+"""More axes than any tensor has would only make numbers that cannot be printed."""
 Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST_PATTERN}$")]
 
 
@@ -57,7 +59,7 @@ class _Strict(BaseModel):
 class TensorRecord(_Strict):
     """A tensor's global shape and its boxes."""
 
-    shape: tuple[Natural, ...]
+    shape: Shape
     chunks: tuple[Chunk, ...]
 
 

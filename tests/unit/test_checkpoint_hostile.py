@@ -14,6 +14,7 @@ from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools.consolidate import consolidate
+from pretrain.checkpoint.tools.slabs import slabs
 from pretrain.config import ConfigError
 from pretrain.export.command import export_source
 from pretrain.train.choice import choose_checkpoint
@@ -86,3 +87,19 @@ def test_a_run_does_not_go_back_because_the_newest_is_of_another_format(tmp_path
 )
 def test_a_manifest_in_a_store_is_checked_as_on_a_disk(change, tmp_path):
     assert [each.step for each in stored(tmp_path, change).checkpoints()] == [1]
+
+
+@pytest.mark.parametrize("shape", [[2**52] * 400, [2**53 - 1, 0]])
+def test_absurd_shapes_neither_crash_nor_hang(shape, tmp_path):
+    checkpoint = save(tmp_path, 1).path
+    content = json.loads((checkpoint / "index.json").read_text())
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        content["tensors"][f"{kind}/absurd"] = {"shape": shape, "chunks": []}
+    (checkpoint / "index.json").write_text(json.dumps(content))
+    rehash(checkpoint)
+    opened = open_checkpoint(checkpoint)
+    if len(shape) > 2:
+        with pytest.raises(DamagedCheckpoint, match="shape"):
+            assert opened.index
+    else:
+        assert list(slabs(opened, ["master/absurd"])) == []
