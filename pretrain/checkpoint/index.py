@@ -120,10 +120,11 @@ class Index:
         Raises:
             DamagedCheckpoint: Names what is missing or twice.
         """
-        names = [file.name for file in self.files]
+        names = set[str]()
         for file in self.files:
-            if not FILE_NAME.fullmatch(file.name) or names.count(file.name) > 1:
+            if not FILE_NAME.fullmatch(file.name) or file.name in names:
                 raise DamagedCheckpoint(f"{file.name!r}: not a name for a rank's file, or twice")
+            names.add(file.name)
             if len(file.blocks) != -(-file.bytes // BLOCK_BYTES):
                 raise DamagedCheckpoint(f"{file.name}: {len(file.blocks)} digests of its blocks")
         for name, tensor in self.tensors.items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.blocks import DamagedCheckpoint, FileRecord
+from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools.consolidate import consolidate
@@ -103,3 +105,12 @@ def test_absurd_shapes_neither_crash_nor_hang(shape, tmp_path):
             assert opened.index
     else:
         assert list(slabs(opened, ["master/absurd"])) == []
+
+
+def test_the_files_of_many_ranks_are_checked_in_linear_time():
+    files = tuple(FileRecord(f"rank-{rank:05d}.safetensors", 0, ()) for rank in range(20_000))
+    begin = time.process_time()
+    Index(files, {}).check()
+    assert time.process_time() - begin < 1
+    with pytest.raises(DamagedCheckpoint, match="twice"):
+        Index((*files, files[0]), {}).check()
