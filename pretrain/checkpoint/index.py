@@ -35,6 +35,8 @@ _ALIGNMENT = 64
 """The data of a file begin at a multiple of so many bytes, so that they can be memory-mapped."""
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
+Shape = Annotated[tuple[Natural, ...], Field(max_length=8)]
+"""More axes than any tensor has would only make numbers that cannot be printed."""
 Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST_PATTERN}$")]
 
 
@@ -57,7 +59,7 @@ class _Strict(BaseModel):
 class TensorRecord(_Strict):
     """A tensor's global shape and its boxes."""
 
-    shape: tuple[Natural, ...]
+    shape: Shape
     chunks: tuple[Chunk, ...]
 
 
@@ -118,10 +120,11 @@ class Index:
         Raises:
             DamagedCheckpoint: Names what is missing or twice.
         """
-        names = [file.name for file in self.files]
+        names = set[str]()
         for file in self.files:
-            if not FILE_NAME.fullmatch(file.name) or names.count(file.name) > 1:
+            if not FILE_NAME.fullmatch(file.name) or file.name in names:
                 raise DamagedCheckpoint(f"{file.name!r}: not a name for a rank's file, or twice")
+            names.add(file.name)
             if len(file.blocks) != -(-file.bytes // BLOCK_BYTES):
                 raise DamagedCheckpoint(f"{file.name}: {len(file.blocks)} digests of its blocks")
         for name, tensor in self.tensors.items():

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,15 @@ def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any
         "step": step,
         "validation_loss_nats": origin.validation_loss_nats,
     }
+
+
+def is_manifest(content: Mapping[str, Any]) -> bool:
+    """Return True for the content of a manifest as `open_checkpoint` accepts it."""
+    try:
+        _Manifest.model_validate_json(json.dumps(content))
+    except (ValidationError, ValueError, RecursionError):
+        return False
+    return content.get("checksum") == checksum(content)
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -381,9 +391,19 @@ def _check_files(checkpoint: Path, manifest: _Manifest) -> None:
     if missing := names - found:
         raise _damaged(checkpoint / min(missing), "missing")
     for name, entry in manifest.files.items():
-        size = (checkpoint / name).stat().st_size
-        if size != entry.bytes:
-            raise _damaged(checkpoint / name, f"{size} bytes, the manifest says {entry.bytes}")
+        try:
+            found_file = (checkpoint / name).stat()
+        except OSError as error:
+            # A link to nothing, or to itself.
+            raise _damaged(checkpoint / name, f"cannot be read ({error.strerror})") from None
+        if not stat.S_ISREG(found_file.st_mode):
+            # To open a FIFO waits for ever, and a device may never end.
+            raise _damaged(checkpoint / name, "not a regular file")
+        if found_file.st_size != entry.bytes:
+            raise _damaged(
+                checkpoint / name,
+                f"{found_file.st_size} bytes, the manifest says {entry.bytes}",
+            )
 
 
 def _parse_config(checkpoint: Path, content: bytes) -> RunConfig:

@@ -46,6 +46,9 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
             checkpoint, the data or the curve is missing or damaged.
     """
     checkpoint = find_checkpoint(source)
+    if out.resolve().is_relative_to(checkpoint.resolve()):
+        # A file that the manifest does not list would make the checkpoint count as damaged.
+        raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
     with hold(checkpoint):
         return _export(open_checkpoint(checkpoint), out, curve)
 

@@ -73,6 +73,9 @@ def consolidate(
     if os.path.lexists(out):
         raise ConfigError(f"{out}: exists already. Remove it, or name another directory")
     path = find_checkpoint(source)
+    if out.resolve().is_relative_to(path.resolve()):
+        # A file that the manifest does not list would make the checkpoint count as damaged.
+        raise ConfigError(f"{out}: lies in the checkpoint {path}. Name a directory elsewhere")
     with hold(path), writing(out):
         checkpoint = open_checkpoint(path)
         out.parent.mkdir(parents=True, exist_ok=True)

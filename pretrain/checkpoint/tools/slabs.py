@@ -71,6 +71,9 @@ def _rows(name: str, shape: tuple[int, ...]) -> Iterator[Slab]:
         yield Slab(name, (), ())
         return
     row_bytes = ITEM_BYTES * math.prod(shape[1:])
+    if not row_bytes:
+        # However many rows: nothing is in them.
+        return
     at_once = max(1, SLAB_BYTES // max(1, row_bytes))
     rest = (0,) * (len(shape) - 1)
     for row in range(0, shape[0], at_once):
