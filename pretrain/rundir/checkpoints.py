@@ -24,7 +24,7 @@ from pretrain.rundir.abandoned import (
     read_abandoned,
 )
 from pretrain.rundir.fence import Superseded, check_still_holds
-from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory
+from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory, make_directory
 from pretrain.rundir.lineage import MANIFEST as MANIFEST
 from pretrain.rundir.lineage import Lineage, read_lineage
 from pretrain.rundir.paths import RunPaths, check_version
@@ -297,7 +297,9 @@ def begin_partial(run: Path, step: int, attempt: Path | None) -> Path:
     number = int(attempt.name) if attempt else 0
     name = f".{checkpoint_name(step)}.{number:04d}-{secrets.token_hex(8)}{PARTIAL}"
     partial = RunPaths(run).checkpoints / name
-    partial.mkdir(parents=True)
+    # Durable: without the folder's own name, no flush of what is in it helps.
+    make_directory(partial.parent)
+    partial.mkdir()
     return partial
 
 

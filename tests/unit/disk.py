@@ -229,7 +229,8 @@ class Disk:
     def _fsync(self, real: Any, descriptor: int) -> None:
         if descriptor not in self._descriptors:
             return real(descriptor)
-        self._ask(f"fsync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        opened = os.readlink(f"/proc/self/fd/{descriptor}")
+        self._ask(f"fsync {self._inside(opened)}")
         real(descriptor)
         self._did(Flush(self._descriptors[descriptor]))
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +137,14 @@ def two_saves(disk: Disk) -> tuple[list[str], list[int]]:
     return warnings, ends
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Leave out the wait for the real disk: what an fsync does for a power cut is computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Disk, list[int]]:
     """Two saves, and when each had returned."""
@@ -182,8 +192,9 @@ def test_a_disk_that_refuses_any_operation_harms_no_checkpoint(undisturbed, tmp_
             has_name = named_by_step(run / "checkpoints")
             if raised is not None:
                 assert raised.errno == error
-                # The name's own fsync may fail when the checkpoint has its name already.
-                assert len(has_name) < 2 or "fsync" in words, words
+                # Only the flush of the name comes when the checkpoint has it.
+                is_flush = words in ("open checkpoints", "fsync checkpoints")
+                assert len(has_name) < 2 or is_flush, words
             elif not warnings:
                 silent.append(words)
             is_resumable(run, published(ends, number))
