@@ -156,7 +156,9 @@ def make_directory(directory: Path) -> None:
         return
     make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
-    flush_directory(directory.parent)
+    # A folder that may be written to but not read cannot be flushed.
+    with contextlib.suppress(PermissionError):
+        flush_directory(directory.parent)
 
 
 def flush_directory(directory: Path) -> None:

@@ -1,6 +1,6 @@
 """Every file operation of a save: killed at it, refused by the disk, or the power cut after it.
 
-A run saves twice with checkpoint.keep = 1, so the second save deletes the first checkpoint. Whatever
+A run saves twice with checkpoint.keep = 1: the second save deletes the first checkpoint. Whatever
 happens, what has a checkpoint's name is whole, and once a save has returned the run keeps a
 checkpoint that is no older.
 """
@@ -97,11 +97,14 @@ def is_whole(checkpoint: Path, step: int) -> None:
     opened = open_checkpoint(checkpoint)
     opened.verify_tensors()
     assert opened.trainer_state == TrainerState(step, 8 * step)
-    for kind in (MASTER, *MOMENTS):
-        for name, shape in SHAPES.items():
-            got = torch.full(shape, math.nan)
-            read_into(opened, [Target(f"{kind}/{name}", (0,) * len(shape), got)])
-            assert np.array_equal(got.numpy(), values(step, kind, name)), (kind, name)
+    targets = [
+        Target(f"{kind}/{name}", (0,) * len(shape), torch.full(shape, math.nan))
+        for kind in (MASTER, *MOMENTS)
+        for name, shape in SHAPES.items()
+    ]
+    read_into(opened, targets)
+    for name, _, got in targets:
+        assert np.array_equal(got.numpy(), values(step, *name.split("/"))), name
 
 
 def is_resumable(run: Path, published: int | None, number: int = 2) -> None:
@@ -229,5 +232,3 @@ def test_a_power_cut_after_any_operation_loses_no_checkpoint(undisturbed, tmp_pa
                 last = disk.done[number - 1][0] if number else "nothing"
                 raise AssertionError(f"cut after operation {number}, {last}; {way}") from error
     assert len(known) > len(disk.done) / 4
-
-
