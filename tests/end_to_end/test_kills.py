@@ -240,7 +240,13 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     return [record for record in untimed(run) if "evaluation" not in record]
 
 
-@pytest.mark.parametrize("kills", [KILLS, pytest.param(TORTURE_KILLS, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        KILLS,
+        pytest.param(TORTURE_KILLS, marks=[pytest.mark.torture, pytest.mark.timeout(0)]),
+    ],
+)
 def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     config, workspace, whole, kills, capsys
 ):
