@@ -23,7 +23,7 @@ test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (roo
 	tests/slurm/install.sh
 	$(BIN)/python -m pytest
 
-torture: $(SETUP)  ## run the further cases that `make test` leaves out
+torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture
 
 lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)

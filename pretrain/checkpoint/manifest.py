@@ -385,7 +385,7 @@ def _check_files(checkpoint: Path, manifest: _Manifest) -> None:
     found = {name for name in os.listdir(checkpoint) if not name.startswith(".nfs")}
     if unlisted := found - names - {MANIFEST}:
         raise _damaged(
-            checkpoint / min(unlisted),
+            checkpoint / ascii(min(unlisted))[1:-1],
             "not a file of this checkpoint: the manifest does not list it",
         )
     if missing := names - found:

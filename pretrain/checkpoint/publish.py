@@ -85,7 +85,11 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
     )
     warnings: list[str] = []
     policy = Policy(*publication.keep)
-    remove_old(final.parents[1], final, policy, lambda _, message: warnings.append(message))
+    try:
+        remove_old(final.parents[1], final, policy, lambda _, message: warnings.append(message))
+    except OSError as error:
+        # The checkpoint is published, so the save has not failed.
+        warnings.append(f"{final.parent}: old checkpoints are not deleted ({error})")
     return warnings
 
 

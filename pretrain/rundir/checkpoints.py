@@ -24,7 +24,7 @@ from pretrain.rundir.abandoned import (
     read_abandoned,
 )
 from pretrain.rundir.fence import Superseded, check_still_holds
-from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory
+from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory, make_directory
 from pretrain.rundir.lineage import MANIFEST as MANIFEST
 from pretrain.rundir.lineage import Lineage, read_lineage
 from pretrain.rundir.paths import RunPaths, check_version
@@ -160,7 +160,8 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 
     Raises:
         ConfigError: Checkpoints of two lines lie side by side, or the run was last started from a
-            checkpoint elsewhere and has saved none since, so that none here is of its line.
+            checkpoint elsewhere and has saved none since, so that none here is of its line, or the
+            only checkpoint has lost its manifest.
     """
     found = saved_checkpoints(run)
     check_one_line(found)
@@ -175,6 +176,13 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
                 f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
             )
         break
+    if not found and (cut := _without_manifest(run)):
+        # Publication is one rename, so such a folder has been whole.
+        raise ConfigError(
+            f"{cut[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has no "
+            "other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or train "
+            "anew in another run.directory"
+        )
     if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
         # Not from scratch, as if the run had never saved anything.
         raise ConfigError(
@@ -182,6 +190,12 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
             "start from scratch (--resume none)"
         )
     return [saved.path for saved in reversed(found)]
+
+
+def _without_manifest(run: Path) -> list[Path]:
+    """Return the folders under a checkpoint's name that hold its files, but no manifest."""
+    named = named_by_step(RunPaths(run).checkpoints)
+    return [p for p in named if not is_complete(p) and any(p.glob("rank-*.safetensors"))]
 
 
 def check_one_line(found: Sequence[Saved]) -> None:
@@ -297,7 +311,9 @@ def begin_partial(run: Path, step: int, attempt: Path | None) -> Path:
     number = int(attempt.name) if attempt else 0
     name = f".{checkpoint_name(step)}.{number:04d}-{secrets.token_hex(8)}{PARTIAL}"
     partial = RunPaths(run).checkpoints / name
-    partial.mkdir(parents=True)
+    # Durable: without the folder's own name, no flush of what is in it helps.
+    make_directory(partial.parent)
+    partial.mkdir()
     return partial
 
 

@@ -136,7 +136,10 @@ def remove_directory(path: Path) -> None:
     """Remove a folder that readers look for, in such an order that they never see a part of it."""
     # Killed half-way through, the rest of the folder must not still have its name. The new name is
     # unique, so it meets nothing that somebody else put there.
-    remove(path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}")))
+    hidden = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}"))
+    # Nor may a power cut keep the removal of a file and lose the new name.
+    flush_directory(path.parent)
+    remove(hidden)
 
 
 def remove(path: Path) -> None:
@@ -145,6 +148,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a folder and its missing parents, and flush the name of each to the disk."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    # A folder that may be written to but not read cannot be flushed.
+    with contextlib.suppress(PermissionError):
+        flush_directory(directory.parent)
 
 
 def flush_directory(directory: Path) -> None:

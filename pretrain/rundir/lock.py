@@ -31,7 +31,13 @@ from pretrain.rundir.attempts import (
     process_stat,
 )
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import FILE_MODE, Json, append_json_line, replace_json
+from pretrain.rundir.files import (
+    FILE_MODE,
+    Json,
+    append_json_line,
+    make_directory,
+    replace_json,
+)
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers, check_version
 from pretrain.rundir.states import Phase
 
@@ -92,7 +98,7 @@ class Attempt:
         prepared = attempts / f".{owner.nonce}"
         try:
             with writing(run):
-                attempts.mkdir(parents=True, exist_ok=True)
+                make_directory(attempts)
                 _prepare(
                     prepared,
                     dataclasses.replace(owner, checkpoint_step=newest_checkpoint_step(run)),

@@ -30,6 +30,7 @@ from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import checkpoint_step
+from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
@@ -176,7 +177,7 @@ def take_run(
     if start_point.is_finished(config) and supervised is None:
         return start_point
     try:
-        config.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(config.directory)
     except OSError as error:
         raise ConfigError(
             f"run.directory = {config.directory}: cannot be made ({error.strerror}). Choose another"

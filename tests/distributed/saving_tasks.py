@@ -162,3 +162,34 @@ def nothing_of_the_writers_is_left() -> int:
                 with open(f"/proc/{entry}/stat") as file:
                     parents.append(file.read().rpartition(") ")[2].split()[1])
     return parents.count(me)
+
+
+def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
+    """Go on from a checkpoint to a step, save at once, then take one more step.
+
+    Args:
+        config: The run's config; its directory takes the save.
+        resume: Value of --resume.
+        until: The step to save at.
+
+    Returns:
+        The loss of the step after the save, in nats.
+    """
+    from pretrain import platform
+    from pretrain.checkpoint.save import Saver
+    from pretrain.train.loop import queue_step, step_batches
+    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.stopping import Requests
+
+    streams, topology, checkpoint = prepare(config, resume)
+    start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
+    run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
+    steps = step_batches(run)
+    for _ in range(until - run.state.step):
+        queue_step(run, steps, platform.Moment()).read()
+    saver = Saver(config, run.topology, run.optimizer)
+    saver.begin(run.state, run.origin)
+    saver.finish()
+    saver.close()
+    return float(queue_step(run, steps, platform.Moment()).read()["loss_nats"])

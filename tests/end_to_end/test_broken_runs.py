@@ -95,6 +95,18 @@ def test_a_damaged_checkpoint_without_an_earlier_one(refused, run):
     refused(["evaluate", copy], "there is no earlier one", "train anew in another run.directory")
 
 
+def test_a_run_whose_only_checkpoint_lost_its_manifest_is_not_begun_anew(refused, config, run):
+    copy = damaged_run(run, "beheaded")
+    shutil.rmtree(copy / STEP_4)
+    (copy / STEP_8 / "manifest.json").unlink()
+    before = contents(copy)
+    refused(
+        ["train", config, "--set", f"run.directory={copy}"],
+        f"{copy / STEP_8}: holds weights but no manifest.json",
+    )
+    assert contents(copy) == before
+
+
 def test_an_incomplete_checkpoint_is_passed_over(refused, run):
     copy = damaged_run(run, "incomplete")
     (copy / STEP_8 / "manifest.json").unlink()

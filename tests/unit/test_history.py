@@ -189,7 +189,9 @@ def test_checkpoints_on_another_file_system_are_set_aside_there(tmp_path, monkey
 
     def rename(self, target, real=Path.rename):
         nonlocal last
-        on_disk = [(tmp_path / "disk") in (p.parent.resolve() / "x").parents for p in (self, target)]
+        on_disk = [
+            (tmp_path / "disk") in (p.parent.resolve() / "x").parents for p in (self, target)
+        ]
         if on_disk[0] != on_disk[1]:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(self))
         if all(on_disk):

@@ -1,0 +1,234 @@
+"""Every file operation of a save: killed at it, refused by the disk, or the power cut after it.
+
+A run saves twice with checkpoint.keep = 1: the second save deletes the first checkpoint. Whatever
+happens, what has a checkpoint's name is whole, and once a save has returned the run keeps a
+checkpoint that is no older.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.checkpoint.boxes import global_boxes
+from pretrain.checkpoint.index import Part, Piece
+from pretrain.checkpoint.load import Target, read_into
+from pretrain.checkpoint.manifest import (
+    MASTER,
+    MOMENTS,
+    Origin,
+    TrainerState,
+    lineage_content,
+    open_checkpoint,
+    state_content,
+)
+from pretrain.checkpoint.part import write_part
+from pretrain.checkpoint.publish import Publication, publish
+from pretrain.config import dump_config
+from pretrain.rundir.checkpoints import (
+    begin_partial,
+    checkpoint_directory,
+    checkpoints_to_resume,
+    named_by_step,
+)
+from pretrain.rundir.history import recover
+from pretrain.rundir.lineage import Branch
+from tests.conftest import mark_torture, tiny_config
+from tests.unit.disk import Disk, Killed, build
+
+SHAPES = {"embedding.weight": (9, 4), "layer.bias": (5,)}
+STEPS = (2, 4)
+WORLD_SIZE = 2
+CONFIG = dump_config(tiny_config())
+ORIGIN = Origin(branches=(Branch("b" * 16, 0),))
+
+
+def values(step: int, kind: str, name: str) -> np.ndarray:
+    """Return what a step's checkpoint holds of a tensor."""
+    seed = [step, (MASTER, *MOMENTS).index(kind), list(SHAPES).index(name)]
+    return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def save(run: Path, number: int, step: int, ranks: int = WORLD_SIZE) -> list[str]:
+    """Save a step as attempt `number`, its ranks one after the other; return the warnings."""
+    attempt = run / f"attempts/{number:04d}"
+    partial = begin_partial(run, step, attempt)
+    for rank in range(ranks):
+        pieces, arrays = [], []
+        for name, shape in SHAPES.items():
+            size = math.prod(shape)
+            start, end = rank * size // ranks, (rank + 1) * size // ranks
+            boxes = global_boxes(shape, start, end, (0,) * len(shape))
+            for kind in (MASTER, *MOMENTS):
+                pieces.append(Piece(f"{kind}/{name}", shape, boxes))
+                arrays.append(values(step, kind, name).reshape(-1)[start:end])
+        write_part(partial, Part(rank, tuple(pieces)), arrays)
+    state = TrainerState(step, 8 * step)
+    return publish(
+        Publication(
+            partial=str(partial),
+            final=str(checkpoint_directory(run, step)),
+            attempt=str(attempt),
+            keep=(1, None, 0),
+            world_size=ranks,
+            lineage=lineage_content(f"{step:016x}", step, ORIGIN),
+            state=state_content(state, step, None, ORIGIN),
+            config=CONFIG,
+        )
+    )
+
+
+def new_run(run: Path) -> Path:
+    """Make a run's directory and its first attempt, as far as a save needs them."""
+    (run / "attempts/0001").mkdir(parents=True)
+    return run
+
+
+def is_whole(checkpoint: Path, step: int) -> None:
+    """Check that all of a checkpoint is what was saved at that step."""
+    opened = open_checkpoint(checkpoint)
+    opened.verify_tensors()
+    assert opened.trainer_state == TrainerState(step, 8 * step)
+    targets = [
+        Target(f"{kind}/{name}", (0,) * len(shape), torch.full(shape, math.nan))
+        for kind in (MASTER, *MOMENTS)
+        for name, shape in SHAPES.items()
+    ]
+    read_into(opened, targets)
+    for name, _, got in targets:
+        assert np.array_equal(got.numpy(), values(step, *name.split("/"))), name
+
+
+def is_resumable(run: Path, published: int | None, number: int = 2) -> None:
+    """Check what is on the disk, then start the next attempt: it goes on, and can save.
+
+    Args:
+        run: The run's directory.
+        published: The last step whose save had returned.
+        number: The next attempt's.
+    """
+    checkpoints = run / "checkpoints"
+    found = named_by_step(checkpoints)
+    for path in found:
+        is_whole(path, int(path.name[5:]))
+    assert published is None or (found and int(found[-1].name[5:]) >= published), found
+    attempt = run / f"attempts/{number:04d}"
+    attempt.mkdir(parents=True)
+    recover(run, attempt)
+    assert checkpoints_to_resume(run) == found[::-1]
+    assert not list(checkpoints.glob(".*")), "left over"
+    save(run, number, 6)
+    is_whole(checkpoint_directory(run, 6), 6)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000006"]
+
+
+def two_saves(disk: Disk) -> tuple[list[str], list[int]]:
+    """Save two steps on a disk; return the warnings, and when each save had returned."""
+    warnings, ends = list[str](), list[int]()
+    with disk.watched():
+        for step in STEPS:
+            warnings += save(disk.root, 1, step)
+            ends.append(len(disk.done))
+    return warnings, ends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Leave out the wait for the real disk: what an fsync does for a power cut is computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Disk, list[int]]:
+    """Two saves, and when each had returned."""
+    disk = Disk(new_run(tmp_path_factory.mktemp("undisturbed") / "run"))
+    warnings, ends = two_saves(disk)
+    left = [path.name for path in (disk.root / "checkpoints").iterdir()]
+    assert not warnings and left == ["step-00000004"]
+    # Every kind of operation is seen: an operation that is not noted is not tested.
+    kinds = {words.split()[0] for words, _ in disk.done}
+    assert kinds == {"mkdir", "open", "write", "fsync", "rename", "unlink", "read", "list"}
+    return disk, ends
+
+
+def published(ends: list[int], at: int) -> int | None:
+    """Return the last step whose save had returned before operation `at`."""
+    return max((step for step, end in zip(STEPS, ends) if end <= at), default=None)
+
+
+def test_a_kill_at_any_operation_leaves_the_run_resumable(undisturbed, tmp_path):
+    whole, ends = undisturbed
+    for number, (words, _) in enumerate(whole.done):
+        disk = Disk(new_run(tmp_path / f"{number}"), fail_at=number)
+        with pytest.raises(Killed):
+            two_saves(disk)
+        try:
+            is_resumable(disk.root, published(ends, number))
+        except Exception as error:
+            raise AssertionError(f"killed before operation {number}, {words}") from error
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_refuses_any_operation_harms_no_checkpoint(undisturbed, tmp_path, error):
+    """What goes before the checkpoint's name is an error; what comes after it is a warning."""
+    whole, ends = undisturbed
+    silent = []
+    for number, (words, _) in enumerate(whole.done):
+        disk = Disk(new_run(tmp_path / f"{number}"), fail_at=number, error=error)
+        run, warnings, raised = disk.root, [], None
+        try:
+            warnings, _ = two_saves(disk)
+        except OSError as refused:
+            raised = refused
+        try:
+            assert disk.has_failed
+            has_name = named_by_step(run / "checkpoints")
+            if raised is not None:
+                assert raised.errno == error
+                # Only the flush of the name comes when the checkpoint has it.
+                is_flush = words in ("open checkpoints", "fsync checkpoints")
+                assert len(has_name) < 2 or is_flush, words
+            elif not warnings:
+                silent.append(words)
+            is_resumable(run, published(ends, number))
+        except Exception as failure:
+            raise AssertionError(f"operation {number}, {words}, was refused") from failure
+    # Who looks for what may be deleted passes over what cannot be read, which then stays.
+    assert {words.split()[0] for words in silent} <= {"read"}, silent
+
+
+@pytest.mark.parametrize(("seed", "draws"), mark_torture([(1, 3), (2, 60)], {(1, 3)}))
+def test_a_power_cut_after_any_operation_loses_no_checkpoint(undisturbed, tmp_path, seed, draws):
+    """All, none, and random parts of what was not flushed reach the disk."""
+    disk, ends = undisturbed
+    dice = random.Random(seed)
+    share = 0.5
+    ways = [lambda: True, lambda: False, *[lambda: dice.random() < share] * draws]
+    known = set()
+    for number in range(len(disk.done) + 1):
+        for way, survives in enumerate(ways):
+            share = dice.choice((0.1, 0.5, 0.9))
+            tree = disk.after_power_cut(number, survives)
+            state = (frozenset(tree.items()), published(ends, number))
+            if state in known:
+                continue
+            known.add(state)
+            # The folders of attempts were there long before.
+            run = new_run(tmp_path / f"{number}-{way}")
+            build(run, tree)
+            try:
+                is_resumable(run, published(ends, number))
+            except Exception as error:
+                last = disk.done[number - 1][0] if number else "nothing"
+                raise AssertionError(f"cut after operation {number}, {last}; {way}") from error
+    assert len(known) > len(disk.done) / 4
