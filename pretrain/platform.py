@@ -284,11 +284,12 @@ def unpin(memory: torch.Tensor) -> None:
 
 def available_memory() -> int:
     """Return the bytes of host memory that can be allocated: the machine's, or its cgroup's."""
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError):
+        # Linux knows better; elsewhere half of the memory is taken for available.
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
     with contextlib.suppress(OSError, ValueError):
         # Of cgroup v2; "max", which is no number, where there is no limit.
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())

@@ -127,6 +127,10 @@ class Index:
             names.add(file.name)
             if len(file.blocks) != -(-file.bytes // BLOCK_BYTES):
                 raise DamagedCheckpoint(f"{file.name}: {len(file.blocks)} digests of its blocks")
+        held = sum(math.prod(c.size) for tensor in self.tensors.values() for c in tensor.chunks)
+        if ITEM_BYTES * held > sum(file.bytes for file in self.files):
+            # Before the boxes are compared with each other, which takes long if there are too many.
+            raise DamagedCheckpoint("its boxes hold more than its files")
         for name, tensor in self.tensors.items():
             self._check_bounds(name, tensor)
             _check_coverage(name, tensor)

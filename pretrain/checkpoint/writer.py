@@ -23,6 +23,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,11 @@ class Writer:
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
         """Return shared memory of at least that size, the same at every call.
 
-        It is anonymous memory with a descriptor, because /dev/shm is small in containers.
+        It is anonymous memory with a descriptor on Linux, because /dev/shm is small in containers.
         """
         if self._memory is None or len(self._memory) < num_bytes:
             self.close()
-            self._descriptor = os.memfd_create("checkpoint")
+            self._descriptor = _anonymous_file()
             os.ftruncate(self._descriptor, max(num_bytes, ITEM_BYTES))
             self._memory = mmap.mmap(self._descriptor, max(num_bytes, ITEM_BYTES))
         return np.frombuffer(self._memory, np.float32, num_bytes // ITEM_BYTES)
@@ -206,6 +207,14 @@ class Writer:
                     f"the process that writes checkpoints (process {process.pid}) ended with {end}"
                 )
                 self._changed.notify_all()
+
+
+def _anonymous_file() -> int:
+    """Return the descriptor of a file without a name: in memory on Linux, else on the disk."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 _KINDS: dict[str, type[RunFailed]] = {kind.__name__: kind for kind in (PoisonedState, Superseded)}
