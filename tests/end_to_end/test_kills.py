@@ -90,7 +90,7 @@ def family(launcher: int) -> dict[int, str]:
 
 
 def kill(launcher: int, victim: str, dice: random.Random) -> str:
-    """Kill a victim, or a rank where there is none of its kind; return what was killed."""
+    """Kill a victim, or the launcher where none of its kind runs; return what was killed."""
     found = family(launcher)
     if victim == "all":
         # The launcher first: it must not see the others die.
