@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from pretrain.checkpoint.manifest import Change, Checkpoint, TrainerState
+from pretrain.checkpoint.content import Change, TrainerState
+from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.trajectory import (
     DIGITS,

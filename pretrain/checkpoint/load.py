@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
 from pretrain.checkpoint.boxes import global_boxes
+from pretrain.checkpoint.content import MASTER, TrainerState
 from pretrain.checkpoint.index import ITEM_BYTES, Chunk
-from pretrain.checkpoint.manifest import MASTER, Checkpoint, TrainerState, remedy
+from pretrain.checkpoint.manifest import Checkpoint, remedy
 from pretrain.config import ConfigError
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.optim.state import Fragment

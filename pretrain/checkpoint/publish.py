@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint.content import CONFIG, FORMAT, INDEX, STATE, checksum, describe
 from pretrain.checkpoint.index import Index, Part, merge
-from pretrain.checkpoint.manifest import CONFIG, FORMAT, INDEX, STATE, checksum, describe
 from pretrain.rundir.checkpoints import publish_checkpoint
 from pretrain.rundir.files import flush_directory, replace_file, replace_json
 from pretrain.rundir.history import remove_old

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from pretrain import platform
 from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.index import Part, Piece
-from pretrain.checkpoint.manifest import (
+from pretrain.checkpoint.content import (
     MASTER,
     MOMENTS,
     Origin,
@@ -31,6 +30,7 @@ from pretrain.checkpoint.manifest import (
     lineage_content,
     state_content,
 )
+from pretrain.checkpoint.index import Part, Piece
 from pretrain.checkpoint.part import Values, write_part
 from pretrain.checkpoint.publish import Publication, publish
 from pretrain.checkpoint.writer import Writer

@@ -27,16 +27,10 @@ from pretrain.checkpoint.blocks import (
     DamagedCheckpoint,
     FileRecord,
 )
+from pretrain.checkpoint.content import CONFIG, FORMAT, INDEX, STATE, is_manifest
 from pretrain.checkpoint.digest import digest
 from pretrain.checkpoint.index import FILE_NAME, Index
-from pretrain.checkpoint.manifest import (
-    CONFIG,
-    FORMAT,
-    INDEX,
-    STATE,
-    is_manifest,
-    open_checkpoint,
-)
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunFailed
 from pretrain.rundir.checkpoints import MANIFEST, checkpoint_name, checkpoint_step
 from pretrain.rundir.files import flush_directory, parse_json, replace_file

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
+from pretrain.checkpoint.content import Origin, TrainerState
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.data.manifest import MANIFEST, TOKENIZER

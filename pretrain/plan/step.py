@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.manifest import TrainerState
+from pretrain.checkpoint.content import TrainerState
 from pretrain.config import RunConfig
 from pretrain.model import forward
 from pretrain.model.gpt import build_model

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from pretrain import platform
+from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import Saver
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.gpt import build_model

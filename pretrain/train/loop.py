@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.manifest import TrainerState
+from pretrain.checkpoint.content import TrainerState
 from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pretrain.checkpoint.manifest import TrainerState
+from pretrain.checkpoint.content import TrainerState
 from pretrain.config import RunConfig, RunFailed
 from pretrain.optim.sharded_step import Veto
 from pretrain.optim.spikes import SpikeDetector

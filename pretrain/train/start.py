@@ -20,8 +20,9 @@ from megatron.core.models.gpt import GPTModel
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.changes import changes_of, check_training
+from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import Checkpoint, Origin, TrainerState
+from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.trajectory import TOKENIZER, TRAINING, VALIDATION, Difference
 from pretrain.data.stream import TokenStream, open_stream

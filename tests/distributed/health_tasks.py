@@ -161,7 +161,7 @@ def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
 
 def build_run(config: RunConfig) -> Any:
     """Return a run with initial weights and without data."""
-    from pretrain.checkpoint.manifest import TrainerState
+    from pretrain.checkpoint.content import TrainerState
     from pretrain.model.gpt import build_model
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.topology import initialize

@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.index import Part, Piece
-from pretrain.checkpoint.manifest import (
+from pretrain.checkpoint.content import (
     MASTER,
     MOMENTS,
-    Checkpoint,
     Origin,
     TrainerState,
     lineage_content,
-    open_checkpoint,
     state_content,
 )
+from pretrain.checkpoint.index import Part, Piece
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.part import write_part
 from pretrain.checkpoint.publish import Publication, publish
 from pretrain.config import RunConfig, dump_config

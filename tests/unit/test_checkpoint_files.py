@@ -22,18 +22,18 @@ from pretrain.checkpoint import index as index_module
 from pretrain.checkpoint import part as part_module
 from pretrain.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, DamagedCheckpoint
 from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.index import Chunk, Index, Part, Piece, TensorRecord, merge
-from pretrain.checkpoint.load import Target, load_global_state, read_into
-from pretrain.checkpoint.manifest import (
+from pretrain.checkpoint.content import (
     MASTER,
     MOMENTS,
     Origin,
     TrainerState,
     checksum,
     lineage_content,
-    open_checkpoint,
     state_content,
 )
+from pretrain.checkpoint.index import Chunk, Index, Part, Piece, TensorRecord, merge
+from pretrain.checkpoint.load import Target, load_global_state, read_into
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.part import PoisonedState, write_part
 from pretrain.checkpoint.publish import Publication, publish
 from pretrain.config import ConfigError, dump_config

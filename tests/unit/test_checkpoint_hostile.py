@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint, FileRecord
+from pretrain.checkpoint.content import checksum, describe
 from pretrain.checkpoint.index import Index
-from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
+from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools.consolidate import consolidate
 from pretrain.checkpoint.tools.slabs import slabs

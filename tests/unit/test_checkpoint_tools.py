@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from pretrain.checkpoint.manifest import MASTER, Change, Checkpoint
+from pretrain.checkpoint.content import MASTER, Change
+from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.checkpoint.tools import compare as comparing
 from pretrain.checkpoint.tools import prune as pruning
 from pretrain.checkpoint.tools.consolidate import consolidate

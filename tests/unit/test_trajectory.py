@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pretrain.checkpoint.changes import trained_tokens
-from pretrain.checkpoint.manifest import Change, TrainerState
+from pretrain.checkpoint.content import Change, TrainerState
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.load import section_keys
 from pretrain.config.trajectory import (

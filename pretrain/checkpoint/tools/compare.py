@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.manifest import MASTER, MOMENTS, Checkpoint, open_checkpoint
+from pretrain.checkpoint.content import MASTER, MOMENTS
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.checkpoint.tools.table import table
 from pretrain.config.trajectory import data_differences, differences

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.manifest import CONFIG, MASTER, MOMENTS, Checkpoint, open_checkpoint
+from pretrain.checkpoint.content import CONFIG, MASTER, MOMENTS
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.rundir.checkpoints import find_checkpoint

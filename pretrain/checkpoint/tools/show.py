@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pretrain.checkpoint.manifest import MASTER, MOMENTS, Checkpoint, open_checkpoint
+from pretrain.checkpoint.content import MASTER, MOMENTS
+from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.checkpoint.tools.table import moment, size, table
 from pretrain.config.describe import describe

@@ -1,0 +1,182 @@
+"""What the small files of a checkpoint hold: the manifest and the state of the trainer.
+
+The classes say which keys the JSON files have and what their values may be; pydantic compares them
+strictly, so that nothing a hostile or damaged file says is believed unseen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from pretrain.checkpoint.index import Natural
+from pretrain.rundir.lineage import Branch, Lineage
+
+FORMAT = 2
+STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+"""What is saved of every parameter: fp32 weights and Adam's moments, by torch's names."""
+
+Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The progress of training, its only state beside weights and optimizer state."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Sequences trained on or passed over, the whole state of the data order (data/order.py)."""
+    spikes: dict[str, list[float]] | None = None
+    """What a spike policy has seen and done (pretrain/train/spikes.py); None without one."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that was changed between two attempts although it changes what is trained."""
+
+    step: int
+    """The step of the checkpoint after which the new value holds."""
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a save records about where its state comes from."""
+
+    parent: str | None = None
+    """The id of the checkpoint that was saved or loaded before."""
+    branches: tuple[Branch, ...] = ()
+    """The branches that lead here, oldest first."""
+    data: dict[str, str] = field(default_factory=dict)
+    """"training", "validation" and "tokenizer" -> SHA-256 of what they hold."""
+    changes: tuple[Change, ...] = ()
+    """Changes that the user allowed, oldest first."""
+    validation_loss_nats: float | None = None
+    """The loss at the training length, if this very step was evaluated."""
+
+
+# ---- what the files hold -------------------------------------------------------------------------
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class FileEntry(Strict):
+    """A file in the manifest."""
+
+    bytes: Natural
+    sha256: Sha256 | None = None
+
+
+class BranchEntry(Strict):
+    id: Id
+    since: Natural
+
+
+class ManifestContent(Strict):
+    """The content of manifest.json, without its checksum."""
+
+    format: Literal[2]
+    id: Id
+    parent: Id | None
+    branches: tuple[BranchEntry, ...] = Field(min_length=1)
+    step: Natural
+    validation_loss_nats: float | None
+    files: dict[str, FileEntry]
+
+    @property
+    def lineage(self) -> Lineage:
+        branches = tuple(Branch(branch.id, branch.since) for branch in self.branches)
+        return Lineage(self.id, self.step, self.parent, branches)
+
+
+class ChangeEntry(Strict):
+    step: Natural
+    key: str
+    before: Any
+    after: Any
+
+
+class StateContent(Strict):
+    """The content of state.json."""
+
+    step: Natural
+    consumed_samples: Natural
+    adam_steps: Natural
+    loss_scaler_state: dict[str, float] | None = Field(alias="loss_scaler")
+    data: dict[str, str]
+    changes: tuple[ChangeEntry, ...]
+    spikes: dict[str, list[float]] | None
+
+
+def state_content(
+    trainer_state: TrainerState,
+    adam_steps: int,
+    loss_scaler_state: dict[str, float] | None,
+    origin: Origin,
+) -> dict[str, Any]:
+    """Return the content of state.json.
+
+    Args:
+        trainer_state: How far training has come.
+        adam_steps: Updates made by Adam.
+        loss_scaler_state: fp16: the dynamic loss scaler's fields.
+        origin: Where the state comes from.
+    """
+    return {
+        **dataclasses.asdict(trainer_state),
+        "adam_steps": adam_steps,
+        "loss_scaler": loss_scaler_state,
+        "data": origin.data,
+        "changes": [dataclasses.asdict(change) for change in origin.changes],
+    }
+
+
+def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any]:
+    """Return the manifest's entries that say which checkpoint this is.
+
+    Args:
+        identifier: The checkpoint's own id.
+        step: Optimizer steps done.
+        origin: Where its state comes from.
+    """
+    return {
+        "id": identifier,
+        "parent": origin.parent,
+        "branches": [dataclasses.asdict(branch) for branch in origin.branches],
+        "step": step,
+        "validation_loss_nats": origin.validation_loss_nats,
+    }
+
+
+def is_manifest(content: Mapping[str, Any]) -> bool:
+    """Return True for the content of a manifest as `open_checkpoint` accepts it."""
+    try:
+        ManifestContent.model_validate_json(json.dumps(content))
+    except (ValidationError, ValueError, RecursionError):
+        return False
+    return content.get("checksum") == checksum(content)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a small file's manifest entry: its size in bytes and its SHA-256."""
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without its own checksum."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
