@@ -34,6 +34,7 @@ from pretrain.rundir.fence import check_still_holds
 from pretrain.rundir.files import REMOVED, REPLACED, read_json, remove_directory
 from pretrain.rundir.holds import unheld
 from pretrain.rundir.lineage import MANIFEST, Lineage, read_lineage
+from pretrain.rundir.metrics import bring_back
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.retention import Known, Policy, removable
 from pretrain.rundir.warn import Warn
@@ -140,6 +141,25 @@ def keeps_lines_of(run: Path, lineage: Lineage) -> bool:
     """
     away = [saved for saved in saved_checkpoints(run) if not _leads_to(saved, lineage)]
     return not away or lineage.step <= _fork(away, lineage)
+
+
+def bring_back_lines(run: Path, resumed: Path, step: int) -> None:
+    """Bring the lines of metrics.jsonl back that were set aside with a checkpoint.
+
+    A user who turns back to a checkpoint in RUN/abandoned goes on with its history. Its evaluations
+    stay there, because their folders may be of other checkpoints of the same steps.
+
+    Args:
+        run: The run's directory, from which what does not lead to the checkpoint has been moved.
+        resumed: The checkpoint that training goes on from.
+        step: Its step.
+
+    Raises:
+        OSError: The disk refused; metrics.jsonl is as it was.
+    """
+    paths, folder = RunPaths(run), resumed.resolve().parent
+    if folder.parent == paths.abandoned.resolve() and (folder / paths.metrics.name).exists():
+        bring_back(paths.metrics, folder / paths.metrics.name, step)
 
 
 def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:

@@ -9,12 +9,13 @@ one for each length and protocol. One of a change has `step` and `changed`: the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,41 +142,51 @@ def _is_whole(record: Record) -> bool:
 
 def copy_after(path: Path, step: int, copy: Path) -> None:
     """Write the records after `step` to the file `copy`, in one move; nothing without any."""
-    _copy(path, copy, lambda record: bool(record["step"] > step), even_empty=False)
+    records = (record for record in read_metrics(path) if record["step"] > step)
+    _write_all(copy, records, even_empty=False)
 
 
 def drop_after(path: Path, step: int) -> None:
     """Rewrite the file without the records after `step` and without damaged lines, in one move."""
-    _copy(
-        path,
-        path,
-        lambda record: bool(0 < record["step"] <= step - is_change(record)),
-        even_empty=True,
-    )
+    kept = (r for r in read_metrics(path) if 0 < r["step"] <= step - is_change(r))
+    _write_all(path, kept, even_empty=True)
 
 
-def _copy(path: Path, copy: Path, is_wanted: Callable[[Record], bool], *, even_empty: bool) -> None:
-    """Write the records of `path` that are wanted to `copy`, which may be `path`, in one move.
+def bring_back(path: Path, source: Path, last: int) -> None:
+    """Add to a metrics.jsonl, in one move, what another one holds of the steps that follow its own.
 
     Args:
-        path: The file to read.
-        copy: The file to write.
-        is_wanted: Chooses records.
-        even_empty: Make the file also when no record is wanted.
+        path: The file to add to.
+        source: The file in which the run's lines were set aside.
+        last: The last step to bring back.
+    """
+    own = max((record["step"] for record in read_metrics(path)), default=0)
+    missing = (record for record in read_metrics(source) if own < record["step"] <= last)
+    _write_all(path, itertools.chain(read_metrics(path), missing), even_empty=False)
+
+
+def _write_all(path: Path, records: Iterable[Record], *, even_empty: bool) -> None:
+    """Write records to a file in one move. They may be read from that very file.
+
+    Args:
+        path: The file to write.
+        records: Its records.
+        even_empty: Make the file also when there is no record.
     """
     # Not `replace_file`: the records of a long run are streamed, not held in memory.
-    partial = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}{PARTIAL}")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     written = 0
     try:
         with partial.open("w") as file:
-            for record in filter(is_wanted, read_metrics(path)):
+            for record in records:
                 written += file.write(json.dumps(_to_json(record)) + "\n")
             # The whole history is in this file: it must be on the disk before it is replaced.
             file.flush()
             os.fsync(file.fileno())
         if written or even_empty:
-            shutil.copymode(path, partial)
-            partial.replace(copy)
+            if path.exists():
+                shutil.copymode(path, partial)
+            partial.replace(path)
         else:
             partial.unlink()
     except BaseException:

@@ -32,7 +32,13 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
+from pretrain.rundir.history import (
+    begins_branch,
+    bring_back_lines,
+    keeps_lines_of,
+    recover,
+    settle,
+)
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
@@ -301,6 +307,7 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
     damaged = {damaged.name: first_sentence(why) for damaged, why in start_point.damaged}
     with writing(config.directory):
         folder = settle(config.directory, path, lineage, damaged, attempt)
+        bring_back_lines(config.directory, path, lineage.step)
     if folder is not None:
         names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
         print(

@@ -68,6 +68,18 @@ def other_branch(train: Train, copy: Path, to: int = 6) -> None:
 
 
 # ---- branches ------------------------------------------------------------------------------------
+def test_going_back_to_what_was_set_aside_brings_its_lines_back(copy, train):
+    """The lines of steps 5 to 8 are those of the line that is taken up again."""
+    losses = {r["step"]: r["loss_nats"] for r in metrics(copy) if "gradient_norm" in r}
+    other_branch(train, copy, to=6)
+    aside = copy / "abandoned/0001/step-00000008"
+    done = train("--resume", aside, settings=("train.num_steps=10",))
+    assert done.code == 0 and "going on from step 8" in done.err, done.err
+    assert trained_steps(copy) == list(range(1, 11))
+    now = {r["step"]: r["loss_nats"] for r in metrics(copy) if "gradient_norm" in r}
+    assert {number: now[number] for number in losses} == losses
+
+
 def test_auto_follows_the_branch_that_was_begun_last(copy, train):
     (copy / "evaluations/step-00000008").mkdir(parents=True)
     (copy / "evaluations/claims/step-00000008").mkdir(parents=True)
