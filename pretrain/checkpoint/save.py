@@ -211,6 +211,9 @@ class Saver:
         if self._pinned is not None:
             platform.unpin(self._pinned)
         self._writer.close()
+        if self._save is not None and self._topology.is_main:
+            # What was published has another name by now.
+            shutil.rmtree(self._save.partial, ignore_errors=True)
 
     # ---- the two ways to write ----
     def _make_memory(self, part: Part) -> torch.Tensor | None:

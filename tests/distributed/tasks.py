@@ -314,7 +314,7 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     from pathlib import Path
 
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
     from pretrain.train.stopping import Requests
 
     read: Counter[str] = Counter()
@@ -326,7 +326,7 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
         return got
 
     streams, topology, checkpoint = prepare(config, "auto")
-    start_point = find_start_point(config, "auto", checkpoint)
+    start_point = find_start_point(config, "auto", checkpoint, data_hashes(streams))
     os.preadv = counted
     try:
         run = load_run(config, streams, topology, start_point, Requests(), AttemptReporter())
