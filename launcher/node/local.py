@@ -82,6 +82,7 @@ def run_locally(
     first = attempt.number
 
     def start(attempt: Attempt) -> LocalRanks:
+        """Start the ranks of an attempt; after the first one, with the config as it was then."""
         again = attempt.number > first
         config_arguments = arguments
         if again:

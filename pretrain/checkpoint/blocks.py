@@ -10,10 +10,9 @@ This module imports no torch: it also runs in the process that writes beside tra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from mmap import mmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,7 @@ class DamagedCheckpoint(ConfigError):
 
 
 class FileRecord(NamedTuple):
-    """What is known about a file that was written in blocks."""
+    """The name, size and digests of a file that was written in blocks."""
 
     name: str
     bytes: int
@@ -44,52 +43,84 @@ class FileRecord(NamedTuple):
     """The digest of each block, in hexadecimal. All blocks but the last hold BLOCK_BYTES."""
 
 
-class BlockWriter:
-    """Write a new file from its beginning to its end, each byte once, and hash it on the way."""
+class BlockHasher:
+    """Hash a stream in blocks, as a file that holds it is hashed."""
 
-    def __init__(self, path: Path) -> None:
-        """Create the file. Raises FileExistsError when there is one."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        self._path, self._descriptor = path, os.open(path, flags, FILE_MODE)
+    def __init__(self) -> None:
+        """Begin an empty stream."""
         self._bytes, self._digests = 0, list[str]()
         self._block = xxhash.xxh3_128()
 
-    def write(self, data: Buffer) -> None:
-        """Append `data`. Raises OSError when the disk refuses."""
+    def update(self, data: Buffer) -> None:
+        """Add bytes to the stream."""
         # memoryview cannot cast an empty array.
         memory = data.data if isinstance(data, np.ndarray) else data
         view = memoryview(memory).cast("B") if len(data) else memoryview(b"")
         while view:
-            # A block is hashed and written while it is in the processor's cache.
             part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
             self._block.update(part)
-            _write_all(self._descriptor, part)
+            self._take(part)
             self._bytes += len(part)
             if self._bytes % BLOCK_BYTES == 0:
                 self._end_block()
             view = view[len(part) :]
 
-    def finish(self) -> FileRecord:
-        """Flush the file to the disk, close it and return its record."""
+    def record(self, name: str) -> FileRecord:
+        """End the stream and return the record of a file that holds it."""
         if self._bytes % BLOCK_BYTES:
             self._end_block()
-        os.fsync(self._descriptor)
-        return FileRecord(self._path.name, self._bytes, tuple(self._digests))
+        return FileRecord(name, self._bytes, tuple(self._digests))
+
+    def _take(self, part: memoryview) -> None:
+        """Do with a part of a block, which is in the processor's cache, what a subclass wants."""
 
     def _end_block(self) -> None:
         self._digests.append(self._block.hexdigest())
         self._block.reset()
 
-    def __enter__(self) -> BlockWriter:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+def digest(
+    name: str, pieces: Iterable[bytes], done: Callable[[int], None] | None = None
+) -> FileRecord:
+    """Return the record that a file with this content has.
+
+    Args:
+        name: The file's name.
+        pieces: Its content, in pieces of any size.
+        done: Is told how many bytes have been hashed since the last call.
+    """
+    hasher = BlockHasher()
+    for piece in pieces:
+        hasher.update(piece)
+        if done is not None:
+            done(len(piece))
+    return hasher.record(name)
+
+
+class BlockWriter(BlockHasher):
+    """Write a new file from its beginning to its end, each byte once, and hash it on the way."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file. Raises FileExistsError when there is one."""
+        super().__init__()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._path, self._descriptor = path, os.open(path, flags, FILE_MODE)
+
+    def write(self, data: Buffer) -> None:
+        """Append `data`. Raises OSError when the disk refuses."""
+        self.update(data)
+
+    def finish(self) -> FileRecord:
+        """Flush the file to the disk and return its record."""
+        os.fsync(self._descriptor)
+        return self.record(self._path.name)
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
+
+    def _take(self, part: memoryview) -> None:
+        _write_all(self._descriptor, part)
 
 
 class BlockReader:
@@ -164,15 +195,8 @@ class BlockReader:
         for start in range(0, self._record.bytes, step):
             yield self.read(start, min(step, self._record.bytes - start))
 
-    def __enter__(self) -> BlockReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
 
 

@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a save records about where its state comes from."""
+    """Where a state comes from, as a save records it."""
 
     parent: str | None = None
     """The id of the checkpoint that was saved or loaded before."""

@@ -212,7 +212,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank writes: the pieces of its file, in order."""
+    """The pieces of a rank's file, in order."""
 
     rank: int
     pieces: tuple[Piece, ...]

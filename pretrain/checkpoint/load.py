@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,7 +166,7 @@ def _state_targets(fragments: Iterable[Fragment]) -> Iterator[Target]:
 
 # ---- from files to tensors -----------------------------------------------------------------------
 class _Copy(NamedTuple):
-    """What a chunk and a target have in common: rows of the chunk that are read, and where to."""
+    """The intersection of a chunk and a target: rows of the chunk that are read, and where to."""
 
     chunk: Chunk
     rows: tuple[int, int]
@@ -222,7 +223,7 @@ def _shares(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
 
 def _read_file(directory: Path, record: FileRecord, copies: Sequence[_Copy]) -> None:
     """Fill targets from one file."""
-    with BlockReader(directory, record) as file, torch.no_grad():
+    with closing(BlockReader(directory, record)) as file, torch.no_grad():
         for copy in copies:
             rows_at_once = max(1, SLAB_BYTES // max(1, copy.row_bytes))
             first, last = copy.rows

@@ -17,6 +17,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,7 +114,7 @@ class Checkpoint:
         """
         for record in self.index.files[share::shares]:
             try:
-                with BlockReader(self.path, record) as file:
+                with closing(BlockReader(self.path, record)) as file:
                     file.verify()
             except DamagedCheckpoint as error:
                 raise DamagedCheckpoint(f"{error}. {remedy(self.path)}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def write_part(directory: Path, part: Part, values: Iterable[Values]) -> None:
             checkpoint cannot be published.
         OSError: The disk refused.
     """
-    with BlockWriter(directory / part.file_name) as file:
+    with closing(BlockWriter(directory / part.file_name)) as file:
         file.write(part.header)
         for piece, array in zip(part.pieces, values, strict=True):
             _check_finite(piece.name, array)

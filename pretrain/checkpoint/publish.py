@@ -25,7 +25,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Publication:
-    """What is needed to complete and publish a checkpoint, all of it JSON."""
+    """Everything needed to complete and publish a checkpoint, all of it JSON."""
 
     partial: str
     """The hidden directory, in which every rank writes its part."""
@@ -45,7 +45,7 @@ class Publication:
 
 
 class Patience:
-    """What a publisher that waits for the parts of other ranks is told meanwhile."""
+    """News for a publisher that waits for the parts of other ranks."""
 
     all_written: str = ""
     """The id of the checkpoint whose parts are all on the disk."""

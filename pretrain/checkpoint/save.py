@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain import platform
+from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.content import (
     MASTER,
@@ -96,6 +97,11 @@ class Saver:
             part, _ = lay_out(topology.rank, optimizer.state().fragments)
             self._memory = self._make_memory(part)
         self._writing: threading.Thread | None = None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if training goes on while a save is written; the same on every rank."""
+        return self._memory is not None
 
     @property
     def has_problem(self) -> bool:
@@ -192,7 +198,7 @@ class Saver:
                 if problem is not None:
                     raise problem
             on_main(self._topology, lambda: self._publish(save))
-        except RunFailed:
+        except (RunFailed, DamagedCheckpoint):
             self._give_up(save)
             raise
 
@@ -217,16 +223,31 @@ class Saver:
 
     # ---- the two ways to write ----
     def _make_memory(self, part: Part) -> torch.Tensor | None:
-        """Return memory for the copy of the state, fp32; None if the host has too little."""
+        """Return memory for the copy of the state, fp32; None if any rank's host has too little."""
         needed = int(MEMORY_MARGIN * part.data_bytes * ranks_here())
         available = platform.available_memory()
+        memory = None
         if needed <= available:
-            # A limit on memory or on the size of files may still refuse it.
+            # A limit on memory, on processes or on the size of files may still refuse it.
             with contextlib.suppress(OSError):
-                memory = torch.from_numpy(self._writer.memory(part.data_bytes))
+                shared = self._writer.memory(part.data_bytes)
                 self._writer.make_pages()
-                self._pinned = memory if platform.pin(memory) else None
-                return memory
+                memory = torch.from_numpy(shared)
+        # All ranks wait for their saves, or none does: a checkpoint is published when training has
+        # been told on every rank that its part is written.
+        lacking: list[tuple[int, int] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(lacking, (needed, available) if memory is None else None)
+        needs = next(filter(None, lacking), None)
+        if needs is not None:
+            self._say_that_training_waits(*needs)
+            self._writer.close()
+            return None
+        assert memory is not None
+        self._pinned = memory if platform.pin(memory) else None
+        return memory
+
+    def _say_that_training_waits(self, needed: int, available: int) -> None:
+        """Say on rank 0 why saves do not go on beside training."""
         if self._topology.is_main:
             print(
                 f"checkpoint.asynchronous: a copy of the state needs {needed / 1e9:.1f} GB of "
@@ -235,7 +256,6 @@ class Saver:
                 file=sys.stderr,
                 flush=True,
             )
-        return None
 
     def _begin_beside(self, part: Part, tensors: list[torch.Tensor], memory: torch.Tensor) -> None:
         """Copy the state beside training, and have the writing process write the copy.

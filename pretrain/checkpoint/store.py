@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from pretrain.checkpoint.blocks import (
     BlockWriter,
     DamagedCheckpoint,
     FileRecord,
+    digest,
 )
 from pretrain.checkpoint.content import CONFIG, FORMAT, INDEX, STATE, is_manifest
-from pretrain.checkpoint.digest import digest
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunFailed
@@ -223,7 +224,7 @@ class Store:
         self._check_listed(stored, files)
 
         def receive(record: FileRecord) -> None:
-            with BlockWriter(directory / record.name) as file:
+            with closing(BlockWriter(directory / record.name)) as file:
                 for piece in self._pieces(f"{stored.name}/{record.name}"):
                     file.write(piece)
                     if done is not None:
@@ -266,7 +267,7 @@ class Store:
 
     # ---- objects ----
     def _send_file(self, name: str, checkpoint: Path, record: FileRecord) -> None:
-        with BlockReader(checkpoint, record) as file:
+        with closing(BlockReader(checkpoint, record)) as file:
             self._send(name, record.name, (piece.data for piece in file.pieces()))
 
     def _send(self, name: str, file: str, pieces: Any) -> None:

@@ -25,7 +25,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Known:
-    """What the decision needs to know about a checkpoint."""
+    """A checkpoint as far as the decision needs to know it."""
 
     step: int
     validation_loss_nats: float | None = None

@@ -43,7 +43,7 @@ OURS, TORCH, RAW = "pretrain", "torch.distributed.checkpoint", "plain files"
 
 @dataclass
 class _Bench:
-    """What is measured, and the times so far."""
+    """The commands that are measured, and their times so far."""
 
     config: RunConfig
     topology: Topology

@@ -37,7 +37,7 @@ COUNTERS = ("steps done", "samples consumed", "fewest updates", "most updates", 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a check has found on this rank, on the device."""
+    """The findings of a check on this rank, on the device."""
 
     copies: list[Copies]
     checksums: list[Tensor]

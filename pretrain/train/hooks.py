@@ -305,7 +305,7 @@ class CheckpointHook(Hook):
         step = run.state.step
         if step == self.saved_step:
             return
-        waits = self._is_last(run) or not run.config.checkpoint.asynchronous
+        waits = self._is_last(run) or not self.saver.is_asynchronous
         with run.reporter.during(Phase.SAVING, step, saved=step if waits else None):
             identifier = self.saver.begin(run.state, run.origin, lambda: self._prepare(run))
             if waits:

@@ -145,6 +145,31 @@ def _little_memory() -> Iterator[None]:
         platform.available_memory = available
 
 
+def published_before_the_next_save(config: RunConfig) -> list[int] | None:
+    """Train a run in which rank 0 alone has no memory for the copy of the state.
+
+    Returns:
+        On rank 0, how many checkpoints there are when each save begins.
+    """
+    from pretrain.checkpoint.save import Saver
+    from pretrain.rundir.checkpoints import complete_checkpoints
+    from pretrain.train import loop
+
+    rank, begin, found = int(os.environ["RANK"]), Saver.begin, list[int]()
+
+    def noted(self: Any, *args: Any) -> Any:
+        found.append(len(complete_checkpoints(config.directory)))
+        return begin(self, *args)
+
+    Saver.begin = noted  # type: ignore[method-assign]
+    try:
+        with contextlib.nullcontext() if rank else _little_memory():
+            assert loop.train(config) == 0
+    finally:
+        Saver.begin = begin  # type: ignore[method-assign]
+    return None if rank else found
+
+
 def digests_with_little_memory(config: RunConfig) -> dict[str, Any] | None:
     """Return `digests_of_saves` on a machine that has no memory for the copy."""
     with _little_memory():

@@ -105,6 +105,14 @@ def test_without_memory_for_the_copy_training_waits(pools, tiny_data, tmp_path):
     assert less == good
 
 
+def test_a_save_that_training_waits_for_is_published_before_training_goes_on(
+    pools, tiny_data, tmp_path
+):
+    """One rank without memory for the copy is enough: none of them goes on."""
+    config = _config(tmp_path / "run", tiny_data)
+    assert pools(2).run(tasks.published_before_the_next_save, config)[0] == [0, 1, 2, 3, 4]
+
+
 def test_each_checkpoint_names_the_one_before(pools, tiny_data, tmp_path):
     pools(1).run(tasks.digests_of_saves, _config(tmp_path / "run", tiny_data))
     lineages = [open_checkpoint(path).lineage for path in complete_checkpoints(tmp_path / "run")]

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from tests.conftest import tiny_config
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 17])
 def test_blocks_are_written_once_and_read_verified(tmp_path, size):
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    with BlockWriter(tmp_path / "file") as writer:
+    with closing(BlockWriter(tmp_path / "file")) as writer:
         for part in np.array_split(data, 7):
             writer.write(part)
         record = writer.finish()
@@ -53,7 +54,7 @@ def test_blocks_are_written_once_and_read_verified(tmp_path, size):
     blocks = [data[i : i + BLOCK_BYTES].tobytes() for i in range(0, size, BLOCK_BYTES)]
     assert list(record.blocks) == [xxhash.xxh3_128(block).hexdigest() for block in blocks]
     dice = random.Random(size)
-    with BlockReader(tmp_path, record) as reader:
+    with closing(BlockReader(tmp_path, record)) as reader:
         for _ in range(200):
             start = dice.randint(0, size)
             count = dice.randint(0, min(size - start, 2 * BLOCK_BYTES))
@@ -62,13 +63,13 @@ def test_blocks_are_written_once_and_read_verified(tmp_path, size):
 
 def test_a_flipped_bit_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path):
     data = bytes(4 * BLOCK_BYTES)
-    with BlockWriter(tmp_path / "file") as writer:
+    with closing(BlockWriter(tmp_path / "file")) as writer:
         writer.write(data)
         record = writer.finish()
     with open(tmp_path / "file", "r+b") as file:
         file.seek(2 * BLOCK_BYTES + 5)
         file.write(b"\x10")
-    with BlockReader(tmp_path, record) as reader:
+    with closing(BlockReader(tmp_path, record)) as reader:
         reader.read(0, 2 * BLOCK_BYTES)
         reader.read(3 * BLOCK_BYTES, BLOCK_BYTES)
         with pytest.raises(DamagedCheckpoint, match="2,097,152 to 3,145,728 are not what was"):

@@ -210,8 +210,10 @@ def test_the_progress_bar_starts_where_the_run_resumes(capsys):
 
 def writing_program(directory: Path, override: str = "logging.wandb=disabled") -> list[str]:
     """A process of its own that writes 120 steps to a MetricsWriter."""
+    # Megatron-core warns of optional packages when it is imported; `pretrain` silences it likewise.
     code = f"""
-import sys
+import sys, warnings
+warnings.simplefilter("ignore")
 sys.path.insert(0, {str(ROOT / "tests/unit")!r})
 from pathlib import Path
 from test_metrics import MetricsWriter, make_config, step_record

@@ -55,7 +55,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """What `compare` found."""
+    """The differences that `compare` found."""
 
     relation: str
     config: list[str]

@@ -47,7 +47,7 @@ class Row:
     """A reader has it open, so retention passes over it."""
     awaits_evaluation: bool = False
     damage: str | None = None
-    """What the small files show; the tensors are not read."""
+    """A checkpoint as its small files show it; the tensors are not read."""
     abandoned: str | None = None
     """The folder of RUN/abandoned that it lies in."""
 

@@ -19,7 +19,7 @@ from pretrain.rundir.retention import Policy
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prune would do."""
+    """The checkpoints that a prune would keep and delete."""
 
     newest: Path
     delete: list[Path]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
@@ -96,7 +97,7 @@ def verify_checkpoint(
 
 def _verify_file(directory: Path, record: FileRecord, progress: _Progress) -> str | None:
     try:
-        with BlockReader(directory, record) as file:
+        with closing(BlockReader(directory, record)) as file:
             file.verify(progress.add)
     except DamagedCheckpoint as error:
         return _without_remedy(error, directory)
