@@ -8,31 +8,15 @@ all that apply at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
+from pretrain.config.refusal import Refusal
 
 if TYPE_CHECKING:
     # RunConfig.layout applies these rules, so importing it at run time would be a circle.
     from pretrain.config.run import RunConfig
-
-
-class Refusal(NamedTuple):
-    """One reason why a run cannot work: "KEY = VALUE: REASON. REMEDY"."""
-
-    key: str
-    """The key that the user would change, with its section."""
-    value: object
-    """Its value."""
-    reason: str
-    """What is wrong with the value; starts in lower case, without a full stop."""
-    remedy: str
-    """What to set instead; a sentence without its full stop."""
-
-    def __str__(self) -> str:
-        # As TOML spells it, so that a user finds it in the file.
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"{self.key} = {value}: {self.reason}. {self.remedy}"
 
 
 def check(config: RunConfig) -> None:
@@ -51,7 +35,7 @@ def check(config: RunConfig) -> None:
         *_checkpoint(config),
         *_upload(config),
         *_evaluation(config),
-        *_data(config),
+        *check_data(config),
     ]
     # A layout that is broken by itself would only be reported twice.
     if config.parallel.world_size is not None and not refusals:
@@ -404,31 +388,4 @@ def _evaluation(c: RunConfig) -> Iterator[Refusal]:
             f"longer than the shortest window of {shortest} tokens, so that windows would leave "
             "tokens out",
             f"Choose {shortest} or less",
-        )
-
-
-def _data(c: RunConfig) -> Iterator[Refusal]:
-    """Check that the source has the files it needs, and that a shard holds a block."""
-    d = c.data
-    if d.source != "shakespeare" and not d.paths:
-        yield Refusal(
-            "data.paths",
-            [],
-            f'data.source = "{d.source}" reads files, and none are given',
-            'Set files or glob patterns, as in data.paths = ["corpus/**/*.txt"]',
-        )
-    if d.source == "shakespeare" and (d.paths or d.validation_paths):
-        key = "data.paths" if d.paths else "data.validation_paths"
-        yield Refusal(
-            key,
-            list(d.paths or d.validation_paths),
-            'data.source = "shakespeare" comes with its own text',
-            'Remove the key, or set data.source = "text"',
-        )
-    if d.tokens_per_shard < d.tokens_per_block:
-        yield Refusal(
-            "data.tokens_per_shard",
-            d.tokens_per_shard,
-            f"less than one block of data.tokens_per_block = {d.tokens_per_block}",
-            f"Choose {d.tokens_per_block} or more, or lower data.tokens_per_block",
         )

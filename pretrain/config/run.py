@@ -13,6 +13,7 @@ from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
     BatchSection,
     CheckpointSection,
+    CleaningSection,
     DataSection,
     EvaluationSection,
     LoggingSection,
@@ -60,6 +61,7 @@ class RunConfig(Section):
     parallel: ParallelSection = ParallelSection()
     batch: BatchSection
     data: DataSection
+    cleaning: CleaningSection = CleaningSection()
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection

@@ -65,6 +65,12 @@ EFFECTS: dict[str, Effect] = {
     # Read by `pretrain data build` alone; what it made of them is known by its hash.
     "data.source": FREE,
     "data.paths": FREE,
+    "data.text_field": FREE,
+    "data.validation_bytes": FREE,
+    "data.bytes_per_task": FREE,
+    "cleaning": FREE,
+    # The shares of the corpora decide which samples follow.
+    "data.corpora": TRAJECTORY,
     "data.validation_paths": FREE,
     "data.validation_fraction": FREE,
     "data.tokenizer_training_bytes": FREE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.rules import Refusal
+from pretrain.config.refusal import Refusal
 from pretrain.export.targets import OPT_LAYERNORM_EPSILON, TARGETS, Target
 
 _METHODS_WITHOUT_CLASS = {

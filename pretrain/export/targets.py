@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.rules import Refusal
+from pretrain.config.refusal import Refusal
 from pretrain.export.tables import BLOOM, GPT_NEOX, MPT, OPT, OPT_POSITION_OFFSET, Table
 
 # ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------

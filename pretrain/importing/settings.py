@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.config import ConfigError
-from pretrain.config.rules import Refusal
+from pretrain.config.refusal import Refusal
 from pretrain.export.targets import OPT_LAYERNORM_EPSILON, TARGETS, Target
 
 CONFIG = "config.json"

@@ -1,0 +1,91 @@
+"""Refuse a [data] section that no data set can be built from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pretrain.config.refusal import Refusal
+from pretrain.config.schema import CorpusSection, DataSection
+
+if TYPE_CHECKING:
+    # RunConfig.layout applies these rules, so importing it at run time would be a circle.
+    from pretrain.config.run import RunConfig
+
+
+def check_data(c: RunConfig) -> Iterator[Refusal]:
+    """Check that every corpus has the files it needs, and that a shard holds a block."""
+    d = c.data
+    if d.corpora:
+        yield from _corpora(d)
+    else:
+        yield from _corpus("data", d)
+    if d.source == "shakespeare" and d.validation_paths:
+        yield Refusal(
+            "data.validation_paths",
+            list(d.validation_paths),
+            'data.source = "shakespeare" comes with its own text',
+            'Remove the key, or set data.source = "text"',
+        )
+    if d.tokens_per_shard < d.tokens_per_block:
+        yield Refusal(
+            "data.tokens_per_shard",
+            d.tokens_per_shard,
+            f"less than one block of data.tokens_per_block = {d.tokens_per_block}",
+            f"Choose {d.tokens_per_block} or more, or lower data.tokens_per_block",
+        )
+
+
+def _corpus(prefix: str, corpus: DataSection | CorpusSection) -> Iterator[Refusal]:
+    """Check that a corpus has paths if it needs them, and none if it has its own text.
+
+    Args:
+        prefix: What its keys begin with: "data" or "data.corpora.NAME".
+        corpus: The section.
+    """
+    if corpus.source != "shakespeare" and not corpus.paths:
+        yield Refusal(
+            f"{prefix}.paths",
+            [],
+            f'{prefix}.source = "{corpus.source}" reads files, and none are given',
+            f'Set files or glob patterns, as in {prefix}.paths = ["corpus/**/*.txt"]',
+        )
+    if corpus.source == "shakespeare" and corpus.paths:
+        yield Refusal(
+            f"{prefix}.paths",
+            list(corpus.paths),
+            f'{prefix}.source = "shakespeare" comes with its own text',
+            f'Remove the key, or set {prefix}.source = "text"',
+        )
+
+
+def _corpora(d: DataSection) -> Iterator[Refusal]:
+    """Check the names of the corpora and that their shares are told in one way."""
+    for key, value in (("data.paths", list(d.paths)), ("data.text_field", d.text_field)):
+        if value:
+            yield Refusal(
+                key,
+                value,
+                "data.corpora is set too, and a data set has either one corpus or a table of them",
+                f"Remove {key}, or make it a [data.corpora.NAME] of its own",
+            )
+    for name, corpus in d.corpora.items():
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
+            yield Refusal(
+                "data.corpora",
+                name,
+                "the name of a corpus is part of file names",
+                "Use lower-case letters, digits and underscores",
+            )
+        yield from _corpus(f"data.corpora.{name}", corpus)
+    have_weight = [name for name, corpus in d.corpora.items() if corpus.weight is not None]
+    have_epochs = [name for name, corpus in d.corpora.items() if corpus.epochs is not None]
+    if have_weight and (have_epochs or len(have_weight) < len(d.corpora)):
+        without = sorted({*d.corpora} - {*have_weight}) or have_epochs
+        yield Refusal(
+            f"data.corpora.{have_weight[0]}.weight",
+            d.corpora[have_weight[0]].weight,
+            f"{', '.join(without)} {'have' if len(without) > 1 else 'has'} no weight, or epochs",
+            "Give every corpus a weight and none epochs, or use epochs alone",
+        )
