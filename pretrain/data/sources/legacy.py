@@ -12,12 +12,10 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from pretrain.config import ConfigError
 from pretrain.config.schema import DataSection
-
-Split = Literal["train", "validation"]
+from pretrain.data.document import Split
 
 SHAKESPEARE_HELD_OUT = ("hamlet", "macbeth", "tempest")
 """Works kept for validation. Every file whose name starts with one of these is an edition of it."""

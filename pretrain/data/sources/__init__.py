@@ -1,0 +1,25 @@
+"""Find the files of corpora, divide them into tasks, and read the documents of a task.
+
+`corpora` names the corpora of a config, `plan` divides their files into tasks, and `read` yields
+the documents of one task. Every document of a file is read exactly once, whatever the tasks.
+"""
+
+from pretrain.data.document import Split
+from pretrain.data.sources.corpus import Corpus, Piece, Task, corpora
+from pretrain.data.sources.legacy import SHAKESPEARE_HELD_OUT, documents, files, fingerprint
+from pretrain.data.sources.planning import plan
+from pretrain.data.sources.reading import read
+
+__all__ = [
+    "SHAKESPEARE_HELD_OUT",
+    "Corpus",
+    "Piece",
+    "Split",
+    "Task",
+    "corpora",
+    "documents",
+    "files",
+    "fingerprint",
+    "plan",
+    "read",
+]
