@@ -21,7 +21,8 @@ from pretrain.data.manifest import FORMAT_VERSION, TOKENIZER, Manifest
 from pretrain.data.shards import SplitWriter
 from pretrain.data.sources import Split
 from pretrain.data.stream import TokenStream
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from pretrain.data.tokenizers.training import sample_lines
 from pretrain.rundir.files import new_directory
 
 _BUILD_RECORD = "build.json"
@@ -116,13 +117,14 @@ def _make_tokenizer(data: DataSection, path: Path) -> Tokenizer:
     else:
         path.write_bytes(
             train_tokenizer(
-                sources.documents(data, "train"),
-                vocab_size=data.vocab_size,
-                max_bytes=data.tokenizer_training_bytes,
-                total_bytes=_size_of_files(data, "train"),
+                sample_lines(
+                    sources.documents(data, "train"),
+                    min(1.0, data.tokenizer_training_bytes / max(_size_of_files(data, "train"), 1)),
+                ),
+                data.vocab_size,
             )
         )
-    return Tokenizer(path)
+    return load_tokenizer(path)
 
 
 def _load_given_tokenizer(data: DataSection) -> Tokenizer | None:
@@ -133,7 +135,7 @@ def _load_given_tokenizer(data: DataSection) -> Tokenizer | None:
     """
     if data.tokenizer is None:
         return None
-    tokenizer = Tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size != data.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {data.vocab_size}: the model in data.tokenizer = {data.tokenizer} "
