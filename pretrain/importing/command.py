@@ -19,7 +19,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.data.manifest import MANIFEST, TOKENIZER
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.export.command import compare_with_folder
 from pretrain.export.convert import EMBEDDING, restore, same_bits
 from pretrain.export.huggingface import MARKER, ORIGINALS, stock_shapes
@@ -163,7 +163,7 @@ def _tokenizer(folder: Path, config: RunConfig) -> Path | None:
     path = folder / TOKENIZER
     if not (folder / MARKER).is_file() or not path.is_file():
         return None
-    if (pieces := Tokenizer(path).vocab_size) != config.data.vocab_size:
+    if (pieces := load_tokenizer(path).vocab_size) != config.data.vocab_size:
         raise ConfigError(
             f"{path}: has {pieces} pieces, but data.vocab_size = {config.data.vocab_size}"
         )

@@ -19,7 +19,7 @@ from pretrain.config import ConfigError, parse_config
 from pretrain.data.build import build
 from pretrain.data.shards import SplitWriter
 from pretrain.data.stream import TokenStream, open_stream, verify
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizer import load_tokenizer
 
 LETTERS = str.maketrans("0123456789", "aeioulnrst")
 DOCUMENTS = [
@@ -76,7 +76,7 @@ def root(built, tmp_path):
 
 
 def expected_tokens(directory: Path, documents) -> np.ndarray:
-    tokenizer = Tokenizer(directory / "tokenizer.model")
+    tokenizer = load_tokenizer(directory / "tokenizer.model")
     return np.concatenate([[*tokenizer.encode(text), tokenizer.eos_id] for text in documents])
 
 

@@ -7,7 +7,8 @@ import pytest
 import sentencepiece
 
 from pretrain.config import ConfigError
-from pretrain.data.tokenizer import Tokenizer, sample_lines, train_tokenizer
+from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
+from pretrain.data.tokenizers.training import sample_lines
 
 TEXT = "".join(
     f"The {i}th fox, of {i * 7919} foxes, jumps over\n\tthe lazy dog and {'the ' * (i % 5)}hen.\n"
@@ -30,7 +31,7 @@ ODD = [
 
 
 def train(documents, vocab_size=350, max_bytes=10**9, total_bytes=1):
-    return train_tokenizer(documents, vocab_size, max_bytes, total_bytes)
+    return train_tokenizer(sample_lines(documents, min(1.0, max_bytes / total_bytes)), vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def path(tmp_path_factory):
 
 
 def test_decode_gives_back_any_text(path):
-    tokenizer = Tokenizer(path)
+    tokenizer = load_tokenizer(path)
     assert tokenizer.vocab_size == 350
     for text in [*ODD, TEXT]:
         ids = tokenizer.encode(text)
@@ -54,7 +55,7 @@ def test_long_text_has_the_ids_of_the_whole(path):
     """Above 65,536 characters the text is split; SentencePiece on all of it must agree."""
     long = TEXT * 3 + "no newline " * 10_000 + TEXT
     whole = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(long)
-    assert Tokenizer(path).encode(long).tolist() == whole
+    assert load_tokenizer(path).encode(long).tolist() == whole
 
 
 def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path):
@@ -67,7 +68,7 @@ def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path)
     )
     long, given = TEXT * 2, tmp_path / "own.model"
     whole = sentencepiece.SentencePieceProcessor(model_file=str(given)).encode(long)
-    assert Tokenizer(given).encode(long).tolist() == whole
+    assert load_tokenizer(given).encode(long).tolist() == whole
 
 
 def test_training_depends_on_the_text_alone(path):
@@ -91,7 +92,7 @@ def test_training_samples_evenly_over_the_documents(tmp_path):
     (tmp_path / "half.model").write_bytes(
         train(documents, vocab_size=330, max_bytes=total // 2, total_bytes=total)
     )
-    tokenizer = Tokenizer(tmp_path / "half.model")
+    tokenizer = load_tokenizer(tmp_path / "half.model")
     assert [len(tokenizer.encode(word)) for word in words] == [1, 1, 1, 1]
 
 
@@ -119,11 +120,11 @@ def test_no_text_is_refused():
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.model: cannot read the tokenizer model"):
-        Tokenizer(tmp_path / "absent.model")
+    with pytest.raises(ConfigError, match=r"absent\.model: cannot read the tokenizer"):
+        load_tokenizer(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
     with pytest.raises(ConfigError, match=r"text\.model: not a SentencePiece model"):
-        Tokenizer(tmp_path / "text.model")
+        load_tokenizer(tmp_path / "text.model")
 
 
 def test_a_model_without_end_of_document_is_refused(tmp_path):
@@ -135,4 +136,4 @@ def test_a_model_without_end_of_document_is_refused(tmp_path):
         minloglevel=2,
     )
     with pytest.raises(ConfigError, match=r"no_eos\.model: the model has no </s> piece"):
-        Tokenizer(tmp_path / "no_eos.model")
+        load_tokenizer(tmp_path / "no_eos.model")

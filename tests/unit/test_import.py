@@ -26,7 +26,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, load_config, num_parameters
 from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluate.command import evaluate_sources
 from pretrain.export import to_huggingface
 from pretrain.export.convert import _divided, _times, same_bits
@@ -212,7 +212,7 @@ def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data
     [record] = evaluate_sources([run], request, overrides, None)
     stream = open_stream(load_config(run / "config.toml", overrides), "validation")
     tokens = torch.from_numpy(stream.read(0, 512))
-    inputs = torch.cat([torch.tensor([Tokenizer(tiny_data / TOKENIZER).eos_id]), tokens[:-1]])
+    inputs = torch.cat([torch.tensor([load_tokenizer(tiny_data / TOKENIZER).eos_id]), tokens[:-1]])
     with torch.no_grad():
         logits = [model(part[None]).logits[0] for part in inputs.split(length)]
     expected = F.cross_entropy(torch.cat(logits), tokens).item()
