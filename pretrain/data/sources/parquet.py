@@ -1,0 +1,123 @@
+"""Read documents from Parquet files: one a row, in a column of text.
+
+The unit that a file is divided by is the row group. Only the column of the text is read, a page at
+a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pretrain.config import ConfigError
+from pretrain.data.sources import found
+from pretrain.data.sources.corpus import Corpus, Piece
+from pretrain.data.sources.found import Found, too_long
+from pretrain.data.sources.locations import open_stored
+
+_ROWS = 256
+"""Rows that are decoded at once."""
+
+
+def row_group_bytes(path: str, corpus: Corpus) -> list[int]:
+    """Return the bytes of text in each row group of a file, from its footer.
+
+    Raises:
+        ConfigError: if the file is no Parquet file, or has no such column of text.
+    """
+    with _open(path) as file:
+        column = _column(path, file, corpus)
+        groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
+        return [group.column(column).total_uncompressed_size for group in groups]
+
+
+def read_parquet(piece: Piece, corpus: Corpus) -> Iterator[Found]:
+    """Yield the documents of the row groups of a piece.
+
+    A row group that is damaged stands for one document that cannot be read.
+    """
+    import pyarrow
+
+    with _open(piece.path) as file:
+        field = file.schema_arrow.names[_column(piece.path, file, corpus)]
+        groups = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        if len(groups) < piece.end:
+            raise ConfigError(
+                f"{piece.path}:{len(groups)}: the file has so many row groups, and had at least "
+                f"{piece.end} when the build was planned. Restore it, or build the data set anew"
+            )
+        for group in range(piece.start, piece.end):
+            row = first = sum(groups[:group])
+            try:
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
+                    for value in batch.column(0):
+                        yield _document(row, value)
+                        row += 1
+            except (OSError, pyarrow.ArrowException) as error:
+                lost = first + groups[group] - row
+                yield Found(row, "", f"this row and {lost - 1} more are damaged ({error})")
+
+
+def _document(row: int, value: Any) -> Found:
+    """Return the text of a cell."""
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        return Found(row, "", f"byte {error.start} of this row's text is not UTF-8")
+    if text is None:
+        return Found(row, "", "this row has no text (null). Remove it")
+    # No character has more bytes than four.
+    if len(text) * 4 > found.MAX_DOCUMENT_BYTES < len(text.encode()):
+        return too_long(row, found.MAX_DOCUMENT_BYTES)
+    return Found(row, text)
+
+
+@contextmanager
+def _open(path: str) -> Iterator[Any]:
+    """Open a Parquet file, and raise ConfigError if it is not one."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            f"{path}: the package pyarrow is missing. Run `pip install 'pretrain[data]'`"
+        ) from None
+    with open_stored(path) as stored:
+        try:
+            file = parquet.ParquetFile(stored, pre_buffer=False, buffer_size=2**20)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ConfigError(
+                f"{path}:0: not a Parquet file, or a damaged one ({error}). Restore it, or leave "
+                "it out of the paths of its corpus"
+            ) from None
+        with file:
+            yield file
+
+
+def _column(path: str, file: Any, corpus: Corpus) -> int:
+    """Return the position of the column of the text.
+
+    Raises:
+        ConfigError: if there is none of that name, or it does not hold text.
+    """
+    import pyarrow
+
+    field = corpus.text_field or "text"
+    names = file.schema_arrow.names
+    if names.count(field) != 1:
+        raise ConfigError(
+            f"{path}: text_field = {field!r}: the file has the columns {', '.join(names)}. Name "
+            "the one that holds the text"
+        )
+    kind = file.schema_arrow.field(field).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ConfigError(
+            f"{path}: text_field = {field!r}: the column holds {kind}, not text. Name the one that "
+            "holds the text"
+        )
+    # Columns of the file are the leaves of nested ones, so that positions may differ.
+    leaves = [file.schema.column(i).path for i in range(len(file.schema))]
+    return int(leaves.index(field))

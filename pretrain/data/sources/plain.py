@@ -1,0 +1,180 @@
+"""Read documents from text files: one a file, parted by blank lines, or one a line of JSON.
+
+A range of a file is read from the first document that starts in it, through the end of the last
+one. The rest of an earlier document is passed over, because it belongs to the range before.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterator
+
+from pretrain.data.sources import found
+from pretrain.data.sources.corpus import Corpus, Piece
+from pretrain.data.sources.found import Found, decoded, too_long
+from pretrain.data.sources.streams import compression_of, end_of, open_piece, shrunk
+
+_BLANK = b" \t\r\n"
+"""A line of these bytes alone is blank: it looks so to whoever wrote it."""
+
+_CHUNK_BYTES = 2**20
+
+
+def read_file(piece: Piece, corpus: Corpus) -> Iterator[Found]:
+    """Yield the whole file as one document."""
+    with open_piece(piece) as stream:
+        raw = bytearray()
+        while chunk := stream.read(_CHUNK_BYTES):
+            raw += chunk
+            if len(raw) > found.MAX_FILE_BYTES:
+                yield too_long(0, found.MAX_FILE_BYTES)
+                return
+        if not compression_of(piece.path) and len(raw) < piece.end:
+            raise shrunk(piece, len(raw))
+    if raw.startswith(codecs.BOM_UTF8):
+        del raw[: len(codecs.BOM_UTF8)]
+    yield decoded(0, raw)
+
+
+def read_blank_lines(piece: Piece, corpus: Corpus) -> Iterator[Found]:
+    """Yield the documents, which blank lines part.
+
+    Blank is a line without anything but spaces, tabs and a carriage return. Neither it nor the line
+    break before it belongs to a document.
+    """
+    end = end_of(piece)
+    with open_piece(piece) as stream:
+        position, is_line_start = _line_before(stream, piece.start)
+        begin = -1
+        # Where the document that is being read began; -1 outside of this piece's documents.
+        held: bytearray | None = bytearray()
+        # Its lines; None from where they are too long to be held.
+        after_blank = is_line_start
+        for offset, line in _lines(stream, piece, position):
+            blank = line is not None and is_line_start and not line.lstrip(_BLANK)
+            is_line_start = True
+            if blank and begin >= 0:
+                yield _document(begin, held)
+                begin, held = -1, bytearray()
+            if begin < 0 and offset >= end:
+                return
+            if not blank and after_blank and offset >= piece.start:
+                begin = offset
+            after_blank = blank
+            if begin >= 0 and not blank:
+                held = _longer(held, line)
+        if begin >= 0:
+            yield _document(begin, held)
+
+
+def read_jsonl(piece: Piece, corpus: Corpus) -> Iterator[Found]:
+    """Yield the documents, one a line of JSON, under the corpus's text_field."""
+    end = end_of(piece)
+    with open_piece(piece) as stream:
+        # The line of the byte before the range belongs to the range before.
+        position = max(piece.start - 1, 0)
+        for offset, line in _lines(stream, piece, position):
+            if offset >= end:
+                return
+            if offset < piece.start:
+                continue
+            if line is None:
+                yield too_long(offset, found.MAX_DOCUMENT_BYTES)
+            elif line and not line.isspace():
+                yield parse_json(offset, line, corpus.text_field or "text")
+
+
+def parse_json(offset: int, raw: bytes, field: str) -> Found:
+    """Return the document that a JSON object holds under the key `field`."""
+    text, found_text, fault = decoded(offset, raw), None, ""
+    if text.fault:
+        return text
+    try:
+        found_text = json.loads(text.text)[field]
+        # JSON can spell a lone surrogate ("\\ud800"), which no UTF-8 text can contain. A value that
+        # is not a string fails here too.
+        found_text.encode()
+    except RecursionError:
+        fault = "nested too deeply"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        fault = f"{type(error).__name__}: {str(error)[:200]}"
+    if fault:
+        return Found(
+            offset,
+            "",
+            f'expected one JSON object with the document under "{field}", as in {{"{field}": '
+            f'"..."}}, but got {raw[:60]!r} ({fault}). Correct or remove it',
+        )
+    return Found(offset, str(found_text))
+
+
+def _longer(held: bytearray | None, line: bytes | None) -> bytearray | None:
+    """Add a line to those that are held, or give all up if they are too long."""
+    # The last line break is not part of the document.
+    if held is None or line is None or len(held) + len(line) > found.MAX_DOCUMENT_BYTES + 2:
+        return None
+    held += line
+    return held
+
+
+def _document(begin: int, held: bytearray | None) -> Found:
+    """Return the document whose lines were held, without its last line break."""
+    if held is not None and held.endswith(b"\n"):
+        del held[-2 if held.endswith(b"\r\n") else -1 :]
+    if held is None or len(held) > found.MAX_DOCUMENT_BYTES:
+        return too_long(begin, found.MAX_DOCUMENT_BYTES)
+    return decoded(begin, held)
+
+
+def _lines(
+    stream: io.BufferedReader, piece: Piece, offset: int
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield where each line begins, and the line with its break; None for one that is too long.
+
+    Args:
+        stream: The file.
+        piece: The piece that it was opened for.
+        offset: Where to begin reading.
+
+    Raises:
+        ConfigError: if the file ends before the piece does.
+    """
+    if offset:
+        stream.seek(offset)
+    # One byte more than a document may have, for the line break.
+    limit = found.MAX_DOCUMENT_BYTES + 1
+    while line := stream.readline(limit):
+        begin = offset
+        offset += len(line)
+        if len(line) == limit and not line.endswith(b"\n"):
+            while rest := stream.readline(_CHUNK_BYTES):
+                offset += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            yield begin, None
+            continue
+        yield begin, line if begin else line.removeprefix(codecs.BOM_UTF8)
+    if not compression_of(piece.path) and offset < piece.end:
+        raise shrunk(piece, offset)
+
+
+def _line_before(stream: io.BufferedReader, start: int) -> tuple[int, bool]:
+    """Return where to begin reading so that the line before `start` is known to be blank or not.
+
+    Returns:
+        An offset in the line that holds the byte before `start`, with nothing between them that is
+        not blank; and whether the line begins there. If it does not, the line is not blank.
+    """
+    position = start - 1
+    while position > 0:
+        step = min(position, _CHUNK_BYTES)
+        stream.seek(position - step)
+        before = stream.read(step).rstrip(b" \t\r")
+        if before:
+            position += len(before) - step
+            # The first line may be blank behind a byte order mark.
+            return (position, before.endswith(b"\n")) if position > 3 else (0, True)
+        position -= step
+    return 0, True
