@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizers.base import TOKENIZER_FILES, Tokenizer, read_tokenizer
+from pretrain.data.tokenizers.hugging_face import JsonTokenizer
 from pretrain.data.tokenizers.pieces import PieceTokenizer
 from pretrain.data.tokenizers.training import train_tokenizer
 
@@ -24,6 +25,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     content = read_tokenizer(path)
+    # No SentencePiece model begins with a brace.
+    if path.suffix == ".json" or content.lstrip()[:1] == b"{":
+        return JsonTokenizer(path, content)
     return PieceTokenizer(path, content)
 
 

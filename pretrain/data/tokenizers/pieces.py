@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,11 @@ from sentencepiece import sentencepiece_model_pb2
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizers.base import MODEL, Tokenizer
+from pretrain.data.tokenizers.conversion import NORMAL, PROBES, USER_DEFINED, convert
+from pretrain.data.tokenizers.words import PIECES, PIECES_PLAIN, SPACE, WordCache, fits_pieces
 
-_MIN_PART_CHARACTERS = 1 << 16
-"""Long texts are encoded in parts of about this length.
-
-The time and memory of SentencePiece grow faster than the length of the text: 9.5 MB at once take
-four times as long as in parts.
-"""
+UNUSED = 5
+"""A value of SentencePiece.Type in sentencepiece_model.proto."""
 
 
 class PieceTokenizer(Tokenizer):
@@ -40,13 +38,15 @@ class PieceTokenizer(Tokenizer):
         super().__init__(path, content)
         # protobuf creates the class when the module is imported, so mypy does not know it.
         self.proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        self.vocab_size = 0
         try:
             self.proto.ParseFromString(content)
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-            # An empty file passes both.
-            self.vocab_size = self._processor.get_piece_size() if self.proto.pieces else 0
+            # An empty file is a model without pieces, about which nothing can be asked.
+            if self.proto.pieces:
+                self.vocab_size = self._processor.get_piece_size()
         except (RuntimeError, DecodeError):
-            self.vocab_size = 0
+            pass
         if not self.vocab_size:
             raise ConfigError(
                 f"{path}: not a SentencePiece model. Give the .model file, or a Hugging Face "
@@ -58,13 +58,16 @@ class PieceTokenizer(Tokenizer):
                 f"{path}: the model has no </s> piece, which marks the end of every document. "
                 "Train it without --eos_id=-1"
             )
-        self._splits_at_newlines = _can_split_at_newlines(self.proto)
+        self._words = WordCache(self._word_encoder()) if _is_local(self.proto) else None
+        self._prefix = " " if self.proto.normalizer_spec.add_dummy_prefix else ""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
-        parts = _split_after_newlines(text) if self._splits_at_newlines else [text]
-        ids = [np.array(self._processor.encode(part), dtype=np.int64) for part in parts]
-        return np.concatenate([np.empty(0, np.int64), *ids])
+        if self._words is None:
+            return np.array(self._processor.encode(text), dtype=np.int64)
+        if text:
+            text = self._prefix + text
+        return self._words.encode(text, PIECES if SPACE in text else PIECES_PLAIN)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids. Control tokens decode to nothing."""
@@ -73,36 +76,45 @@ class PieceTokenizer(Tokenizer):
 
     def check_exportable(self) -> None:
         """Check that a Hugging Face tokenizer gives the same ids."""
+        converted = convert(self.path, self.proto)
+        for text in PROBES:
+            ours, theirs = self.encode(text).tolist(), converted.encode(text).ids
+            if ours != theirs:
+                raise ConfigError(
+                    f"{self.path}: a Hugging Face tokenizer made of it encodes {text!r} as "
+                    f"{theirs}, but SentencePiece as {ours}, so a model trained with it could not "
+                    "be exported. Use another tokenizer"
+                )
+
+    def _word_encoder(self) -> Any:
+        """Return a function from a word to its ids; it adds no space before the word."""
+        proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        proto.CopyFrom(self.proto)
+        proto.normalizer_spec.add_dummy_prefix = False
+        return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
 
 
-def _can_split_at_newlines(model: Any) -> bool:
-    """Return True if a text split after newlines has the same ids as the whole text.
+def _is_local(proto: Any) -> bool:
+    """Return True if a text that is cut by `PIECES` has the same ids as the whole text.
 
-    This holds for BPE, whose merges are local (Unigram scores the whole text), if no piece
-    contains a newline and the normalizer neither adds to nor removes from the text. It is true of
-    the models that `train_tokenizer` makes, and checked because data.tokenizer may name any model.
+    It is true of the models that `train_tokenizer` makes, and checked because data.tokenizer may
+    name any model. Unigram models score the whole text. Without byte pieces, unknown characters
+    that are neighbours are one token. A piece that is not to be used is taken apart again in a way
+    that depends on the rest of the text.
 
     Args:
-        model: The SentencePiece ModelProto.
+        proto: The SentencePiece ModelProto.
     """
-    normalizer = model.normalizer_spec
-    unchanged = not (
-        normalizer.precompiled_charsmap
-        or normalizer.add_dummy_prefix
-        or normalizer.remove_extra_whitespaces
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    unchanged = normalizer.escape_whitespaces and not (
+        normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
     )
-    is_bpe = model.trainer_spec.model_type == model.trainer_spec.BPE
-    return is_bpe and unchanged and not any("\n" in piece.piece for piece in model.pieces)
-
-
-def _split_after_newlines(text: str) -> Iterator[str]:
-    """Yield parts of a text that end after a newline.
-
-    Each part has at least `_MIN_PART_CHARACTERS` characters, except the last.
-    """
-    start = 0
-    while start < len(text):
-        newline = text.find("\n", start + _MIN_PART_CHARACTERS)
-        end = len(text) if newline < 0 else newline + 1
-        yield text[start:end]
-        start = end
+    plain = (
+        trainer.model_type == trainer.BPE
+        and trainer.byte_fallback
+        and not trainer.treat_whitespace_as_suffix
+        and not any(piece.type in (USER_DEFINED, UNUSED) for piece in proto.pieces)
+    )
+    return bool(
+        unchanged and plain and fits_pieces(p.piece for p in proto.pieces if p.type == NORMAL)
+    )

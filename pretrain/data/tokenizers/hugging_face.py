@@ -1,0 +1,230 @@
+"""Use a Hugging Face tokenizer.json, as published with GPT-2, Llama and most other models.
+
+Documents are data, so what stands in the file for chat or for single sentences is not used: no
+token is added at the beginning or the end, nothing is cut off or padded, and the name of a special
+token in a document is text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from pretrain.config import ConfigError
+from pretrain.data.tokenizers.base import JSON, Tokenizer
+from pretrain.data.tokenizers.words import GPT2, LLAMA3, Cut, WordCache
+
+EOS_NAMES = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+"""Names of the token that ends a document. The first that a file has is used."""
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
+_LLAMA3_EXPRESSION = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_EXPRESSION = _LLAMA3_EXPRESSION.replace("{1,3}", "")
+
+
+class JsonTokenizer(Tokenizer):
+    """A Hugging Face tokenizer.json.
+
+    `decode(encode(text)) == text` holds for byte-level models such as GPT-2's and Llama 3's. Others
+    may normalise a text, or have no token for some of its characters.
+    """
+
+    file_name = JSON
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Load the tokenizer in `content`.
+
+        Raises:
+            ConfigError: It is no tokenizer.json, or has no token that ends a document.
+        """
+        super().__init__(path, content)
+        settings = _parse(path, content)
+        self._processor = _load(path, json.dumps(settings))
+        vocabulary = self._processor.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.eos = next((name for name in EOS_NAMES if name in vocabulary), "")
+        if not self.eos:
+            raise ConfigError(
+                f"{path}: has no token that marks the end of a document, such as "
+                f"{' or '.join(EOS_NAMES[:3])}. Add one to its added_tokens"
+            )
+        self.eos_id = vocabulary[self.eos]
+        # What is not marked as special would be found in a text.
+        _mark_special(settings, self.eos, self.eos_id)
+        self._settings = settings
+        self._processor = _load(path, json.dumps(settings))
+        _check_ids(path, settings, self._processor)
+        self._spelled = self._spell_names(settings)
+        self._cut = _cut(settings)
+        self._words = WordCache(self._encode)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled tokenizers.Tokenizer forgets `encode_special_tokens`.
+        return type(self), (self.path, self.content)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
+        if self._cut is not None:
+            return self._words.encode(text, self._cut)
+        return self._respell(np.array(self._encode(text), np.int64))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text, as `encode` does."""
+        if self._cut is not None:
+            return super().encode_batch(texts)
+        found = self._processor.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._respell(np.array(encoding.ids, np.int64)) for encoding in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids. Special tokens decode to nothing."""
+        text: str = self._processor.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def check_exportable(self) -> None:
+        """Do nothing: a Hugging Face folder holds such a file as it is."""
+
+    def hugging_face(self) -> tokenizers.Tokenizer:
+        """Return a new tokenizer that adds nothing to a text, for an export."""
+        return _load(self.path, json.dumps(self._settings))
+
+    @property
+    def respelled(self) -> tuple[str, ...]:
+        """Names of special tokens that stock tokenizers find in a text although told not to."""
+        return tuple(self._processor.id_to_token(i) for i in self._spelled)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _spell_names(self, settings: dict[str, Any]) -> dict[int, np.ndarray]:
+        """Return the ids of special tokens that a text's own characters make, and what to put.
+
+        The names are in the vocabulary of Unigram models, which match them in a text like any other
+        piece. Their single characters take their place.
+
+        Raises:
+            ConfigError: The vocabulary lacks those characters.
+        """
+        spelled = {}
+        for token in settings["added_tokens"]:
+            if not token["special"] or token["id"] not in self._encode(f"a{token['content']}b"):
+                continue
+            pieces = [self._processor.token_to_id(c) for c in token["content"]]
+            known = [i for i in pieces if i is not None]
+            if len(known) < len(pieces):
+                raise ConfigError(
+                    f"{self.path}: {token['content']} in a text would become the special token, "
+                    "and the vocabulary has no tokens for its characters. Use another tokenizer"
+                )
+            spelled[int(token["id"])] = np.array(known, np.int64)
+        return spelled
+
+    def _respell(self, ids: np.ndarray) -> np.ndarray:
+        """Return ids with the characters of special tokens' names in place of those tokens."""
+        found = np.flatnonzero(np.isin(ids, list(self._spelled))) if self._spelled else []
+        if not len(found):
+            return ids
+        parts, start = [], 0
+        for place in found:
+            parts += [ids[start:place], self._spelled[int(ids[place])]]
+            start = place + 1
+        return np.concatenate([*parts, ids[start:]])
+
+
+def _parse(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the content of a tokenizer.json, without what is not for documents.
+
+    Raises:
+        ConfigError: It is not JSON, or JSON of something else.
+    """
+    try:
+        settings = json.loads(content)
+        is_tokenizer = isinstance(settings, dict) and isinstance(settings.get("model"), dict)
+    except (ValueError, RecursionError):
+        is_tokenizer = False
+    if not is_tokenizer:
+        raise ConfigError(
+            f"{path}: not a Hugging Face tokenizer.json. Give the file of that name, whole, or a "
+            "SentencePiece .model"
+        )
+    found = settings.get("added_tokens") or []
+    settings["added_tokens"] = found
+    settings |= {"truncation": None, "padding": None, "post_processor": None}
+    # Dropout would make other ids each time.
+    settings["model"]["dropout"] = None
+    return settings
+
+
+def _load(path: Path, text: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer that a JSON text describes.
+
+    Raises:
+        ConfigError: The library does not understand it.
+    """
+    try:
+        processor = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: not a Hugging Face tokenizer.json ({error}). Restore it from a copy"
+        ) from None
+    processor.encode_special_tokens = True
+    return processor
+
+
+def _mark_special(settings: dict[str, Any], name: str, number: int) -> None:
+    """Make a token of the vocabulary an added token that is special."""
+    for token in settings["added_tokens"]:
+        if token["content"] == name:
+            token["special"] = True
+            return
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    token = {"id": number, "content": name, **dict.fromkeys(flags, False), "special": True}
+    settings["added_tokens"].append(token)
+
+
+def _check_ids(path: Path, settings: dict[str, Any], processor: tokenizers.Tokenizer) -> None:
+    """Check that added tokens have the ids that the file says; the library may choose others."""
+    for token in settings["added_tokens"]:
+        if (found := processor.token_to_id(token["content"])) != token["id"]:
+            raise ConfigError(
+                f"{path}: added_tokens says that {token['content']} has the id {token['id']}, but "
+                f"with this vocabulary it is {found}. Restore it from a copy"
+            )
+
+
+def _cut(settings: dict[str, Any]) -> Cut | None:
+    """Return where a text may be cut without a change of its ids; None if that is not known."""
+    if settings.get("normalizer") or not all(t["special"] for t in settings["added_tokens"]):
+        return None
+    if settings["model"].get("type") != "BPE":
+        return None
+    before = settings.get("pre_tokenizer")
+    if _is_byte_level(before, use_regex=True):
+        return GPT2
+    steps = before.get("pretokenizers", []) if isinstance(before, dict) else []
+    if len(steps) == 2 and _is_byte_level(steps[1], use_regex=False):
+        for expression in (_LLAMA3_EXPRESSION, _QWEN2_EXPRESSION):
+            pattern = {"Regex": expression}
+            split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+            if steps[0] == split:
+                return LLAMA3
+    return None
+
+
+def _is_byte_level(step: Any, use_regex: bool) -> bool:
+    if not isinstance(step, dict):
+        return False
+    # Where it is not said, GPT-2's expression is used.
+    wanted = {**_BYTE_LEVEL, "use_regex": use_regex}
+    return {"use_regex": True, **step, "trim_offsets": 0} == {**wanted, "trim_offsets": 0}
