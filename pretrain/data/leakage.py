@@ -16,8 +16,6 @@ from pretrain.data.words import Hashes, sequence_hashes
 
 SEQUENCE_WORDS = 13
 
-_REMEDY = "Delete it and build again"
-
 
 class Overlap(NamedTuple):
     """What a document shares with the held-out documents, in different 13-word sequences."""
@@ -86,7 +84,7 @@ class HeldOut:
             with np.load(path, allow_pickle=False) as file:
                 sequences, documents = file["sequences"], file["documents"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ConfigError(f"{path}: is damaged ({error}). {_REMEDY}") from None
+            raise ConfigError(f"{path}: is damaged ({error}). Delete it and build again") from None
         return cls(sequences, documents)
 
     def overlap(self, text: str) -> Overlap:
@@ -114,17 +112,17 @@ class HeldOut:
 
     def save_seen(self, path: Path) -> None:
         """Write which held-out sequences `note` has found, one bit for each."""
-        with path.open("wb") as file:
-            np.save(file, np.packbits(self._seen))
+        path.write_bytes(np.packbits(self._seen).tobytes())
 
     def merge_seen(self, path: Path) -> None:
         """Add what `save_seen` wrote in another process that loaded the same held-out sequences."""
-        try:
-            bits = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise ConfigError(f"{path}: is damaged ({error}). {_REMEDY}") from None
-        if bits.dtype != np.uint8 or bits.shape != (-(-len(self._seen) // 8),):
-            raise ConfigError(f"{path}: was written for other held-out documents. {_REMEDY}")
+        bits = np.frombuffer(path.read_bytes(), np.uint8)
+        size = -(-len(self._seen) // 8)
+        if len(bits) != size:
+            raise ConfigError(
+                f"{path}: is {len(bits)} bytes, not the {size} of these held-out documents. Delete "
+                "it and build again; the task that wrote it is done once more"
+            )
         self._seen |= np.unpackbits(bits, count=len(self._seen)).astype(np.bool_)
 
     @property

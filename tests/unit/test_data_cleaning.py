@@ -1,0 +1,126 @@
+"""Each step of cleaning, its counts, and text that no step may change."""
+
+import pickle
+import random
+import sys
+import unicodedata
+
+import pytest
+
+from pretrain.config.schema import CleaningSection
+from pretrain.data.cleaning import Cleaner
+
+
+def cleaner(**keys: object) -> Cleaner:
+    return Cleaner(CleaningSection(**keys))
+
+
+CONTROLS = {chr(c) for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)) == "Cc"}
+HOSTILE = "a\x00b\r\nc\rd\x85\ufeff \tâ€™ é ﬁ &amp; \x1b[31m\ud800"
+
+
+def test_the_defaults_change_nothing() -> None:
+    ours = cleaner()
+    assert ours.clean(HOSTILE) is HOSTILE
+    assert ours.counts == {}
+
+
+def test_an_empty_document_is_left_out_by_default() -> None:
+    ours = cleaner()
+    assert ours.clean("") is None
+    assert ours.clean("\n") == "\n"
+    assert ours.counts == {
+        "min_document_characters.documents": 1,
+        "min_document_characters.characters": 0,
+    }
+
+
+def test_short_documents_are_left_out_and_counted() -> None:
+    ours = cleaner(min_document_characters=4)
+    assert [ours.clean(text) for text in ("éé", "ééé", "éééé")] == [None, None, "éééé"]
+    assert ours.counts == {
+        "min_document_characters.documents": 2,
+        "min_document_characters.characters": 5,
+    }
+
+
+def test_control_characters_are_those_that_unicode_names() -> None:
+    """Every character of Unicode: only category Cc changes, and of that neither tab nor newline."""
+    for start in range(0, sys.maxunicode + 1, 4096):
+        text = "".join(map(chr, range(start, start + 4096)))
+        kept = "".join(c for c in text if c not in CONTROLS or c in "\n\t")
+        # The breaks that become newlines stand among the first 256 characters.
+        cleaned = cleaner(remove_control_characters=True).clean(text)
+        assert cleaned is not None
+        breaks = "\n" * sum(text.count(c) for c in "\r\v\f\x85")
+        assert sorted(cleaned) == sorted(kept + breaks)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "characters"),
+    [
+        ("one\r\ntwo\r\n", "one\ntwo\n", 2),
+        ("one\rtwo", "one\ntwo", 1),
+        ("one\n\rtwo", "one\n\ntwo", 1),
+        ("page\fpage\vline\x85line", "page\npage\nline\nline", 3),
+        ("a\x00\x01b\x7fc\x9bd\te\n", "abcd\te\n", 4),
+        ("\r\r\n\n", "\n\n\n", 2),
+    ],
+)
+def test_lines_stay_apart(text: str, expected: str, characters: int) -> None:
+    ours = cleaner(remove_control_characters=True)
+    assert ours.clean(text) == expected
+    assert ours.counts == {
+        "remove_control_characters.documents": 1,
+        "remove_control_characters.characters": characters,
+    }
+
+
+def test_the_length_is_that_of_the_cleaned_text() -> None:
+    ours = cleaner(remove_control_characters=True, min_document_characters=2)
+    assert ours.clean("a\x00\x00\x00") is None
+    assert ours.counts["min_document_characters.characters"] == 1
+
+
+def test_repair_undoes_a_wrong_decoding() -> None:
+    """The oracle makes the damage: UTF-8 that was read as Windows-1252."""
+    good = "The café’s “menu” — déjà vu\nplain line\n"
+    bad = good.encode().decode("windows-1252", "replace")
+    ours = cleaner(repair_unicode=True)
+    assert "\ufffd" in bad  # a byte that Windows-1252 lacks is lost for good
+    bad = good.replace("”", "“").encode().decode("windows-1252")
+    assert ours.clean(bad) == good.replace("”", "“")
+    assert ours.counts == {
+        "repair_unicode.documents": 1,
+        "repair_unicode.characters": len(bad),
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["ﬁne “quotes” ＡＢＣ", "e\u0301 &amp; &lt;b&gt;", "x\x00y\r\nz\u2028é", "\x1b[31mé"]
+)
+def test_repair_changes_nothing_else(text: str) -> None:
+    ours = cleaner(repair_unicode=True)
+    assert ours.clean(text) is text
+    assert ours.counts == {}
+
+
+def test_cleaning_twice_changes_nothing_more() -> None:
+    rng = random.Random(1)
+    letters = [*CONTROLS, "a", "é", "Ã©", "â€™", " ", "\n", "\u2028", "\U0001f600", "\ufeff"]
+    ours = cleaner(remove_control_characters=True)
+    for _ in range(300):
+        once = ours.clean("".join(rng.choices(letters, k=20)))
+        assert once is None or ours.clean(once) is once
+
+
+def test_a_cleaner_travels_to_another_process() -> None:
+    ours = cleaner(min_document_characters=3)
+    ours.clean("ab")
+    other = pickle.loads(pickle.dumps(ours))
+    assert other.clean("abc") == "abc"
+    assert other.clean("b") is None
+    assert other.counts == {
+        "min_document_characters.documents": 2,
+        "min_document_characters.characters": 3,
+    }

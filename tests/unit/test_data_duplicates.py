@@ -1,0 +1,227 @@
+"""Duplicates against brute force, and near duplicates against datasketch and exact similarity."""
+
+import inspect
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasketch import MinHash, MinHashLSH
+
+from pretrain.config import ConfigError
+from pretrain.data import duplicates
+from pretrain.data.duplicates import (
+    BANDS,
+    ROWS,
+    SEQUENCE_WORDS,
+    duplicate_keys,
+    find_duplicates,
+    save_keys,
+)
+
+WORDS = [f"w{n}" for n in range(3000)]
+
+
+def saved(directory: Path, tables: list[np.ndarray]) -> list[Path]:
+    paths = []
+    for number, table in enumerate(tables):
+        paths.append(directory / f"{number}.npy")
+        save_keys(paths[-1], list(table), "exact" if table.shape[1] == 1 else "near")
+    return paths
+
+
+@pytest.mark.parametrize("columns", [1, 1 + BANDS])
+def test_later_documents_that_share_a_key_are_found(columns: int, tmp_path: Path) -> None:
+    """Against every pair of documents; wherever the stream is cut into tasks."""
+    random_keys = np.random.default_rng(columns)
+    for case in range(20):
+        span = int(random_keys.choice([3, 60, 2000]))
+        keys = random_keys.integers(0, span, (120, columns), dtype=np.uint64)
+        keys[::7] += np.uint64(2**64 - span)
+        expected = [any((keys[j] == keys[i]).any() for j in range(i)) for i in range(len(keys))]
+        for cuts in ([], [0], [50], [1, 1, 60, 119], [120]):
+            directory = tmp_path / f"{case}-{len(cuts)}-{sum(cuts)}"
+            directory.mkdir()
+            tables = np.split(keys, cuts)
+            found = find_duplicates(saved(directory, tables))
+            assert [len(f) for f in found] == [len(t) for t in tables]
+            assert np.concatenate(found).tolist() == expected
+
+
+def test_a_corpus_of_no_tasks_or_documents_has_no_duplicates(tmp_path: Path) -> None:
+    assert find_duplicates([]) == []
+    found = find_duplicates(saved(tmp_path, [np.empty((0, 11), np.uint64)] * 2))
+    assert [f.tolist() for f in found] == [[], []]
+
+
+def test_a_stream_may_have_more_tasks_than_a_process_may_open_files(tmp_path: Path) -> None:
+    keys = np.arange(400, dtype=np.uint64).repeat(2)[:, None]
+    paths = saved(tmp_path, np.split(keys, 800))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        found = np.concatenate(find_duplicates(paths))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found.tolist() == [False, True] * 400
+
+
+def test_exact_duplicates_are_equal_texts(tmp_path: Path) -> None:
+    texts = ["a b", "a  b", "A b", "a b", "", "", "a b ", "\ud800", "\ud800"]
+    save_keys(tmp_path / "keys", [duplicate_keys(t, "exact") for t in texts], "exact")
+    [found] = find_duplicates([tmp_path / "keys"])
+    assert found.tolist() == [t in texts[:i] for i, t in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "near"),
+    [
+        ("one two three four five six", "One  TWO three\nfour five six ", True),
+        ("one two three", "one two three\n", True),
+        ("one two three", "three two one", False),  # too short for a sequence of five
+        ("one two three", "one two three four", False),
+        ("one two three", "one two", False),
+        ("", " ", False),  # no words: only equal texts are duplicates
+        ("", "", True),
+        ("the cat sat on the mat " * 50, "the cat sat on the mat " * 90, True),
+        ("a b c d e f g h", "h g f e d c b a", False),
+    ],
+)
+def test_near_duplicates_share_words_in_order(one: str, other: str, near: bool) -> None:
+    assert (duplicate_keys(one, "near") == duplicate_keys(other, "near")).any() == near
+
+
+def text_of(rng: random.Random, words: int) -> list[str]:
+    return rng.choices(WORDS, k=words)
+
+
+def edited(rng: random.Random, words: list[str], edits: int) -> list[str]:
+    copy = list(words)
+    for place in rng.sample(range(len(words)), edits):
+        copy[place] = f"edit{rng.random()}"
+    return copy
+
+
+def sequences(words: list[str]) -> set[tuple[str, ...]]:
+    return set(zip(*(words[i:] for i in range(SEQUENCE_WORDS))))
+
+
+def planted(pairs: int) -> list[tuple[list[str], list[str], float]]:
+    """(a document, an edited copy, their exact Jaccard similarity), from 0.3 to 1."""
+    rng = random.Random(3)
+    result = []
+    for number in range(pairs):
+        words = text_of(rng, rng.randint(100, 400))
+        copy = edited(rng, words, number % (len(words) // 8))
+        a, b = sequences(words), sequences(copy)
+        result.append((words, copy, len(a & b) / len(a | b)))
+    return result
+
+
+def test_near_duplicates_are_found_as_often_as_the_formula_and_datasketch_say() -> None:
+    """Over 1,200 planted pairs; the number found is a sum of independent draws of known mean.
+
+    datasketch is another MinHash (other hashes, other permutations) with the same bands, so its
+    number is a second draw of the same sum.
+    """
+    pairs = planted(1200)
+    found = [
+        bool((duplicate_keys(" ".join(a), "near") == duplicate_keys(" ".join(b), "near")).any())
+        for a, b, _ in pairs
+    ]
+    oracle = []
+    for a, b, _ in pairs:
+        lsh = MinHashLSH(num_perm=BANDS * ROWS, params=(BANDS, ROWS))
+        sketches = MinHash.bulk(
+            [[" ".join(s).encode() for s in sequences(d)] for d in (a, b)],
+            num_perm=BANDS * ROWS,
+        )
+        lsh.insert("a", sketches[0])
+        oracle.append(bool(lsh.query(sketches[1])))
+    chance = np.array([1 - (1 - j**ROWS) ** BANDS for *_, j in pairs])
+    similarity = np.array([j for *_, j in pairs])
+    for low, high in ((0, 0.6), (0.6, 0.75), (0.75, 0.85), (0.85, 0.95), (0.95, 1.01), (0, 1.01)):
+        here = (low <= similarity) & (similarity < high)
+        assert here.sum() > 50
+        mean, sigma = chance[here].sum(), (chance[here] * (1 - chance[here])).sum() ** 0.5
+        assert abs(np.array(found)[here].sum() - mean) < 4 * sigma + 1
+        assert abs(np.array(oracle)[here].sum() - mean) < 4 * sigma + 1
+    assert all(f for f, j in zip(found, similarity) if j == 1)
+
+
+def test_different_documents_are_not_near_duplicates(tmp_path: Path) -> None:
+    """Random pages that share a common beginning: their exact similarity is below a third."""
+    rng = random.Random(5)
+    menu = text_of(rng, 60)
+    documents = [menu + text_of(rng, 80) for _ in range(1000)]
+    a, b = sequences(documents[0]), sequences(documents[1])
+    assert 0.2 < len(a & b) / len(a | b) < 0.35
+    save_keys(tmp_path / "k", [duplicate_keys(" ".join(d), "near") for d in documents], "near")
+    # 1e6 / 2 pairs of J = 0.27 collide with a probability of 1.6e-6 each: one or two are expected.
+    assert find_duplicates([tmp_path / "k"])[0].sum() <= 6
+
+
+def test_copies_over_tasks_leave_the_first_of_each(tmp_path: Path) -> None:
+    """Every document is planted several times with few edits; which tasks hold them is random."""
+    rng = random.Random(9)
+    originals = [text_of(rng, 300) for _ in range(60)]
+    stream = [(n, edited(rng, originals[n], 1)) for n in range(60) for _ in range(4)]
+    rng.shuffle(stream)
+    first = [number not in [n for n, _ in stream[:i]] for i, (number, _) in enumerate(stream)]
+    keys = np.array([duplicate_keys(" ".join(d), "near") for _, d in stream])
+    found = np.concatenate(find_duplicates(saved(tmp_path, np.split(keys, [17, 100, 101]))))
+    assert (~found).tolist() == first
+
+
+def test_keys_are_the_same_on_every_machine() -> None:
+    """Numbers from the day they were written: a build may go on with another rensa or numpy."""
+    text = "It was the best of times, it was the worst of times, it was the age of wisdom"
+    keys = duplicate_keys(text, "near")
+    assert [hex(k) for k in keys[:3].tolist()] == [
+        "0xc5af74231a524f82",
+        "0x78270aefdb3b1f48",
+        "0x2cbb5a809bf4084f",
+    ]
+    command = "from pretrain.data.duplicates import duplicate_keys as d; import sys; "
+    command += "print(d(sys.argv[1], 'near').tolist())"
+    for seed in ("1", "2"):
+        answer = subprocess.run(
+            [sys.executable, "-c", command, text],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+            env={"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
+        )
+        assert answer.stdout.strip() == str(keys.tolist())
+
+
+def test_damaged_keys_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    save_keys(path, [duplicate_keys("a", "exact")] * 100, "exact")
+    good = path.read_bytes()
+    for content in (b"", good[:5], good[:-8], b"PK\x03\x04", b"\x80\x04N."):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"keys: is damaged .*Delete it and build again"):
+            find_duplicates([path])
+    for array in (np.zeros(3, np.uint64), np.zeros((3, 1), np.int32)):
+        with path.open("wb") as file:
+            np.save(file, array)
+        with pytest.raises(ConfigError, match=r"keys: holds .*, not the keys of documents"):
+            find_duplicates([path])
+    save_keys(path, [duplicate_keys("a", "exact")], "exact")
+    save_keys(tmp_path / "near", [duplicate_keys("a", "near")], "near")
+    with pytest.raises(ConfigError, match=rf"near: {1 + BANDS} keys a document, but .*keys has 1"):
+        find_duplicates([path, tmp_path / "near"])
+
+
+def test_the_table_in_the_docstring_is_the_formula() -> None:
+    rows = [line for line in inspect.getsource(duplicates).splitlines() if line.startswith("| ")]
+    similarities = [float(cell) for cell in rows[0].split("|")[2:-1]]
+    table = [cell.strip().rstrip("%") for cell in rows[1].split("|")[2:-1]]
+    for similarity, told in zip(similarities, table, strict=True):
+        digits = len(told.partition(".")[2])
+        assert round(100 * (1 - (1 - similarity**ROWS) ** BANDS), digits) == float(told)

@@ -1,0 +1,132 @@
+"""The choice of held-out documents, against the same rule in one process that sees all."""
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from pretrain.config import ConfigError
+from pretrain.data.heldout import Candidates, choose_held_out
+from tests.conftest import mark_torture
+
+
+def naive(texts: list[str], fraction: float, max_bytes: int) -> list[str]:
+    """The rule as it is stated, over a list of all documents."""
+
+    def place(text: str) -> tuple[bool, int]:
+        return len(text.encode()) > max_bytes, xxhash.xxh3_64_intdigest(text.encode())
+
+    order = sorted(set(texts), key=place)
+    chosen: list[str] = []
+    for text in order[:-1]:
+        many = len(chosen) >= max(1, int(fraction * len(texts)))
+        large = len("".join([*chosen, text]).encode()) > max_bytes
+        if chosen and (many or large):
+            break
+        chosen.append(text)
+    return chosen
+
+
+def ours(directory: Path, tasks: Iterable[list[str]], fraction: float, max_bytes: int) -> list[str]:
+    paths = []
+    for number, texts in enumerate(tasks):
+        candidates = Candidates(max_bytes)
+        for text in texts:
+            assert candidates.add(text) == xxhash.xxh3_64_intdigest(text.encode())
+        paths.append(directory / f"{number}")
+        candidates.save(paths[-1])
+    return [chosen.text for chosen in choose_held_out(paths, fraction)]
+
+
+def split(rng: random.Random, texts: list[str]) -> list[list[str]]:
+    """Deal documents to up to 7 tasks, some of which may have none."""
+    tasks: list[list[str]] = [[] for _ in range(rng.randint(1, 7))]
+    for text in texts:
+        rng.choice(tasks).append(text)
+    return tasks
+
+
+SEEDS = [(seed,) for seed in range(1000)]
+
+
+@pytest.mark.parametrize(["seed"], mark_torture(SEEDS, {*SEEDS[:60]}))
+def test_the_choice_is_that_of_one_process_that_sees_all(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    sizes = rng.choice([(1, 10), (1, 400), (50, 60), (200, 5000), (0, 3)])
+    texts = ["é" * rng.randint(*sizes) + str(rng.randint(0, 60)) for _ in range(rng.randint(0, 80))]
+    fraction, max_bytes = rng.choice([0.01, 0.1, 0.5, 0.99]), rng.choice([1, 60, 300, 3000, 10**6])
+    expected = naive(texts, fraction, max_bytes)
+    for number in range(2):
+        rng.shuffle(texts)
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        assert ours(directory, split(rng, texts), fraction, max_bytes) == expected
+
+
+def test_a_share_of_the_documents_is_held_out_evenly(tmp_path: Path) -> None:
+    """1 % of 20,000, spread over the corpus: each tenth has 20 of them, give or take 5 sigma."""
+    texts = [f"document {n}" for n in range(20_000)]
+    chosen = ours(tmp_path, [texts], 0.01, 10**6)
+    assert len(chosen) == 200
+    for tenth in range(10):
+        mine = [t for t in chosen if int(t.split()[1]) // 2000 == tenth]
+        assert abs(len(mine) - 20) < 5 * 20**0.5
+
+
+def test_copies_of_a_text_are_on_one_side_and_one_is_left_to_train_on(tmp_path: Path) -> None:
+    assert len(ours(tmp_path, [["a"] * 50 + ["b"], ["b"] * 50], 0.99, 100)) == 1
+    assert ours(tmp_path, [["a"] * 50], 0.5, 100) == []
+    assert ours(tmp_path, [["a"], [], ["a"]], 0.5, 100) == []
+    assert ours(tmp_path, [[], []], 0.5, 100) == []
+    assert ours(tmp_path, [], 0.5, 100) == []
+
+
+def test_a_file_of_candidates_holds_no_more_text_than_may_be_held_out(tmp_path: Path) -> None:
+    candidates = Candidates(1000)
+    for number in range(5000):
+        candidates.add(f"{number:0100}")
+    candidates.save(tmp_path / "task")
+    head, _, text = (tmp_path / "task").read_bytes().partition(b"\n")
+    assert len(text) == 1000
+    assert len(json.loads(head)["places"]) == 10
+    for number in range(300):
+        candidates.add("x" * (5000 + number))
+    candidates.save(tmp_path / "task")
+    assert (tmp_path / "task").read_bytes().partition(b"\n")[2] == text
+
+
+def test_text_that_utf8_cannot_hold_is_given_back(tmp_path: Path) -> None:
+    candidates = Candidates(100)
+    candidates.add("half a pair: \ud800")
+    candidates.add("x" * 101)
+    candidates.save(tmp_path / "task")
+    chosen = choose_held_out([tmp_path / "task"], 0.5)
+    assert [c.text for c in chosen] == ["half a pair: \ud800"]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "task"
+    candidates = Candidates(1000)
+    for number in range(20):
+        candidates.add(f"{number:030}")
+    candidates.save(path)
+    good = path.read_bytes()
+    start = good.index(b"\n") + 1
+    bad = [b"", good[: start // 2], good[:start], good[: start + 40], b"[]\n", b'{"a": 1}\n']
+    bad += [good[:at] + b"\xff" + good[at + 1 :] for at in (start, start + 5, start + 29)]
+    for content in bad:
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"task: is damaged .*Delete it and build again"):
+            choose_held_out([path], 0.5)
+
+
+def test_tasks_with_other_bounds_are_refused(tmp_path: Path) -> None:
+    for name, bound in (("a", 100), ("b", 200)):
+        candidates = Candidates(bound)
+        candidates.add(name)
+        candidates.save(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"b: is damaged .*max_bytes is 200, not 100"):
+        choose_held_out([tmp_path / "a", tmp_path / "b"], 0.5)

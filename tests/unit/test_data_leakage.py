@@ -1,0 +1,230 @@
+"""Held-out text in training, against sets of tuples of 13 words."""
+
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from pretrain.config import ConfigError
+from pretrain.data import words
+from pretrain.data.leakage import SEQUENCE_WORDS, HeldOut
+from pretrain.data.words import document_hash, sequence_hashes, word_hashes
+from tests.conftest import mark_torture
+
+SPACES = " \n\t\r\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u2029\u3000"
+NOT_SPACES = ["\u200b", "\ufeff", "\u2060", "\x00", "\ud800"]
+
+
+def naive_sequences(text: str) -> list[tuple[str, ...]]:
+    found = [word.lower() for word in text.split()]
+    if 0 < len(found) < SEQUENCE_WORDS:
+        return [tuple(found)]
+    return [tuple(found[i : i + 13]) for i in range(len(found) - 12)]
+
+
+class Naive:
+    """The definition, with sets of tuples."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.documents = [set(naive_sequences(text)) for text in texts]
+        self.all = set().union(*self.documents)
+        self.seen: set[tuple[str, ...]] = set()
+
+    def overlap(self, text: str) -> tuple[int, int, dict[int, int]]:
+        own = set(naive_sequences(text))
+        shared = {n: len(own & d) for n, d in enumerate(self.documents) if own & d}
+        return len(own), len(own & self.all), shared
+
+    def is_leaked(self, text: str) -> bool:
+        own, shared, by_document = self.overlap(text)
+        mostly = any(n >= len(self.documents[d]) / 2 for d, n in by_document.items())
+        return bool(shared) and (shared >= own / 2 or mostly)
+
+    def note(self, text: str) -> None:
+        self.seen |= self.all & set(naive_sequences(text))
+
+    @property
+    def leakage(self) -> float:
+        return len(self.seen) / len(self.all) if self.all else 0.0
+
+
+def a_word(rng: random.Random, vocabulary: int) -> str:
+    kind = rng.random()
+    if kind < 0.02:
+        return "x" * rng.choice([32, 33, 1000]) + str(rng.randrange(vocabulary))
+    if kind < 0.06:
+        return rng.choice(NOT_SPACES) + rng.choice(["ΣΑΣ", "İ", "ß", "ẞ", "ﬁ", "a\u0301", "🙂"])
+    return rng.choice(["w", "W", "É", "wö"]) + str(rng.randrange(vocabulary))
+
+
+def a_text(rng: random.Random, parts: list[str], vocabulary: int) -> str:
+    """Random words with pieces of other texts between them, and any white space."""
+    result: list[str] = []
+    for _ in range(rng.randint(0, 4)):
+        result += [a_word(rng, vocabulary) for _ in range(rng.choice([0, 1, 11, 12, 13, 14, 60]))]
+        if parts and rng.random() < 0.6:
+            piece = rng.choice(parts).split()
+            cut = sorted((rng.randint(0, len(piece)), rng.randint(0, len(piece))))
+            result += rng.choice([piece, piece[cut[0] : cut[1]]])
+    return "".join(word + "".join(rng.choices(SPACES, k=rng.randint(1, 3))) for word in result)
+
+
+CASES = [(seed,) for seed in range(600)]
+
+
+@pytest.mark.parametrize(["seed"], mark_torture(CASES, {*CASES[:40]}))
+def test_every_count_is_that_of_sets_of_tuples(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random texts that quote each other; every other case cuts texts after a few characters."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(words, "CHUNK", 7 if seed % 2 else 1 << 20)
+    vocabulary = rng.choice([1, 2, 50, 10_000])  # of 1 and 2 words: sequences that repeat
+    held_out: list[str] = []
+    for _ in range(rng.randint(0, 8)):
+        held_out.append(a_text(rng, held_out, vocabulary))
+    HeldOut.from_texts(held_out).save(tmp_path / "held_out")
+    workers, naive = [HeldOut.load(tmp_path / "held_out") for _ in range(3)], Naive(held_out)
+    assert workers[0].sequences == len(naive.all)
+    for number in range(40):
+        text = a_text(rng, held_out, vocabulary)
+        worker = workers[number % 3]
+        assert worker.overlap(text) == naive.overlap(text)
+        assert worker.is_leaked(text) == naive.is_leaked(text)
+        if number % 4:
+            worker.note(text)
+            naive.note(text)
+    whole = HeldOut.load(tmp_path / "held_out")
+    for worker in workers:
+        worker.save_seen(tmp_path / "seen")
+        whole.merge_seen(tmp_path / "seen")
+    assert whole.leakage == pytest.approx(naive.leakage, rel=1e-12)
+
+
+def test_a_document_goes_at_half_and_not_before() -> None:
+    held = [f"h{n}" for n in range(112)]  # 100 sequences
+    ours = HeldOut.from_texts([" ".join(held)])
+    other = [f"t{n}" for n in range(1000)]
+    assert ours.is_leaked(" ".join([*other, *held[:62], *other]))  # 50 of the held-out 100
+    assert not ours.is_leaked(" ".join([*other, *held[:61], *other]))
+    # 10 sequences are held-out ones; the document has 10 others, or 11.
+    assert ours.is_leaked(" ".join([*held[:22], *other[:10]]))
+    assert not ours.is_leaked(" ".join([*held[:22], *other[:11]]))
+
+
+def test_short_documents_match_whole_ones_alone() -> None:
+    ours = HeldOut.from_texts(["All rights reserved.", "", " ", "a b c d e f g h i j k l"])
+    assert ours.sequences == 2
+    assert ours.is_leaked("all  rights\nRESERVED.")
+    assert not ours.is_leaked("All rights reserved. Really")
+    assert not ours.is_leaked("")
+    assert ours.is_leaked("A B C D E F G H I J K L")
+    assert not ours.is_leaked("A B C D E F G H I J K L M")
+    assert not ours.is_leaked("B A C D E F G H I J K L")
+
+
+def test_nothing_held_out_leaks_nothing(tmp_path: Path) -> None:
+    for texts in ([], [""], ["", " "]):
+        ours = HeldOut.from_texts(texts)
+        ours.save(tmp_path / "none")
+        ours = HeldOut.load(tmp_path / "none")
+        ours.note("a b c")
+        assert not ours.is_leaked("a b c " * 20)
+        assert (ours.leakage, ours.sequences) == (0.0, 0)
+
+
+def test_two_texts_one_after_the_other_are_told_apart() -> None:
+    """The answer for one text is kept for the next call; it may be taken for that text alone."""
+    held = " ".join(f"h{n}" for n in range(20))
+    ours = HeldOut.from_texts([held])
+    for _ in range(3):
+        assert ours.is_leaked(held)
+        assert not ours.is_leaked(held[:5])
+    ours.note("b " * 20)
+    assert ours.leakage == 0
+    ours.note(held)
+    assert ours.leakage == 1
+
+
+def test_words_have_the_hashes_of_their_lower_case() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        text = a_text(rng, [], 50)
+        expected = [
+            xxhash.xxh3_64_intdigest(w.lower().encode("utf-8", "surrogatepass"))
+            for w in text.split()
+        ]
+        assert word_hashes(text).tolist() == expected
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 13, 16, 31])
+def test_sequences_have_different_hashes_if_they_are_different(length: int) -> None:
+    """All sequences over two words, in which only the order and the number of words tell."""
+    rng = random.Random(length)
+    texts = {tuple(rng.choice("ab") for _ in range(length)) for _ in range(5000)}
+    hashes = {sequence_hashes(" ".join(text), length).tolist()[0] for text in texts}
+    assert len(hashes) == len(texts)
+    lengths = {int(sequence_hashes("a " * n, length)[0]) for n in range(1, length + 1)}
+    assert len(lengths) == length
+    [whole] = sequence_hashes("a b c d", 4).tolist()
+    factors = [pow(words.FACTOR, n, 2**64) for n in range(4)]
+    assert whole == sum(document_hash(w) * f for w, f in zip("abcd", factors)) % 2**64
+
+
+def test_a_text_without_white_space_or_of_many_words_takes_bounded_memory() -> None:
+    """64 MB of one word, and 24 MB of words: no list of all words is ever made."""
+    one = "x" * (64 << 20)
+    many = "word " * (4 << 20)
+    tracemalloc.start()
+    try:
+        assert len(sequence_hashes(one, 13)) == 1
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(one)
+        tracemalloc.reset_peak()
+        assert len(sequence_hashes(many, 13)) == (4 << 20) - 12
+        # 4M words as objects in a list would be 40 MB of pointers and 200 MB of strings.
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(many)
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_table_of_words_has_a_bound() -> None:
+    for start in range(0, 600_000, 1000):
+        word_hashes(" ".join(f"unique{n}" for n in range(start, start + 1000)))
+    assert len(words._known) <= 1 << 18
+    word_hashes("y" * 1000)
+    assert "y" * 1000 not in words._known
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "held_out"
+    ours = HeldOut.from_texts([" ".join(f"h{n}" for n in range(100))])
+    ours.save(path)
+    good = path.read_bytes()
+    for content in (
+        b"",
+        good[:100],
+        good[:-30],
+        b"nothing",
+        good.replace(b"sequences", b"sequencez"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"held_out: is damaged .*Delete it and build again"):
+            HeldOut.load(path)
+    ours.save_seen(path)
+    for content in (path.read_bytes()[:-1], path.read_bytes() + b"0", b""):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"held_out: is [0-9]+ bytes, not the 11 of these"):
+            ours.merge_seen(path)
+
+
+def test_the_table_of_flags_never_hides_a_sequence() -> None:
+    """Of every size of the table: all held-out sequences are found, the first and last included."""
+    for size in (1, 2, 31, 32, 33, 5000, 70_000):
+        text = " ".join(f"s{n}" for n in range(size + 12))
+        ours = HeldOut.from_texts([text])
+        assert ours.overlap(text) == (size, size, {0: size})
+        assert ours.overlap(" ".join(f"t{n}" for n in range(5000))).shared == 0
+        assert np.all(np.diff(ours._sequences) > 0)
