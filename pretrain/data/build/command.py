@@ -1,0 +1,215 @@
+"""Do the stages of a build, or find that the data set is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pretrain.config import ConfigError, NoSpace, RunConfig, writing
+from pretrain.config.errors import free_bytes, in_bytes
+from pretrain.config.schema import DataSection
+from pretrain.data.build import report
+from pretrain.data.build.finish import BUILD_RECORD, finish, note_finished, with_digests
+from pretrain.data.build.folder import LOCK, BuildFolder, is_leftover, locked, remove_build
+from pretrain.data.build.merge import merge
+from pretrain.data.build.merged import load_merge, token_tasks
+from pretrain.data.build.output import RECORD, is_done
+from pretrain.data.build.plan import (
+    SPLITS,
+    Plan,
+    differences,
+    make_plan,
+    save_plan,
+    saved_inputs,
+    task_sizes,
+)
+from pretrain.data.build.progress import Progress
+from pretrain.data.build.work import Stage
+from pretrain.data.manifest import read_manifest
+from pretrain.data.stream import TokenStream, check_local
+from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from pretrain.rundir.files import Json, read_json, remove
+
+RunStage = Callable[[BuildFolder, Stage, int], None]
+"""Does every task of a stage that is not done: (folder, stage, number of tasks)."""
+
+
+def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None) -> None:
+    """Build the data set of a config in data.directory, and print what was built.
+
+    A build that was interrupted goes on with the tasks that are not done. A data set that was built
+    earlier from the same settings and text is checked and left unchanged.
+
+    Args:
+        config: The config.
+        workers: Processes on this machine. Does not change what is built.
+        run_stage: Does the tasks of a stage elsewhere, such as on a cluster.
+
+    Raises:
+        ConfigError: if data.directory holds something else or a data set built from other inputs,
+            if another process builds it, or if the corpus or the tokenizer cannot be used.
+        RunFailed: if the data set cannot be written.
+    """
+    check_local(config)
+    if importlib.util.find_spec("datatrove") is None:
+        raise ConfigError(
+            "pretrain data build: datatrove is not installed. Run `pip install 'pretrain[data]'`"
+        )
+    directory = config.data_directory
+    tokenizer = load_given_tokenizer(config.data)
+    plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
+    folder = BuildFolder.beside(directory)
+    if _is_up_to_date(directory, plan):
+        _remove_leftovers(folder)
+        print(f"{directory}: up to date (same settings, same text), nothing to do")
+        return
+
+    def run_here(folder: BuildFolder, stage: Stage, tasks: int) -> None:
+        # Here, because it imports datatrove, which not every installation has.
+        from pretrain.data.build.executor import run_locally
+
+        run_locally(folder, stage, tasks, workers)
+
+    with writing(folder.path), locked(folder):
+        if _is_up_to_date(directory, plan):
+            # By another process, since the look above.
+            remove_build(folder)
+            print(f"{directory}: up to date (same settings, same text), nothing to do")
+            return
+        _take_up(folder, plan)
+        if not folder.finish.exists():
+            _do_tasks(folder, plan, tokenizer, run_stage or run_here)
+        content = finish(folder, directory)
+        remove_build(folder)
+    shards = {split: len(read_manifest(directory / split).shards) for split in SPLITS}
+    used = load_tokenizer(find_tokenizer(directory))
+    print("\n".join(report.lines(directory, used, content, shards)))
+
+
+def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
+    """Return the tokenizer that data.tokenizer names, or None if one is to be trained.
+
+    Raises:
+        ConfigError: if it has another number of pieces than data.vocab_size, or could not be
+            exported with a model.
+    """
+    if data.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer.check_exportable()
+    if tokenizer.vocab_size != data.vocab_size:
+        raise ConfigError(
+            f"data.vocab_size = {data.vocab_size}: the model in data.tokenizer = {data.tokenizer} "
+            f"has {tokenizer.vocab_size} pieces. Set data.vocab_size={tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _is_up_to_date(directory: Path, plan: Plan) -> bool:
+    """Return True if the data set is there and was built from this plan; False if none is there.
+
+    Raises:
+        ConfigError: Something else is there, or a data set that was built from other inputs.
+    """
+    if not (directory.is_file() or (directory.is_dir() and any(directory.iterdir()))):
+        return False
+    remedy = f"Choose another data.directory, or remove {directory} to build it anew"
+    try:
+        recorded = json.loads((directory / BUILD_RECORD).read_text())
+    except (OSError, ValueError, RecursionError):
+        recorded = None
+    if not isinstance(recorded, dict):
+        raise ConfigError(
+            f"data.directory = {directory}: exists, but holds no finished data set (no readable "
+            f"{BUILD_RECORD}). {remedy}"
+        )
+    if different := differences(recorded.get("inputs", {}), plan):
+        raise ConfigError(
+            f"data.directory = {directory}: holds a data set built from other inputs: "
+            f"{'; '.join(different)}. Nothing was changed. {remedy}"
+        )
+    for split in SPLITS:
+        TokenStream(directory / split)
+    return True
+
+
+def _remove_leftovers(folder: BuildFolder) -> None:
+    """Remove what a build left that was killed after its data set got its name."""
+    if folder.path.is_dir():
+        with writing(folder.path), locked(folder):
+            if is_leftover(folder):
+                remove_build(folder)
+
+
+def _take_up(folder: BuildFolder, plan: Plan) -> None:
+    """Go on with the build that the folder holds, or begin one.
+
+    Raises:
+        ConfigError: The folder holds a build from other inputs.
+    """
+    if not folder.plan.exists():
+        for path in folder.path.iterdir():
+            if path.name != LOCK:
+                remove(path)
+        _check_space(folder, plan)
+        save_plan(plan, folder)
+        return
+    recorded = saved_inputs(folder)
+    if folder.finish.exists():
+        recorded = read_json(folder.finish)["build"]["inputs"]
+    elif recorded:
+        recorded["files"] = _saved_files(folder, plan, recorded)
+    if different := differences(recorded, plan):
+        raise ConfigError(
+            f"{folder.path}: holds an unfinished build from other inputs: {'; '.join(different)}. "
+            f"Nothing was changed. Go on with those inputs, or remove {folder.path} to start over"
+        )
+    if not folder.finish.exists():
+        # Names and times of files may be new.
+        save_plan(plan, folder)
+
+
+def _saved_files(folder: BuildFolder, plan: Plan, recorded: Json) -> Json:
+    """Return the recorded files with the digests that the scan has made of them.
+
+    The tasks are those of the plan, because their ranges follow from sizes and settings; where
+    these differ, no digest is asked for.
+    """
+    return {
+        split: [[*before[:3], new.digests] for before, new in zip(recorded["files"][split], files)]
+        if len(recorded["files"][split]) == len(files)
+        else recorded["files"][split]
+        for split, files in with_digests(folder, plan).items()
+    }
+
+
+def _check_space(folder: BuildFolder, plan: Plan) -> None:
+    """Refuse to begin where the tokens cannot fit: a tokenizer makes few of more than 8 bytes."""
+    itemsize = 2 if plan.data.vocab_size <= 1 << 16 else 4
+    least = sum(task_sizes(plan)) * itemsize // 8
+    free = free_bytes(folder.path)
+    if free is not None and free < least:
+        raise NoSpace(
+            f"{folder.path}: the tokens of this corpus take at least {in_bytes(least)}; "
+            f"{in_bytes(free)} are free. Make room or choose another data.directory"
+        )
+
+
+def _do_tasks(
+    folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None, run_stage: RunStage
+) -> None:
+    """Do what is not done of scan, merge and tokenize."""
+    scans = sum(len(plan.tasks[split]) for split in SPLITS)
+    finals = [folder.scan(rank) for rank in range(scans)]
+    with Progress(folder, "scan", finals, task_sizes(plan)):
+        run_stage(folder, "scan", scans)
+    done = is_done(folder.merge)
+    merged = load_merge(folder) if done else merge(folder, plan, tokenizer)
+    tasks = token_tasks(merged)
+    finals = [folder.tokens(task.split, task.number) for task in tasks]
+    sizes = [read_json(folder.scan(task.planned) / RECORD)["text_bytes"] for task in tasks]
+    with Progress(folder, "tokenize", finals, sizes):
+        run_stage(folder, "tokenize", len(tasks))
+    note_finished(folder, plan, merged)

@@ -1,0 +1,270 @@
+"""Decide what only the whole corpus can tell: held-out documents, duplicates, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.config import ConfigError
+from pretrain.data import sources
+from pretrain.data.build.folder import BuildFolder
+from pretrain.data.build.merged import HELD_OUT_HASHES, HELD_OUT_SEQUENCES, Cut, TokenTask
+from pretrain.data.build.output import RECORD, clear, output
+from pretrain.data.build.plan import Plan
+from pretrain.data.build.sample import read_lines
+from pretrain.data.build.work import too_many_skipped
+from pretrain.data.cleaning import Cleaner
+from pretrain.data.duplicates import find_duplicates
+from pretrain.data.heldout import choose_held_out
+from pretrain.data.leakage import HeldOut
+from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers.base import MODEL
+from pretrain.rundir.files import Json, read_json
+
+Mask = npt.NDArray[np.bool_]
+
+
+class _HeldOutDocument(NamedTuple):
+    """A document that is held out of its corpus, and where it stands first."""
+
+    task: int
+    row: int
+    """Position among the documents of the task."""
+    text: str
+    piece: int
+    offset: int
+
+
+class Merger:
+    """The scanned corpus, and what is decided about it."""
+
+    def __init__(self, folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None) -> None:
+        """Read the records of the scan.
+
+        Args:
+            folder: The build; every task is scanned.
+            plan: The plan.
+            tokenizer: The one that data.tokenizer names; None to train one.
+        """
+        self.folder, self.plan, self.tokenizer = folder, plan, tokenizer
+        tasks = plan.tasks["train"] + plan.tasks["validation"]
+        self.names = [task.corpus for task in tasks]
+        self.num_train = len(plan.tasks["train"])
+        self.records = [read_json(folder.scan(rank) / RECORD) for rank in range(len(tasks))]
+
+    def run(self) -> None:
+        """Write and publish the output of the merge.
+
+        Raises:
+            ConfigError: if a split has no text, too many documents cannot be read, or no tokenizer
+                can be trained.
+        """
+        self._check_skipped()
+        held_out = self._choose_held_out()
+        has_planned = self._documents(self.num_train, len(self.records)) > 0
+        cut = None if held_out or has_planned else self._cut()
+        if cut is not None:
+            held_out = [cut[1]]
+        clear(self.folder.merge)
+        with output(self.folder.merge) as made:
+            hashes = self._held_out_hashes(held_out)
+            self._write_held_out(made.path, held_out, hashes)
+            left_out = self._write_left_out(made.path, hashes)
+            if self.tokenizer:
+                shutil.copyfile(self.tokenizer.path, made.path / self.tokenizer.file_name)
+            else:
+                lines = list(self._sample(left_out, cut))
+                content = train_tokenizer(lines, self.plan.data.vocab_size)
+                (made.path / MODEL).write_bytes(content)
+            made.publish(
+                {
+                    "cut": cut[0] if cut else None,
+                    "token_tasks": self._token_tasks(held_out),
+                }
+            )
+
+    # ---- checks ----
+    def _documents(self, start: int, end: int) -> int:
+        return sum(int(record["documents"]) for record in self.records[start:end])
+
+    def _check_skipped(self) -> None:
+        skipped: Counter[str] = Counter()
+        reasons: dict[str, list[str]] = {}
+        for name, record in zip(self.names, self.records):
+            skipped[name] += record["counts"].get("skipped", 0)
+            reasons.setdefault(name, []).extend(record["skipped"])
+        limit = self.plan.cleaning.max_skipped_documents
+        for name, count in skipped.items():
+            if count > limit:
+                raise too_many_skipped(name, limit, reasons[name])
+        if not self._documents(0, self.num_train):
+            raise _no_text("data.paths", self._paths(), "train")
+
+    def _paths(self) -> list[str]:
+        return [path for corpus in self.plan.corpora().values() for path in corpus.paths]
+
+    # ---- held-out documents ----
+    def _scanned(self, task: int) -> np.ndarray:
+        found: np.ndarray = np.load(self.folder.scan(task) / "documents.npy")
+        return found
+
+    def _choose_held_out(self) -> list[_HeldOutDocument]:
+        """Return the documents that are held out by hash, in the order of the stream."""
+        candidates: dict[str, list[Path]] = {}
+        for rank in range(self.num_train):
+            if (path := self.folder.scan(rank) / "candidates").exists():
+                candidates.setdefault(self.names[rank], []).append(path)
+        found = []
+        for name, paths in candidates.items():
+            texts = dict(choose_held_out(paths, self.plan.data.validation_fraction))
+            wanted = np.array(sorted(texts), np.uint64)
+            for rank in range(self.num_train):
+                if not texts or self.names[rank] != name:
+                    continue
+                rows = self._scanned(rank)
+                for row in np.flatnonzero(np.isin(rows["hash"], wanted)).tolist():
+                    # The same text may stand again; the first place counts.
+                    text = texts.pop(int(rows["hash"][row]), None)
+                    if text is not None:
+                        place = int(rows["piece"][row]), int(rows["offset"][row])
+                        found.append(_HeldOutDocument(rank, row, text, *place))
+        return found
+
+    def _cut(self) -> tuple[Cut, _HeldOutDocument]:
+        """Cut the only text of a data set in two.
+
+        Raises:
+            ConfigError: There are several texts, but no corpus has two.
+        """
+        ranks = [r for r in range(self.num_train) if self.records[r]["documents"]]
+        hashes = np.unique(np.concatenate([self._scanned(r)["hash"] for r in ranks]))
+        own = self.plan.data.validation_paths
+        if len(hashes) > 1 or own:
+            if own:
+                raise _no_text("data.validation_paths", list(own), "validation")
+            raise ConfigError(
+                "data.corpora: no corpus has two different documents, so none can be held out for "
+                "validation. Add text, or set data.validation_paths"
+            )
+        rank = ranks[0]
+        text, row = next(self._texts(rank)), self._scanned(rank)[0]
+        length = len(text) - max(1, round(len(text) * self.plan.data.validation_fraction))
+        if not length:
+            raise _no_text("data.paths", self._paths(), "train")
+        place = int(row["piece"]), int(row["offset"])
+        return Cut(rank, length), _HeldOutDocument(rank, 0, text[length:], *place)
+
+    def _texts(self, rank: int) -> Iterator[str]:
+        """Read the documents of a task again."""
+        task = (self.plan.tasks["train"] + self.plan.tasks["validation"])[rank]
+        cleaner = Cleaner(self.plan.cleaning)
+        may_skip = self.plan.cleaning.max_skipped_documents > 0
+        skip = (lambda reason: None) if may_skip else None
+        for document in sources.read(task, self.plan.corpora()[task.corpus], skip):
+            if (text := cleaner.clean(document.text)) is not None:
+                yield text
+
+    def _held_out_hashes(self, held_out: list[_HeldOutDocument]) -> npt.NDArray[np.uint64]:
+        found = [self._scanned(d.task)["hash"][[d.row]] for d in held_out]
+        if self.plan.cleaning.decontaminate:
+            found += [self._scanned(r)["hash"] for r in range(self.num_train, len(self.records))]
+        return np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+
+    def _write_held_out(
+        self, path: Path, held_out: list[_HeldOutDocument], hashes: npt.NDArray[np.uint64]
+    ) -> None:
+        np.save(path / HELD_OUT_HASHES, hashes)
+        (path / "held-out").mkdir()
+        for name in dict.fromkeys(self.names[d.task] for d in held_out):
+            with (path / "held-out" / f"{name}.jsonl").open("w") as file:
+                for document in held_out:
+                    if self.names[document.task] == name:
+                        task, _, text, piece, offset = document
+                        file.write(json.dumps([task, text, piece, offset]) + "\n")
+
+        def texts() -> Iterator[str]:
+            yield from (document.text for document in held_out)
+            for rank in range(self.num_train, len(self.records)):
+                yield from self._texts(rank)
+
+        HeldOut.from_texts(texts()).save(path / HELD_OUT_SEQUENCES)
+
+    # ---- duplicates and the tokenizer's sample ----
+    def _write_left_out(self, path: Path, hashes: npt.NDArray[np.uint64]) -> dict[int, Mask]:
+        """Write which documents of each task are duplicates.
+
+        Returns:
+            For the tasks that have some, which documents are duplicates or held out.
+        """
+        left_out: dict[int, Mask] = {}
+        ranks = range(self.num_train)
+        if self.plan.cleaning.deduplicate != "none":
+            repeated = find_duplicates([self.folder.scan(rank) / "keys.npy" for rank in ranks])
+            for rank, mask in zip(ranks, repeated):
+                if mask.any():
+                    np.save(path / f"duplicates-{rank:06d}.npy", mask)
+                    left_out[rank] = mask
+        if not self.tokenizer and len(hashes):
+            for rank in ranks:
+                mask = np.isin(self._scanned(rank)["hash"], hashes)
+                if mask.any():
+                    left_out[rank] = mask | left_out.get(rank, False)
+        return left_out
+
+    def _sample(
+        self, left_out: dict[int, Mask], cut: tuple[Cut, _HeldOutDocument] | None
+    ) -> Iterator[str]:
+        """Yield the lines to train the tokenizer on, from each task by its share of the text."""
+        most = self.plan.data.tokenizer_training_bytes
+        if cut is not None:
+            text = next(self._texts(cut[0].task))[: cut[0].characters]
+            if len(text.encode()) > most:
+                text = text[:most].encode()[:most].decode(errors="ignore")
+            yield from (line for line in text.split("\n") if line)
+            return
+        total = sum(int(self.records[rank]["text_bytes"]) for rank in range(self.num_train))
+        for rank in range(self.num_train):
+            size = int(self.records[rank]["text_bytes"])
+            mask = left_out.get(rank)
+            yield from read_lines(
+                self.folder.scan(rank) / "sample.jsonl",
+                size if total <= most else most * size // total,
+                frozenset() if mask is None else set(np.flatnonzero(mask).tolist()),
+            )
+
+    # ---- what follows ----
+    def _token_tasks(self, held_out: list[_HeldOutDocument]) -> list[TokenTask]:
+        """Return the tasks of the tokenize stage: of train, then of validation by corpus."""
+        validation: list[tuple[str, int, bool]] = [
+            (self.names[rank], rank, False) for rank in range(self.num_train, len(self.records))
+        ]
+        for name in dict.fromkeys(self.names[d.task] for d in held_out):
+            validation.append((name, self.names.index(name), True))
+        order = list(self.plan.corpora())
+        validation.sort(key=lambda each: order.index(each[0]))
+        return [
+            *(TokenTask("train", rank, rank, False) for rank in range(self.num_train)),
+            *(
+                TokenTask("validation", number, rank, holds_out)
+                for number, (_, rank, holds_out) in enumerate(validation)
+            ),
+        ]
+
+
+def merge(folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None) -> Json:
+    """Do the merge and return its record; see `Merger`."""
+    Merger(folder, plan, tokenizer).run()
+    return read_json(folder.merge / RECORD)
+
+
+def _no_text(key: str, paths: list[str], split: str) -> ConfigError:
+    return ConfigError(
+        f"{key} = {paths}: these files contain no text for the {split} split. Choose files that do"
+    )
