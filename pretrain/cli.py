@@ -9,6 +9,7 @@ refused at once.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -131,20 +132,45 @@ def config(
 
 
 @data.command("build")
-def data_build(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
+def data_build(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes. Default: as many as this process may use cores. Does not change what "
+            "is built.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Estimate tokens, bytes and time from a sample of the corpus; write nothing.",
+        ),
+    ] = False,
+) -> None:
     """Train the tokenizer and write the token shards.
 
-    Both splits, train and validation, go to data.directory. Does nothing when the data set is there
-    already and the corpus has not changed.
+    Both splits, train and validation, go to data.directory, which appears complete or not at all.
+    Until then the build is in a hidden folder beside it, .building-NAME. When it is interrupted,
+    the same command goes on with what is not done. Does nothing when the data set is there already
+    and the corpus has not changed.
 
     \b
     Example:
-      pretrain data build configs/demo.toml
+      pretrain data build configs/demo.toml --dry-run
+      pretrain data build configs/demo.toml --workers 8
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import build
+    from pretrain.data.build import build, estimate
 
-    build(run)
+    count = workers or len(os.sched_getaffinity(0))
+    if dry_run:
+        estimate(run, count)
+    else:
+        build(run, count)
 
 
 @data.command("verify")

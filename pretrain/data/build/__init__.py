@@ -11,5 +11,6 @@ alone, so the data set is the same for any number of processes, whatever was int
 """
 
 from pretrain.data.build.command import build
+from pretrain.data.build.estimate import estimate
 
-__all__ = ["build"]
+__all__ = ["build", "estimate"]

@@ -225,7 +225,7 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
 
 
 def saved_inputs(folder: BuildFolder) -> Json:
-    """Return the inputs of an unfinished build, as `differences` takes them; {} if there is none."""
+    """Return the inputs of an unfinished build, as `differences` takes them; {} for none."""
     plan = read_json(folder.plan)
     files = read_json(folder.path / "files.json")
     return {"settings": plan["settings"], "files": files} if plan and files else {}

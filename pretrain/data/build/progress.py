@@ -81,14 +81,15 @@ class Progress:
                 seen += min(record.get("bytes", 0), self._sizes[rank])
         to_do = sum(size for rank, size in enumerate(self._sizes) if rank not in self._before)
         share = seen / max(to_do, 1)
-        left = f"{_in_time(seconds * (1 - share) / share)} left" if share > 0 else "begun"
+        left = f"{in_time(seconds * (1 - share) / share)} left" if share > 0 else "begun"
         return (
             f"{self._stage}: {len(done)}/{len(self._finals)} tasks, {documents:,} documents, "
             f"{size / 1e6 / seconds:.1f} MB/s, {left}"
         )
 
 
-def _in_time(seconds: float) -> str:
+def in_time(seconds: float) -> str:
+    """Return a time as people read it: 12:34 or 1:02:03."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
