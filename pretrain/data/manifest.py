@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from pretrain.config import ConfigError
+from pretrain.data.document import Split
 from pretrain.data.layout import CHECKSUM_BYTES, Layout
 from pretrain.rundir.files import parse_json
 
@@ -67,7 +68,7 @@ class Shard(_Record):
 class TaskShards(_Record):
     """The finished output of one task, in a form that can be kept as JSON until the end."""
 
-    split: str
+    split: Split
     corpus: _Name
     task: _Count
     documents: _Count
@@ -99,8 +100,7 @@ class Manifest(_Record):
 
     format_version: Literal[2]
 
-    split: str
-    """train or validation."""
+    split: Split
 
     tokenizer: TokenizerName
     """Name of the tokenizer's file, in the directory above."""

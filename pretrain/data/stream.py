@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from pretrain.config import ConfigError, RunConfig
+from pretrain.data.document import Split
 from pretrain.data.files import Cache, Folder, folder, missing, unreadable
 from pretrain.data.layout import CHECKSUM_BYTES, HEADER_BYTES, PIECE_BYTES, task_seed
 from pretrain.data.manifest import (
@@ -31,7 +32,6 @@ from pretrain.data.manifest import (
     parse_manifest,
     rebuild_advice,
 )
-from pretrain.data.sources import Split
 
 MAX_OPEN_SHARDS = 256
 """A stream keeps no more shards open, and no more than a quarter of what the process may open."""
@@ -266,11 +266,24 @@ class TokenStream:
                 f"{rebuild_advice(self._folder.where(CHECKSUMS))}"
             )
         seed = self._seeds[shard] + number
-        for view, expected in zip(views, _CHECKSUMS[pieces](content)):
-            if xxh3_64(view, seed) != expected:
-                position = offset + (seed - self._seeds[shard] - number) * PIECE_BYTES
+        for place, (view, expected) in enumerate(zip(views, _CHECKSUMS[pieces](content))):
+            if xxh3_64(view, seed + place) != expected:
+                self._check_checksums()
+                position = offset + place * PIECE_BYTES
                 raise self._damaged(shard, position, "its checksum differs", block)
-            seed += 1
+
+    def _check_checksums(self) -> None:
+        """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
+        digest, offset = xxhash.xxh3_128(), 0
+        while chunk := os.pread(self._open_checksums().number, 1 << 22, offset):
+            digest.update(chunk)
+            offset += len(chunk)
+        if digest.hexdigest() != self.manifest.checksums_xxh3_128:
+            where = self._folder.where(CHECKSUMS)
+            raise ConfigError(
+                f"{where}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
+                f"{self.manifest.checksums_xxh3_128}. {rebuild_advice(where)}"
+            )
 
     def _damaged(self, shard: int, offset: int, problem: str, block: int) -> ConfigError:
         where = self._where(shard)

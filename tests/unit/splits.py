@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.data.document import Split
 from pretrain.data.manifest import Manifest
 from pretrain.data.shards import ShardWriter, finish_split
 
@@ -18,7 +19,7 @@ def write_split(
     root: Path,
     corpora: Mapping[str, Sequence[Iterable[np.ndarray]]],
     *,
-    split: str = "train",
+    split: Split = "train",
     vocab_size: int = 60_000,
     tokens_per_block: int = 50,
     tokens_per_shard: int = 200,
