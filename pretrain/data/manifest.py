@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -288,11 +287,6 @@ def rebuild_advice(path: str | Path) -> str:
         f"Restore it from a copy, or remove {_parent(path, 2)} and run "
         "`pretrain data build CONFIG` again"
     )
-
-
-def is_url(directory: str | Path) -> bool:
-    """Return True for what fsspec reads, such as s3://bucket/data, and False for a local path."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", str(directory)) is not None
 
 
 def _parent(path: str | Path, levels: int) -> str:

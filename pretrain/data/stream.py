@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.run import is_url
 from pretrain.data.document import Split
 from pretrain.data.files import Cache, Folder, folder, missing, unreadable
 from pretrain.data.layout import CHECKSUM_BYTES, HEADER_BYTES, PIECE_BYTES, task_seed
@@ -27,7 +28,6 @@ from pretrain.data.manifest import (
     MANIFEST,
     Manifest,
     Shard,
-    is_url,
     missing_data_set,
     parse_manifest,
     rebuild_advice,
@@ -96,7 +96,7 @@ class TokenStream:
                 damaged, or if the tokens come from another tokenizer than the one in the data set.
             RunFailed: if a file is there and cannot be read.
         """
-        self.directory: Any = str(directory) if is_url(directory) else Path(directory)
+        self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
         self._cache = cache
         self._folder = folder(directory, cache)
         try:
@@ -127,6 +127,11 @@ class TokenStream:
             "checksums": m.checksums_xxh3_128,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def data_set(self) -> str:
+        """Return the directory or the URL of the whole data set."""
+        return self._folder.parent().location
 
     @property
     def tokenizer_path(self) -> Path:
@@ -427,9 +432,4 @@ def tokenizer_path(config: RunConfig) -> Path:
 
 def check_local(config: RunConfig) -> None:
     """Raise ConfigError if data.directory is a URL, which can be read and not written."""
-    if is_url(config.data.directory):
-        raise ConfigError(
-            f"data.directory = {config.data.directory}: a data set is built on a file system. "
-            "Choose a local directory, copy it there when it is built, and give the URL to the "
-            "runs that read it"
-        )
+    _ = config.data_directory
