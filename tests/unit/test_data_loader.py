@@ -9,27 +9,16 @@ import torch
 from pretrain.config import ConfigError
 from pretrain.data import order
 from pretrain.data.loader import batches
-from pretrain.data.shards import SplitWriter
 from pretrain.data.stream import TokenStream
+from tests.unit.splits import write_split
 
 # SHA-256 of no bytes, for an empty tokenizer file.
-EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 LENGTH, GLOBAL, MICRO = 7, 16, 2
 
 
 def make_stream(root, num_tokens: int) -> TokenStream:
     """Write and open a stream in which token t is the number t."""
-    (root / "train").mkdir(parents=True)
-    (root / "tokenizer.model").write_bytes(b"")
-    writer = SplitWriter(
-        root / "train",
-        tokenizer_sha256=EMPTY,
-        vocab_size=60_000,
-        tokens_per_block=50,
-        tokens_per_shard=200,
-    )
-    writer.add(np.arange(num_tokens), 0)
-    writer.close()
+    write_split(root, {"text": [[np.arange(num_tokens)]]})
     return TokenStream(root / "train")
 
 

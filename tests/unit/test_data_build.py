@@ -1,0 +1,485 @@
+"""Test `pretrain data build`: what becomes of every document, and what is refused.
+
+The rooms that it calls (sources, cleaning, tokenizers, shards) have tests of their own. Here the
+data set as a whole is compared with what the input files say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.config import ConfigError, RunFailed, parse_config
+from pretrain.config.errors import NoSpace
+from pretrain.data.build import build, command, estimate
+from pretrain.data.build.folder import BuildFolder, locked
+from pretrain.data.build.sample import Sampler, read_lines
+from pretrain.data.stream import TokenStream
+from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
+from pretrain.data.verify import verify
+from pretrain.data.words import document_hash
+
+LETTERS = str.maketrans("0123456789", "aeioulnrst")
+DOCUMENTS = [
+    f"Document {i}: "
+    + " ".join(str((i + 7) * k % 9973).translate(LETTERS) for k in range(150 + 37 * i))
+    + "\nend\n"
+    for i in range(12)
+]
+
+
+def config(root: Path, cleaning=None, **data):
+    return parse_config(
+        {
+            "run": {"directory": str(root / "run")},
+            "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
+            "batch": {"micro_batch_size": 1, "global_batch_size": 1},
+            "data": {
+                "directory": str(root / "data"),
+                "sequence_length": 16,
+                "vocab_size": 310,
+                "tokens_per_block": 1024,
+                "tokens_per_shard": 3000,
+                "validation_fraction": 0.1,
+                # Some four documents a task.
+                "bytes_per_task": 6_000,
+            }
+            | ({} if "corpora" in data else {"paths": [str(root / "*.txt")]})
+            | data,
+            "cleaning": cleaning or {},
+            "optimizer": {"learning_rate": 1e-3},
+            "train": {"num_steps": 1},
+        },
+        "test",
+    )
+
+
+def write_text(root: Path) -> Path:
+    for i, text in enumerate(DOCUMENTS):
+        (root / f"{i:02d}.txt").write_text(text)
+    return root
+
+
+def write_jsonl(path: Path, texts) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    root = write_text(tmp_path_factory.mktemp("built"))
+    build(config(root))
+    return root
+
+
+def documents(directory: Path) -> list[str]:
+    """Return the documents of a split as its tokens hold them."""
+    stream, tokenizer = TokenStream(directory), load_tokenizer(find_tokenizer(directory.parent))
+    tokens = stream.read(0, len(stream))
+    ends = np.flatnonzero(tokens == tokenizer.eos_id)
+    assert ends[-1] == len(tokens) - 1
+    return [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends[:-1] + 1)]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
+
+
+def report(directory: Path):
+    return json.loads((directory / "build.json").read_text())["report"]
+
+
+def refused(message: str):
+    return pytest.raises(ConfigError, match=message)
+
+
+# ---- what is built -------------------------------------------------------------------------------
+def test_every_document_is_in_one_split_in_the_order_of_the_files(built):
+    train, validation = documents(built / "data/train"), documents(built / "data/validation")
+    # A tenth of 12 documents is one, and which one its hash decides.
+    assert validation == [min(DOCUMENTS, key=document_hash)]
+    assert train == [text for text in DOCUMENTS if text not in validation]
+    stream = TokenStream(built / "data/train")
+    assert stream.documents == 11 and stream.text_bytes == sum(len(t.encode()) for t in train)
+    assert stream.corpora[0].name == "text"
+
+
+def test_nothing_is_left_beside_the_data_set(built):
+    assert sorted(p.name for p in built.iterdir() if p.suffix != ".txt") == ["data"]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_processes_changes_nothing(built, tmp_path, workers):
+    build(config(built, directory=str(tmp_path / "again")), workers)
+    assert contents(tmp_path / "again") == contents(built / "data")
+
+
+def test_tasks_begin_new_shards_and_nothing_else_depends_on_them(built, tmp_path):
+    build(config(built, directory=str(tmp_path / "data"), bytes_per_task=1_000_000))
+    for split in ("train", "validation"):
+        assert documents(tmp_path / "data" / split) == documents(built / "data" / split)
+    many, one = (len(list((d / "data/train").glob("*.tar"))) for d in (built, tmp_path))
+    assert many > one > 1
+
+
+def test_a_data_set_remembers_where_each_document_comes_from(built):
+    record = json.loads((built / "data/build.json").read_text())
+    for split in ("train", "validation"):
+        found, texts = [], documents(built / "data" / split)
+        for path in sorted((built / f"data/{split}/documents").iterdir()):
+            for task, piece, offset, _ in np.load(path).tolist():
+                path, start, _ = record["tasks"][task][2][piece]
+                assert (start, offset) == (0, 0)
+                found.append(Path(path).read_text())
+        assert found == texts
+
+
+def test_the_place_of_a_document_among_its_tasks_tokens_is_recorded(built):
+    stream, start = TokenStream(built / "data/train"), 0
+    eos = load_tokenizer(find_tokenizer(built / "data")).eos_id
+    tokens = stream.read(0, len(stream))
+    starts = [0, *(np.flatnonzero(tokens == eos)[:-1] + 1).tolist()]
+    found = []
+    for path in sorted((built / "data/train/documents").iterdir()):
+        rows = np.load(path)
+        found += (rows["token"].astype(int) + start).tolist()
+        start = starts[len(found)] if len(found) < len(starts) else len(tokens)
+    assert found == starts
+
+
+def test_the_report_counts_what_was_read(built):
+    found = report(built / "data")
+    assert found["train"]["documents"] == 11 and found["validation"]["documents"] == 1
+    assert sum(found["train"]["tokens_log2"].values()) == 11
+    assert sum(found["train"]["bytes_log2"].values()) == 11
+    assert found["corpora"]["text"]["counts"]["held_out.documents"] == 1
+    assert found["leakage"]["after"] == 0
+
+
+@pytest.mark.parametrize("deduplicate", ["none", "exact", "near"])
+def test_no_document_vanishes_without_being_counted(tmp_path, deduplicate):
+    """What went in is what came out, and what the report says was left out and why."""
+    numbers = random.Random(1)
+    texts = [numbers.choice(DOCUMENTS) + f"{numbers.randrange(60)}" for _ in range(300)]
+    # Copies, an empty one, one that cannot be read, and one that holds held-out text.
+    texts += [texts[0], texts[0], "", DOCUMENTS[3]]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{damaged\n")
+    settings = config(
+        tmp_path,
+        {"deduplicate": deduplicate, "max_skipped_documents": 1},
+        source="jsonl",
+        paths=[str(tmp_path / "a.jsonl")],
+        bytes_per_task=20_000,
+    )
+    build(settings, workers=1)
+    found = report(tmp_path / "data")
+    counts = found["corpora"]["text"]["counts"]
+    kept = Counter(documents(tmp_path / "data/train"))
+    validation = Counter(documents(tmp_path / "data/validation"))
+    left = sum(counts.get(f"{r}.documents", 0) for r in ("held_out", "duplicates", "contaminated"))
+    assert counts["skipped"] == 1 and counts["cleaning.min_document_characters.documents"] == 1
+    assert counts["read.documents"] == len(texts)
+    assert kept.total() + left == counts["text.documents"] == len(texts) - 1
+    given = Counter(texts)
+    assert kept <= given and not kept & validation
+    # Every copy of a held-out text is held out, and the split has one of each.
+    assert counts["held_out.documents"] == sum(given[text] for text in validation)
+    assert set(validation.values()) == {1}
+    if deduplicate != "none":
+        assert set(kept.values()) == {1} and counts["duplicates.documents"] > 0
+    assert found["leakage"]["after"] <= found["leakage"]["before"]
+
+
+def test_held_out_text_is_not_in_training_exactly_or_nearly(tmp_path):
+    """A held-out text stands again in another file, and once more with a few words changed."""
+    held_out = min(DOCUMENTS, key=document_hash)
+    write_text(tmp_path)
+    (tmp_path / "97.txt").write_text(held_out)
+    words = held_out.split(" ")
+    # Its hash is another one, which must not be held out in place of the first.
+    nearly = " ".join(["other", *words[1:]])
+    assert document_hash(nearly) > document_hash(held_out)
+    (tmp_path / "98.txt").write_text(nearly)
+    (tmp_path / "99.txt").write_text("Before. " + held_out + " After.")
+    build(config(tmp_path))
+    assert documents(tmp_path / "data/validation") == [held_out]
+    assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t != held_out]
+    counts = report(tmp_path / "data")["corpora"]["text"]["counts"]
+    assert counts["held_out.documents"] == 2 and counts["contaminated.documents"] == 2
+    leakage = report(tmp_path / "data")["leakage"]
+    assert leakage["before"] == 1 and leakage["after"] == 0
+
+
+def test_validation_files_are_the_validation_split(tmp_path):
+    write_text(tmp_path)
+    (tmp_path / "copy.txt").write_text(DOCUMENTS[2])
+    (tmp_path / "own.held").write_text(DOCUMENTS[2])
+    build(config(tmp_path, validation_paths=[str(tmp_path / "own.held")]))
+    assert documents(tmp_path / "data/validation") == [DOCUMENTS[2]]
+    assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t != DOCUMENTS[2]]
+
+
+def test_a_single_document_is_cut_in_two(tmp_path):
+    (tmp_path / "only.txt").write_text(DOCUMENTS[-1])
+    build(config(tmp_path))
+    cut = len(DOCUMENTS[-1]) - round(len(DOCUMENTS[-1]) * 0.1)
+    assert documents(tmp_path / "data/train") == [DOCUMENTS[-1][:cut]]
+    assert documents(tmp_path / "data/validation") == [DOCUMENTS[-1][cut:]]
+
+
+def test_several_corpora_follow_each_other(tmp_path):
+    write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[:6])
+    for i, text in enumerate(DOCUMENTS[6:]):
+        (tmp_path / f"{i}.txt").write_text(text)
+    corpora = {
+        "web": {"source": "jsonl", "paths": [str(tmp_path / "b.jsonl")]},
+        "books": {"paths": [str(tmp_path / "*.txt")]},
+    }
+    build(config(tmp_path, corpora=corpora))
+    held_out = [min(part, key=document_hash) for part in (DOCUMENTS[:6], DOCUMENTS[6:])]
+    assert documents(tmp_path / "data/validation") == held_out
+    assert documents(tmp_path / "data/train") == [t for t in DOCUMENTS if t not in held_out]
+    for split in ("train", "validation"):
+        names = [corpus.name for corpus in TokenStream(tmp_path / "data" / split).corpora]
+        assert names == ["web", "books"]
+
+
+# ---- up to date ----------------------------------------------------------------------------------
+def test_a_rebuild_gives_the_same_bytes(built, tmp_path):
+    build(config(built, directory=str(tmp_path / "again")))
+    assert contents(tmp_path / "again") == contents(built / "data")
+
+
+def test_an_unchanged_build_does_nothing(built, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*")}
+    build(config(built))
+    assert "nothing to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*")} == before
+
+
+def test_a_new_time_or_name_of_the_same_text_is_the_same_input(
+    built, tmp_path, capsys, monkeypatch
+):
+    write_text(tmp_path)
+    build(config(tmp_path))
+    os.utime(tmp_path / "03.txt", ns=(1, 1))
+    build(config(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    build(config(tmp_path, paths=["*.txt"]))
+    (tmp_path / "moved").mkdir()
+    for path in tmp_path.glob("*.txt"):
+        path.rename(tmp_path / "moved" / path.name)
+    build(config(tmp_path, paths=["moved/*.txt"]))
+    assert capsys.readouterr().out.count("nothing to do") == 3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: p.write_text("something else"), r"03\.txt has 14 bytes, where .* had \d+"),
+        (lambda p: p.write_text(DOCUMENTS[3][::-1]), r"03\.txt has other content"),
+        (lambda p: p.unlink(), r"was 12 files, is 11 \(for one .*03\.txt\)"),
+    ],
+)
+def test_other_text_is_refused(tmp_path, change, message):
+    build(config(write_text(tmp_path)))
+    change(tmp_path / "03.txt")
+    with refused(rf"the text \(files and their content\).*{message}"):
+        build(config(tmp_path))
+
+
+def test_other_settings_are_refused_and_nothing_is_lost(built):
+    before = contents(built / "data")
+    with refused(
+        r"data\.directory = .*data\.tokens_per_block was 1024, is 2048\. "
+        r"Nothing was changed\. Choose another"
+    ):
+        build(config(built, tokens_per_block=2048))
+    with refused(r"data\.vocab_size was 310, is 320"):
+        build(config(built, vocab_size=320))
+    with refused(r"cleaning\.deduplicate was 'none', is 'exact'"):
+        build(config(built, {"deduplicate": "exact"}))
+    assert contents(built / "data") == before
+
+
+@pytest.mark.parametrize(
+    "record", [None, "{", "[]", '{"inputs": 3}', '{"inputs": {"files": {"train": [3]}}}']
+)
+def test_a_directory_of_something_else_is_left_alone(tmp_path, record):
+    write_text(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/thesis.txt").write_text("precious")
+    if record is not None:
+        (tmp_path / "data/build.json").write_text(record)
+    before = contents(tmp_path / "data")
+    with refused(r"data\.directory = .*(holds no finished data set|built from other inputs)"):
+        build(config(tmp_path))
+    assert contents(tmp_path / "data") == before
+
+
+# ---- refused early -------------------------------------------------------------------------------
+def count_tokenize_stages(monkeypatch) -> list[str]:
+    """Return a list that gets the name of every stage that begins."""
+    stages: list[str] = []
+
+    class Counted(command.Progress):
+        def __init__(self, folder, stage, *args):
+            stages.append(stage)
+            super().__init__(folder, stage, *args)
+
+    monkeypatch.setattr(command, "Progress", Counted)
+    return stages
+
+
+@pytest.mark.parametrize("text", ["", "\ufeff"])
+def test_validation_files_without_text_are_refused_before_anything_is_tokenized(
+    tmp_path, monkeypatch, text
+):
+    write_text(tmp_path)
+    (tmp_path / "empty.held").write_text(text)
+    stages = count_tokenize_stages(monkeypatch)
+    with refused(r"data\.validation_paths = .*no text for the validation split"):
+        build(config(tmp_path, validation_paths=[str(tmp_path / "*.held")]))
+    assert not (tmp_path / "data").exists() and stages == ["scan"]
+
+
+def test_an_own_tokenizer_is_used(built, tmp_path, monkeypatch):
+    write_text(tmp_path)
+    own = str(built / "data/tokenizer.model")
+    stages = count_tokenize_stages(monkeypatch)
+    with refused(
+        r"data\.vocab_size = 400: the model in data\.tokenizer = .* has 310 pieces\. "
+        r"Set data\.vocab_size=310"
+    ):
+        build(config(tmp_path, tokenizer=own, vocab_size=400))
+    assert not stages
+    build(config(tmp_path, tokenizer=own))
+    assert (tmp_path / "data/tokenizer.model").read_bytes() == Path(own).read_bytes()
+    for split in ("train", "validation"):
+        assert contents(tmp_path / "data" / split) == contents(built / "data" / split)
+
+
+def test_a_url_is_no_place_to_build_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_text(tmp_path))
+    with refused(r"data\.directory = s3://bucket/data"):
+        build(config(tmp_path, directory="s3://bucket/data"))
+    assert not (tmp_path / "s3:").exists()
+
+
+def test_a_corpus_that_cannot_fit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "free_bytes", lambda path: 100)
+    with pytest.raises(NoSpace, match=r"take at least .*100 bytes are free"):
+        build(config(write_text(tmp_path)))
+
+
+def test_text_that_is_all_left_out_is_refused(tmp_path):
+    """Both documents hold the same words, and one of them is held out."""
+    (tmp_path / "a.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "b.txt").write_text(DOCUMENTS[0] + " ")
+    with refused(r"cleaning: every document of the train split was left out"):
+        build(config(tmp_path, validation_fraction=0.5))
+
+
+def test_too_many_unreadable_documents_are_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n" * 3)
+    given = {"source": "jsonl", "paths": [str(tmp_path / "a.jsonl")]}
+    with refused(r"a\.jsonl:\d+: "):
+        build(config(tmp_path, **given))
+    with refused(r"remove .*\.building-data to start over"):
+        build(config(tmp_path, {"max_skipped_documents": 2}, **given))
+    with refused(r"more than cleaning\.max_skipped_documents = 2 .*a\.jsonl:\d+: "):
+        build(
+            config(tmp_path, {"max_skipped_documents": 2}, directory=str(tmp_path / "d2"), **given)
+        )
+    build(config(tmp_path, {"max_skipped_documents": 3}, directory=str(tmp_path / "d3"), **given))
+    assert TokenStream(tmp_path / "d3/train").documents == 11
+
+
+# ---- the tokenizer's sample ----------------------------------------------------------------------
+def test_a_small_corpus_is_sampled_whole_in_the_order_of_the_stream(tmp_path):
+    sampler = Sampler(0, 10**9)
+    for i, text in enumerate(DOCUMENTS):
+        sampler.add(i, text)
+    sampler.save(tmp_path / "sample")
+    expected = [line for text in DOCUMENTS for line in text.split("\n") if line]
+    assert list(read_lines(tmp_path / "sample", 10**9, set())) == expected
+    without = [line for text in DOCUMENTS[1:] for line in text.split("\n") if line]
+    assert list(read_lines(tmp_path / "sample", 10**9, {0})) == without
+
+
+def test_a_large_corpus_is_sampled_evenly_and_within_the_bound(tmp_path):
+    """A tenth of 20,000 lines is taken, and about as much of each part of the stream."""
+    texts = [f"line {i:05d} " + "x" * 100 for i in range(20_000)]
+    total = sum(map(len, texts))
+    for kept in (total // 10, total // 5):
+        sampler = Sampler(3, kept)
+        for i, text in enumerate(texts):
+            sampler.add(i, text)
+        sampler.save(tmp_path / f"{kept}")
+    found = [list(read_lines(p, total // 10, set())) for p in sorted(tmp_path.iterdir())]
+    # What is taken does not depend on how much more was kept.
+    assert found[0] == found[1]
+    taken = [int(line.split()[1]) for line in found[0]]
+    assert taken == sorted(set(taken)) and 0.99 * 2000 < len(taken) <= 2000
+    parts = np.bincount(np.array(taken) // 2000, minlength=10)
+    # Each is binomial with mean 200 and deviation 13.4; five deviations.
+    assert abs(parts - 200).max() < 67, parts
+
+
+def test_the_tokenizer_is_trained_on_no_more_than_is_asked_for(tmp_path, monkeypatch):
+    from pretrain.data.build import merge
+
+    seen: list[str] = []
+    real = merge.train_tokenizer
+    monkeypatch.setattr(
+        merge, "train_tokenizer", lambda lines, n: seen.extend(lines) or real(lines, n)
+    )
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 20)
+    size = sum(len(t) for t in DOCUMENTS * 20)
+    build(
+        config(
+            tmp_path,
+            source="jsonl",
+            paths=[str(tmp_path / "a.jsonl")],
+            tokenizer_training_bytes=size // 4,
+            bytes_per_task=size // 5,
+        )
+    )
+    taken = sum(len(line) + 1 for line in seen)
+    assert size // 8 < taken <= size // 4
+    [held_out] = documents(tmp_path / "data/validation")
+    assert not set(seen) & (set(held_out.split("\n")) - {"end", ""})
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def test_a_build_prints_what_it_made(tmp_path, capsys):
+    build(config(write_text(tmp_path)))
+    output = capsys.readouterr()
+    assert "tokenizer of 310 pieces" in output.out
+    assert "train: 11 documents" in output.out and "validation: 1 documents" in output.out
+    assert "1 held out" in output.out and "13-word sequences" in output.out
+    # datatrove is silent.
+    assert output.err == ""
+
+
+def test_an_estimate_writes_nothing_and_is_close(built, tmp_path, capsys):
+    before = sorted(built.rglob("*"))
+    [found] = estimate(config(built, directory=str(tmp_path / "none")), workers=2).values()
+    assert sorted(built.rglob("*")) == before and list(tmp_path.iterdir()) == []
+    made = report(built / "data")["corpora"]["text"]
+    assert abs(found.documents - 12) < 1
+    assert abs(found.tokens / (made["train"]["tokens"] * 12 / 11) - 1) < 0.3
+    assert "about" in capsys.readouterr().out
