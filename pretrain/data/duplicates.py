@@ -40,8 +40,9 @@ def duplicate_keys(text: str, mode: Mode) -> Hashes:
 
     The keys are the same in every process and on every machine. The first is the document's hash.
     For near duplicates BANDS further keys follow, from MinHash (rensa) over the 5-word sequences;
-    case and the kind and amount of white space make no difference to them. A document of fewer
-    words counts as one sequence, and one without words is a near duplicate of nothing.
+    case, punctuation and white space make no difference to them (see pretrain/data/words.py). A
+    document of fewer words counts as one sequence, and one without words is a near duplicate of
+    nothing.
 
     Args:
         text: The cleaned document.

@@ -33,7 +33,7 @@ class Overlap(NamedTuple):
 class HeldOut:
     """The 13-word sequences of the held-out documents, and which of them training holds.
 
-    Words are compared in lower case, with their punctuation; white space does not matter. A
+    Words are compared in lower case and without punctuation (see pretrain/data/words.py). A
     document of fewer than 13 words is one sequence, of all its words: short documents match whole
     ones alone. Sequences are compared by 64-bit hashes: a sequence of training is taken for one of
     a million held-out ones by chance with a probability of about 2^-40, and a document only if half

@@ -1,8 +1,9 @@
 """Hash texts, and the sequences of words in them, the same way on every machine.
 
 Cleaning compares documents by runs of words: 5-word sequences find near duplicates, 13-word
-sequences find held-out text in training. A word is a maximal run of characters that are not white
-space (as `str.split` sees it), in lower case, with its punctuation.
+sequences find held-out text in training. Words are compared in lower case and without punctuation,
+in which editions of a text differ most: a word is a maximal run of characters that are neither
+white space, nor ASCII other than letters and digits, nor typographic punctuation (quotes, dashes).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ FACTOR = 0x9E3779B97F4A7C15
 that the order of the words counts."""
 
 _SPACE = re.compile(r"\s")
+_SEPARATOR = re.compile(
+    "[\\s\xa1\xab\xb7\xbb\xbf\u200b\u2010-\u2027\u2030-\u2060\u3001-\u3003\ufeff]"
+)
+_ASCII = bytes(c if c >= 128 or chr(c).isalnum() else ord(" ") for c in range(256))
 
 
 def document_hash(text: str) -> int:
@@ -35,11 +40,11 @@ def document_hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
-class _WordHashes(dict[str, int]):
+class _WordHashes(dict[bytes, int]):
     """A table from words to their hashes that fills itself and keeps the frequent ones."""
 
-    def __missing__(self, word: str) -> int:
-        value = document_hash(word)
+    def __missing__(self, word: bytes) -> int:
+        value = xxhash.xxh3_64_intdigest(word)
         # Long words are rare, and their memory has no bound.
         if len(word) <= 32:
             if len(self) >= 1 << 18:
@@ -55,9 +60,17 @@ def word_hashes(text: str) -> Hashes:
     """Return the 64-bit hash of each word of a text, in order."""
     parts = [
         np.fromiter(map(_known.__getitem__, words), np.uint64, len(words))
-        for words in (chunk.lower().split() for chunk in _chunks(text))
+        for words in map(_words, _chunks(text))
     ]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
+
+
+def _words(text: str) -> list[bytes]:
+    text = text.lower()
+    if not text.isascii():
+        text = _SEPARATOR.sub(" ", text)
+    # Separators of ASCII become spaces, in one pass over the bytes: five times as fast as re.
+    return text.encode("utf-8", "surrogatepass").translate(_ASCII).split()
 
 
 def _chunks(text: str) -> Iterator[str]:
