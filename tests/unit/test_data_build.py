@@ -9,22 +9,18 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pretrain.config import ConfigError, RunFailed, parse_config
+from pretrain.config import ConfigError, parse_config
 from pretrain.config.errors import NoSpace
 from pretrain.data.build import build, command, estimate
-from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.sample import Sampler, read_lines
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-from pretrain.data.verify import verify
 from pretrain.data.words import document_hash
 
 LETTERS = str.maketrans("0123456789", "aeioulnrst")

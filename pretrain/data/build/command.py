@@ -125,7 +125,7 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
             f"data.directory = {directory}: exists, but holds no finished data set (no readable "
             f"{BUILD_RECORD}). {remedy}"
         )
-    if different := differences(recorded.get("inputs", {}), plan):
+    if different := differences(recorded.get("inputs"), plan):
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
             f"{'; '.join(different)}. Nothing was changed. {remedy}"

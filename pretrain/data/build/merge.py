@@ -121,21 +121,39 @@ class Merger:
         for rank in range(self.num_train):
             if (path := self.folder.scan(rank) / "candidates").exists():
                 candidates.setdefault(self.names[rank], []).append(path)
-        found = []
-        for name, paths in candidates.items():
-            texts = dict(choose_held_out(paths, self.plan.data.validation_fraction))
-            wanted = np.array(sorted(texts), np.uint64)
-            for rank in range(self.num_train):
-                if not texts or self.names[rank] != name:
-                    continue
-                rows = self._scanned(rank)
-                for row in np.flatnonzero(np.isin(rows["hash"], wanted)).tolist():
-                    # The same text may stand again; the first place counts.
-                    text = texts.pop(int(rows["hash"][row]), None)
-                    if text is not None:
-                        place = int(rows["piece"][row]), int(rows["offset"][row])
-                        found.append(_HeldOutDocument(rank, row, text, *place))
-        return found
+        return [
+            document
+            for name, paths in candidates.items()
+            for document in self._hold_out(name, paths)
+        ]
+
+    def _hold_out(self, name: str, paths: list[Path]) -> list[_HeldOutDocument]:
+        """Return the held-out documents of a corpus in the order of the stream.
+
+        Every copy of a held-out text is held out, so texts are taken, in the order of their hashes,
+        until they and their copies are data.validation_fraction of the documents.
+        """
+        fraction = self.plan.data.validation_fraction
+        texts = dict(choose_held_out(paths, fraction))
+        wanted = np.array(sorted(texts), np.uint64)
+        first: dict[int, _HeldOutDocument] = {}
+        copies: Counter[int] = Counter()
+        documents = 0
+        for rank in range(self.num_train):
+            if not texts or self.names[rank] != name:
+                continue
+            rows = self._scanned(rank)
+            documents += len(rows)
+            for row in np.flatnonzero(np.isin(rows["hash"], wanted)).tolist():
+                digest = int(rows["hash"][row])
+                copies[digest] += 1
+                if digest not in first:
+                    place = int(rows["piece"][row]), int(rows["offset"][row])
+                    first[digest] = _HeldOutDocument(rank, row, texts[digest], *place)
+        most, chosen = fraction * documents, list(texts)
+        while len(chosen) > 1 and sum(copies[digest] for digest in chosen) > most:
+            chosen.pop()
+        return sorted(first[digest] for digest in chosen)
 
     def _cut(self) -> tuple[Cut, _HeldOutDocument]:
         """Cut the only text of a data set in two.

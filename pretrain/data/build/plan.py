@@ -242,7 +242,11 @@ def differences(recorded: Json, plan: Plan) -> list[str]:
         recorded: {"settings": ..., "files": split -> `File`s}.
         plan: The plan.
     """
-    settings = recorded.get("settings", {})
+    try:
+        before = {split: [File(*each) for each in recorded["files"][split]] for split in SPLITS}
+        settings = dict(recorded["settings"])
+    except (LookupError, TypeError, ValueError):
+        return ["the record of its inputs cannot be read"]
     # As JSON gives them back.
     current = json.loads(json.dumps(plan.settings))
     found = [
@@ -251,13 +255,12 @@ def differences(recorded: Json, plan: Plan) -> list[str]:
         if settings.get(key) != value
     ]
     for split in SPLITS:
-        found += _different_files(recorded.get("files", {}).get(split, []), plan.files[split])
+        found += _different_files(before[split], plan.files[split])
     return found
 
 
-def _different_files(recorded: list[Any], files: list[File]) -> list[str]:
+def _different_files(before: list[File], files: list[File]) -> list[str]:
     """Return what differs first between two lists of files, if anything does."""
-    before = [File(*each) for each in recorded]
     if len(before) != len(files):
         names = {file.path for file in before} ^ {file.path for file in files}
         example = f" (for one {sorted(names)[0]})" if names else ""
