@@ -18,10 +18,6 @@ from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.stream import TokenStream, open_stream
-<<<<<<< HEAD
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-=======
->>>>>>> store
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.model.checks import check_positions
@@ -111,11 +107,7 @@ def evaluate_checkpoint(
         chunks,
         topology,
         stream,
-<<<<<<< HEAD
-        load_tokenizer(find_tokenizer(config.data_directory)).eos_id,
-=======
         stream.eos_id,
->>>>>>> store
         tokens_per_batch=config.evaluation.tokens_per_batch,
         max_tokens=config.evaluation.max_tokens,
     )

@@ -22,10 +22,6 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
-<<<<<<< HEAD
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-=======
->>>>>>> store
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
@@ -153,11 +149,7 @@ class EvaluationHook(Hook):
             run.chunks,
             run.topology,
             run.validation_stream,
-<<<<<<< HEAD
-            load_tokenizer(find_tokenizer(config.data_directory)).eos_id,
-=======
             run.validation_stream.eos_id,
->>>>>>> store
             tokens_per_batch=config.evaluation.tokens_per_batch,
             max_tokens=config.evaluation.max_tokens,
             schedule_module=run.optimizer.schedule_module,
