@@ -6,13 +6,24 @@ import hashlib
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import INDEX, TOKENIZER, read_manifest, rebuild_advice, sha256
 from pretrain.data.sources import Split
+
+
+class CorpusRange(NamedTuple):
+    """Where the tokens of a corpus stand in a stream."""
+
+    name: str
+    start: int
+    """Index of its first token."""
+    tokens: int
+    documents: int
+    text_bytes: int
 
 
 class TokenStream:
@@ -56,6 +67,7 @@ class TokenStream:
         self._check_tokenizer()
         self._index = self._read_index()
         self._maps: dict[int, np.ndarray] = {}
+        self.corpora = (CorpusRange("text", 0, len(self), self.documents, self.text_bytes),)
 
     def __len__(self) -> int:
         return self._manifest.tokens
@@ -93,6 +105,10 @@ class TokenStream:
             tokens[done : done + len(part)] = part
             done += len(part)
         return tokens
+
+    def read_batch(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Return `count` tokens from each of `starts` on, int64 [len(starts), count]."""
+        return np.stack([self.read(start, count) for start in starts.tolist()])
 
     def verify(self) -> None:
         """Read and hash every shard.
