@@ -23,9 +23,7 @@ def batch_size_at(consumed_samples: int, global_batch_size: int, rampup: Rampup 
     if consumed_samples > samples:
         return global_batch_size
     samples_per_increment = samples / ((global_batch_size - start) // increment)
-    return min(
-        start + int(consumed_samples / samples_per_increment) * increment, global_batch_size
-    )
+    return min(start + int(consumed_samples / samples_per_increment) * increment, global_batch_size)
 
 
 def samples_of_steps(steps: int, global_batch_size: int, rampup: Rampup | None) -> int:

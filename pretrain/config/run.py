@@ -144,9 +144,7 @@ class RunConfig(Section):
     def planned_tokens(self) -> int:
         """Return the tokens that a run of train.num_steps steps trains on, from its first step."""
         b = self.batch
-        samples = samples_of_steps(
-            self.train.num_steps, b.global_batch_size, b.rampup_batch_size
-        )
+        samples = samples_of_steps(self.train.num_steps, b.global_batch_size, b.rampup_batch_size)
         return samples * self.data.sequence_length
 
     def layout(self, world_size: int) -> Layout:

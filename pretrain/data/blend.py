@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunConfig
 from pretrain.config.schema import CorpusSection
 from pretrain.data import order
 from pretrain.data.stream import TokenStream
@@ -279,6 +279,22 @@ def blend_of(
         counts = before.consumed if is_same else Blend(before, seed).counts(consumed)
     ordered = {name: counts.get(name, 0) for name in samples}
     return Blend(Segment(start, samples, shares, ordered), seed)
+
+
+def segment_of(
+    config: RunConfig, stream: TokenStream, before: Segment | None = None, consumed: int = 0
+) -> Segment:
+    """Return the segment that a run goes on with, as `blend_of` does its blend.
+
+    Args:
+        config: The run.
+        stream: Its training split.
+        before: The segment that the checkpoint recorded; None for a run that begins.
+        consumed: Samples consumed so far.
+    """
+    length, corpora, seed = config.data.sequence_length, config.data.corpora, config.run.seed
+    blend = blend_of(stream, length, corpora, seed=seed, before=before, consumed=consumed)
+    return blend.segment
 
 
 def samples_per_pass(

@@ -6,7 +6,7 @@ that starts at that count continues the stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -33,7 +33,7 @@ def batches(
     data_parallel_size: int = 1,
     consumed_samples: int = 0,
     num_workers: int = 0,
-) -> Iterator[list[torch.Tensor]]:
+) -> Generator[list[torch.Tensor], None, None]:
     """Return an endless iterator over the training steps of one data-parallel rank.
 
     The micro batches of rank 0, then those of rank 1 and so on, form the global batch. It is the
@@ -100,7 +100,7 @@ class _Samples(Dataset[torch.Tensor]):
 
 def _read_ahead(
     samples: _Samples, steps: Iterator[range], micro_batch_size: int
-) -> Iterator[list[torch.Tensor]]:
+) -> Generator[list[torch.Tensor], None, None]:
     """Yield steps, of which the next one is read meanwhile by a thread of this process.
 
     Training waits for the device or for other ranks most of the time, so the thread costs it little
@@ -111,7 +111,10 @@ def _read_ahead(
         while True:
             tokens = torch.from_numpy(following.result())
             following = reader.submit(samples.__getitems__, next(steps))
-            yield list(tokens.split(micro_batch_size))
+            yield [
+                tokens[first : first + micro_batch_size]
+                for first in range(0, len(tokens), micro_batch_size)
+            ]
 
 
 def _from_workers(
@@ -119,12 +122,12 @@ def _from_workers(
     steps: Callable[[], Iterator[range]],
     micro_batch_size: int,
     num_workers: int,
-) -> Iterator[list[torch.Tensor]]:
+) -> Generator[list[torch.Tensor], None, None]:
     """Yield steps that worker processes read, a micro batch each at a time."""
     loader = DataLoader(
         samples,
         batch_sampler=(
-            step[first : first + micro_batch_size]
+            list(step[first : first + micro_batch_size])
             for step in steps()
             for first in range(0, len(step), micro_batch_size)
         ),
