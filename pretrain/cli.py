@@ -157,11 +157,12 @@ def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B00
     Example:
       pretrain data verify configs/demo.toml
     """
-    from pretrain.data.stream import verify
+    from pretrain.data.files import Cache
+    from pretrain.data.verify import verify
 
     run = load_config(config, overrides)
-    verify(run.data_directory)
-    print(f"{run.data_directory}: every shard is as it was written")
+    verify(run.data.directory, Cache(run.data.cache_directory, run.data.cache_bytes))
+    print(f"{run.data.directory}: every shard is as it was written")
 
 
 @app.command()

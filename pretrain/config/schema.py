@@ -223,7 +223,8 @@ class DataSection(Section):
 
     directory: str = Field(min_length=1)
     """Directory of the built data set: tokenizer.model, train/ and validation/. `pretrain data
-    build` writes it, and all other commands read it. Several runs may share one."""
+    build` writes it, and all other commands read it. Several runs may share one. For reading it may
+    also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
 
     sequence_length: int = Field(gt=0)
     """Training length L in tokens."""
@@ -280,6 +281,15 @@ class DataSection(Section):
 
     tokens_per_shard: int = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
+
+    cache_directory: str = Field(default="~/.cache/pretrain", min_length=1)
+    """Where shards are kept that are read from a URL in `directory`. A disk of the node's own is
+    best."""
+
+    cache_bytes: int = Field(default=100_000_000_000, gt=0)
+    """The cache holds at most about so much; what was used longest ago is removed. Samples come
+    from all shards in random order, so a cache that is smaller than the data set fetches whole
+    shards over and over."""
 
     num_workers: int = Field(default=0, ge=0)
     """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the

@@ -77,6 +77,8 @@ EFFECTS: dict[str, Effect] = {
     "data.tokenizer_training_bytes": FREE,
     "data.tokens_per_block": FREE,
     "data.tokens_per_shard": FREE,
+    "data.cache_directory": FREE,
+    "data.cache_bytes": FREE,
     "data.num_workers": FREE,
     "optimizer": TRAJECTORY,
     # The scale at step 0; the present one is in the checkpoint.

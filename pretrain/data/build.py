@@ -18,9 +18,9 @@ from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.schema import DataSection
 from pretrain.data import sources
 from pretrain.data.manifest import FORMAT_VERSION, TOKENIZER, Manifest
-from pretrain.data.shards import SplitWriter
+from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Split
-from pretrain.data.stream import TokenStream
+from pretrain.data.stream import TokenStream, check_local
 from pretrain.data.tokenizer import Tokenizer, train_tokenizer
 from pretrain.rundir.files import new_directory
 
@@ -51,6 +51,7 @@ def build(config: RunConfig) -> None:
             or if the corpus or the tokenizer cannot be used.
         RunFailed: if the data set cannot be written.
     """
+    check_local(config)
     directory, inputs = config.data_directory, _build_inputs(config.data)
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         _check_built_from(directory, inputs)
@@ -160,9 +161,11 @@ def _write_split(
         ConfigError: if the split has no document.
     """
     (directory / split).mkdir()
-    writer = SplitWriter(
+    writer = ShardWriter(
         directory / split,
-        tokenizer_sha256=tokenizer.fingerprint,
+        split=split,
+        corpus="shakespeare" if data.source == "shakespeare" else "text",
+        task=0,
         vocab_size=tokenizer.vocab_size,
         tokens_per_block=data.tokens_per_block,
         tokens_per_shard=data.tokens_per_shard,
@@ -174,15 +177,25 @@ def _write_split(
             size = len(text.encode())
             writer.add(np.append(tokenizer.encode(text), tokenizer.eos_id), size)
             bar.update(size)
-    manifest = writer.close()
-    if not manifest.documents:
+    written = writer.close()
+    if not written.documents:
         own = split == "validation" and data.validation_paths
         key, paths = ("data.validation_paths", own) if own else ("data.paths", data.paths)
         raise ConfigError(
             f"{key} = {list(paths)}: these files contain no text for the {split} split. Choose "
             "files that do"
         )
-    return manifest
+    return finish_split(
+        directory / split,
+        [written],
+        split=split,
+        tokenizer=TOKENIZER,
+        tokenizer_sha256=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        tokens_per_block=data.tokens_per_block,
+        tokens_per_shard=data.tokens_per_shard,
+    )
 
 
 def _size_of_files(data: DataSection, split: Split) -> int:

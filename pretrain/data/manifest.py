@@ -1,25 +1,43 @@
 """Define and read the JSON manifest of a split.
 
-Each split of a data set (train/, validation/) is a directory of tar shards, an index (index.npy)
-and a manifest (manifest.json) with the sizes and SHA-256 digests of both. The manifest lets a run
-find a missing, truncated or damaged file before training starts.
+Each split of a data set (train/, validation/) is a directory of tar shards, their checksums
+(checksums.bin) and a manifest (manifest.json) with the sizes and digests of both. A manifest is
+believed only if it is, byte for byte, what was written and if its numbers agree with each other.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from pretrain.config import ConfigError
+from pretrain.data.layout import CHECKSUM_BYTES, Layout
+from pretrain.rundir.files import parse_json
 
-FORMAT_VERSION = 1
-MANIFEST, INDEX, TOKENIZER = "manifest.json", "index.npy", "tokenizer.model"
+FORMAT_VERSION: Literal[2] = 2
+MANIFEST, CHECKSUMS = "manifest.json", "checksums.bin"
+TOKENIZER: Literal["tokenizer.model"] = "tokenizer.model"
+TokenizerName = Literal["tokenizer.model", "tokenizer.json"]
+"""What the file of a data set's tokenizer may be called."""
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Positive = Annotated[int, Field(gt=0, lt=2**53)]
+_Digest128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+_Digest256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 class Shard(_Record):
@@ -28,85 +46,258 @@ class Shard(_Record):
     name: str
     """File name, relative to the directory of the split."""
 
-    samples: int
-    """Number of webdataset samples. Each holds one block of tokens."""
+    corpus: _Name
+    """The corpus that the tokens come from."""
 
-    tokens: int
-    """Number of tokens in all blocks of the shard."""
+    task: _Count
+    """The task that wrote it; numbered through over the split."""
 
-    bytes: int
+    tokens: _Positive
+
+    bytes: _Positive
     """Size of the tar file."""
 
-    sha256: str
+    xxh3_128: _Digest128
     """Hex digest of the tar file."""
+
+    # XXH3 rather than SHA-256: it is ten times as fast and finds damage as surely. Neither would
+    # stop somebody who forges a shard, and who could write the manifest anew as well.
+
+
+class TaskShards(_Record):
+    """The finished output of one task, in a form that can be kept as JSON until the end."""
+
+    split: str
+    corpus: _Name
+    task: _Count
+    documents: _Count
+    text_bytes: _Count
+    """Size of the documents in UTF-8, before tokenization."""
+
+    tokens: _Count
+    shards: tuple[Shard, ...]
+    """With the names under which the task wrote them."""
+
+    checksums: str
+    """Name of the file of the checksums of the task's pieces."""
+
+    checksums_xxh3_128: _Digest128
+    """Hex digest of that file."""
+
+
+class CorpusRecord(_Record):
+    """The share of one corpus in a split."""
+
+    name: _Name
+    tokens: _Count
+    documents: _Count
+    text_bytes: _Count
 
 
 class Manifest(_Record):
     """The contents of manifest.json."""
 
-    format_version: int
+    format_version: Literal[2]
 
-    tokenizer_sha256: str
-    """Hex digest of the SentencePiece model that produced the tokens."""
+    split: str
+    """train or validation."""
 
-    vocab_size: int
-    """Number of pieces of that model."""
+    tokenizer: TokenizerName
+    """Name of the tokenizer's file, in the directory above."""
 
-    dtype: str
-    """NumPy type of the stored tokens: uint16 or uint32."""
+    tokenizer_sha256: _Digest256
+    """Hex digest of that file."""
 
-    tokens_per_block: int
-    """Length of every block except the last, which may be shorter."""
+    vocab_size: Annotated[int, Field(gt=0, le=2**32)]
+    """Number of ids of the tokenizer."""
 
-    tokens: int
+    eos_id: _Count
+    """The id that ends every document."""
+
+    dtype: Literal["uint16", "uint32"]
+    """NumPy type of the stored tokens."""
+
+    tokens_per_block: _Positive
+    """Length of every block except the last of a task, which may be shorter."""
+
+    tokens_per_shard: _Positive
+    """Length of every shard except the last of a task, which may be shorter. Whole blocks."""
+
+    tokens: _Positive
     """Number of tokens in the split, end-of-document tokens included."""
 
-    documents: int
+    documents: _Positive
 
-    text_bytes: int
+    text_bytes: _Count
     """Size of the documents in UTF-8, before tokenization."""
 
-    index_sha256: str
-    """Hex digest of index.npy."""
+    checksums_bytes: _Positive
+    """Size of checksums.bin."""
 
-    shards: list[Shard]
+    checksums_xxh3_128: _Digest128
+    """Hex digest of checksums.bin."""
+
+    corpora: tuple[CorpusRecord, ...]
     """In the order of the token stream."""
 
+    shards: tuple[Shard, ...]
+    """In the order of the token stream."""
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and validate the manifest of the split in `directory`.
+    sha256: str = ""
+    """Hex digest of everything above, as JSON with sorted keys and no spaces."""
+
+    @property
+    def layout(self) -> Layout:
+        """Return the arithmetic of the shards."""
+        return Layout.of(self.vocab_size, self.tokens_per_block)
+
+    def digest(self) -> str:
+        """Return what `sha256` has to be."""
+        content = self.model_dump(mode="json", exclude={"sha256"})
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def text(self) -> str:
+        """Return the text of manifest.json."""
+        return self.model_copy(update={"sha256": self.digest()}).model_dump_json(indent=1) + "\n"
+
+
+def parse_manifest(content: bytes, path: str | Path) -> Manifest:
+    """Check the contents of a manifest and return it.
+
+    Args:
+        content: The contents of manifest.json.
+        path: Where they are from, for messages; its folder's parent is the data set.
 
     Raises:
-        ConfigError: if there is no manifest, if it is malformed, or if it has another format
-            version.
+        ConfigError: if the format version is another one, or if anything differs from what was
+            written.
     """
-    path = directory / MANIFEST
+    advice = rebuild_advice(path)
+    version = parse_json(content).get("format_version")
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path}: format_version = {version}, but this version of pretrain reads format "
+            f"{FORMAT_VERSION}. {advice}"
+        )
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+        manifest = Manifest.model_validate_json(content)
+    except (ValidationError, RecursionError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        key = ".".join(map(str, first["loc"])) if first else ""
+        reason = f"{key}: {first['msg']}" if first and key else first["msg"] if first else error
+        raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
+    for problem in _contradictions(manifest):
+        raise ConfigError(f"{path}: damaged: {problem}. {advice}")
+    # One spelling, to the byte: then no change at all can pass.
+    if content != manifest.text().encode():
         raise ConfigError(
-            f"{path}: no such file, so there is no finished data set in "
-            f"data.directory = {directory.parent}. Build one with `pretrain data build CONFIG`"
-        ) from None
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ConfigError(
-            f"{path}: not a valid manifest ({reason}). {rebuild_advice(directory)}"
-        ) from None
-    if manifest.format_version != FORMAT_VERSION:
-        raise ConfigError(
-            f"{path}: format_version = {manifest.format_version}, but this version of pretrain "
-            f"reads format {FORMAT_VERSION}. {rebuild_advice(directory)}"
+            f"{path}: damaged: its content is not the one whose SHA-256 it names "
+            f"({manifest.sha256}). {advice}"
         )
     return manifest
 
 
-def rebuild_advice(directory: Path) -> str:
-    """Return the sentence that tells the user how to repair the damaged split in `directory`."""
+def _contradictions(m: Manifest) -> Iterator[str]:
+    """Yield where the numbers of a manifest do not agree with each other."""
+    layout = m.layout
+    if m.sha256 != m.digest():
+        yield f"its content has the SHA-256 {m.digest()}, but it names {m.sha256 or 'none'}"
+    if m.dtype != layout.dtype.name:
+        yield f"dtype = {m.dtype}, but ids of vocab_size = {m.vocab_size} are {layout.dtype.name}"
+    if m.eos_id >= m.vocab_size:
+        yield f"eos_id = {m.eos_id}, but vocab_size = {m.vocab_size}"
+    if m.tokens_per_shard % m.tokens_per_block:
+        yield (
+            f"tokens_per_shard = {m.tokens_per_shard} is not a multiple of tokens_per_block = "
+            f"{m.tokens_per_block}"
+        )
+    for key in ("tokens", "documents", "text_bytes"):
+        total = sum(getattr(corpus, key) for corpus in m.corpora)
+        if getattr(m, key) != total:
+            yield f"{key} = {getattr(m, key)}, but its corpora have {total}"
+    if m.tokens != (total := sum(s.tokens for s in m.shards)):
+        yield f"tokens = {m.tokens}, but its shards have {total}"
+    pieces = sum(layout.pieces(s.tokens) for s in m.shards)
+    if m.checksums_bytes != pieces * CHECKSUM_BYTES:
+        yield f"checksums_bytes = {m.checksums_bytes}, but there are {pieces} checksums"
+    yield from _contradictions_of_shards(m)
+
+
+def _contradictions_of_shards(m: Manifest) -> Iterator[str]:
+    numbers: dict[str, int] = {}
+    tokens = dict.fromkeys((corpus.name for corpus in m.corpora), 0)
+    if len(tokens) != len(m.corpora):
+        yield "two of its corpora have one name"
+    for shard in m.shards:
+        expected = shard_name(shard.corpus, numbers.get(shard.corpus, 0))
+        numbers[shard.corpus] = numbers.get(shard.corpus, 0) + 1
+        if shard.name != expected:
+            yield f"a shard is called {shard.name!r} where {expected} is expected"
+        if shard.bytes != (size := m.layout.shard_bytes(shard.tokens)):
+            yield f"{expected} has {shard.bytes} bytes, but {shard.tokens} tokens take {size}"
+        if shard.tokens > m.tokens_per_shard:
+            yield f"{expected} has {shard.tokens} tokens, more than {m.tokens_per_shard}"
+        tokens[shard.corpus] = tokens.get(shard.corpus, 0) + shard.tokens
+    if tokens != {corpus.name: corpus.tokens for corpus in m.corpora}:
+        yield "the tokens of its shards are not those of its corpora"
+    if list(numbers) != [corpus.name for corpus in m.corpora if corpus.tokens]:
+        yield "its shards are not in the order of its corpora"
+    for before, after in pairwise(m.shards):
+        if after.task == before.task and before.tokens != m.tokens_per_shard:
+            yield f"{before.name} is short, but not the last of its task"
+        if after.task < before.task or (after.task == before.task) > (
+            after.corpus == before.corpus
+        ):
+            yield f"{before.name} and {after.name} are not in the order of their tasks"
+
+
+def shard_name(corpus: str, number: int) -> str:
+    """Return the file name of a finished shard, numbered through over the corpus."""
+    return f"{corpus}-{number:06d}.tar"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of the split in a local `directory`.
+
+    Raises:
+        ConfigError: if there is no manifest, or if it is damaged or of another format version.
+    """
+    path = directory / MANIFEST
+    try:
+        return parse_manifest(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise missing_data_set(path) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). {rebuild_advice(path)}"
+        ) from None
+
+
+def missing_data_set(path: str | Path) -> ConfigError:
+    """Return the error for a data set whose manifest `path` is not there."""
+    return ConfigError(
+        f"{path}: no such file, so there is no finished data set in "
+        f"data.directory = {_parent(path, 2)}. Build one with `pretrain data build CONFIG`"
+    )
+
+
+def rebuild_advice(path: str | Path) -> str:
+    """Return the sentence that tells how to repair a split's file, by its path or URL."""
     return (
-        f"Restore it from a copy, or remove {directory.parent} and run "
+        f"Restore it from a copy, or remove {_parent(path, 2)} and run "
         "`pretrain data build CONFIG` again"
     )
+
+
+def is_url(directory: str | Path) -> bool:
+    """Return True for what fsspec reads, such as s3://bucket/data, and False for a local path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", str(directory)) is not None
+
+
+def _parent(path: str | Path, levels: int) -> str:
+    """Return the folder so many levels above a path or URL; Path would spoil the //."""
+    return str(path).rsplit("/", levels)[0]
 
 
 def sha256(path: Path) -> str:

@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import io
 import json
+import os
+import resource
+import struct
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.data.manifest import INDEX, TOKENIZER, read_manifest, rebuild_advice, sha256
+from pretrain.data.files import Cache, Folder, folder, missing, unreadable
+from pretrain.data.layout import CHECKSUM_BYTES, HEADER_BYTES, PIECE_BYTES, task_seed
+from pretrain.data.manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    Manifest,
+    Shard,
+    is_url,
+    missing_data_set,
+    parse_manifest,
+    rebuild_advice,
+)
 from pretrain.data.sources import Split
+
+MAX_OPEN_SHARDS = 256
+"""A stream keeps no more shards open, and no more than a quarter of what the process may open."""
+
+_SCRATCH_PIECES = 128
+"""Pieces that one system call reads at most. It takes no more than 1,024 (IOV_MAX)."""
+
+_CHECKSUMS = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
+
+xxh3_64 = xxhash.xxh3_64_intdigest
 
 
 class CorpusRange(NamedTuple):
-    """Where the tokens of a corpus stand in a stream."""
+    """Where the tokens of a corpus lie in the stream."""
 
     name: str
     start: int
-    """Index of its first token."""
+    """Its first token."""
+
     tokens: int
     documents: int
     text_bytes: int
 
 
 class TokenStream:
-    """Give random access to the tokens of a split, from memory-mapped tars.
+    """Give random access to the tokens of a split, each verified against its checksum.
 
-    `len(stream)` is the number of tokens. A stream can be pickled to another process, which maps
-    the files again.
+    `len(stream)` is the number of tokens. Memory and the time to open do not grow with it: the
+    position of a token is computed, the shard it is in is found among the manifest's, and of the
+    checksums those are read that are needed. The files are read with positioned reads rather than
+    mapped, because a mapped file that shrinks kills the process without a word. Several threads may
+    read, and a stream can be pickled to another process.
     """
 
     documents: int
@@ -40,166 +73,350 @@ class TokenStream:
     """Size of the documents' text in UTF-8."""
 
     vocab_size: int
-    """Number of pieces of the tokenizer that produced the tokens."""
+    """Number of ids of the tokenizer that produced the tokens."""
+
+    eos_id: int
+    """The id that ends every document."""
 
     tokenizer_sha256: str
-    """Hex digest of that tokenizer's model."""
+    """Hex digest of that tokenizer's file."""
 
-    def __init__(self, directory: str | Path) -> None:
+    corpora: tuple[CorpusRange, ...]
+    """The corpora, in the order of the stream."""
+
+    def __init__(self, directory: str | Path, cache: Cache | None = None) -> None:
         """Open a split and run every check that does not read the shards.
 
-        A changed byte inside a shard is found only by `verify`, which reads everything.
-
         Args:
-            directory: The train/ or validation/ directory of a data set.
+            directory: The train/ or validation/ directory of a data set, or its URL.
+            cache: Where shards of a URL are kept. Default: Cache().
 
         Raises:
-            ConfigError: if a file is missing or its size is not the manifest's, if the index is
+            ConfigError: if a file is missing or its size is not the manifest's, if the manifest is
                 damaged, or if the tokens come from another tokenizer than the one in the data set.
+            RunFailed: if a file is there and cannot be read.
         """
-        self.directory = Path(directory)
-        self._manifest = read_manifest(self.directory)
-        self.vocab_size = self._manifest.vocab_size
-        self.tokenizer_sha256 = self._manifest.tokenizer_sha256
-        self.documents = self._manifest.documents
-        self.text_bytes = self._manifest.text_bytes
-        self._check_sizes()
-        self._check_tokenizer()
-        self._index = self._read_index()
-        self._maps: dict[int, np.ndarray] = {}
-        self.corpora = (CorpusRange("text", 0, len(self), self.documents, self.text_bytes),)
+        self.directory: Any = str(directory) if is_url(directory) else Path(directory)
+        self._cache = cache
+        self._folder = folder(directory, cache)
+        try:
+            content = self._folder.read(MANIFEST)
+        except FileNotFoundError:
+            raise missing_data_set(self._folder.where(MANIFEST)) from None
+        self.manifest = parse_manifest(content, self._folder.where(MANIFEST))
+        for problem in problems(self._folder, self.manifest):
+            raise problem
+        self._prepare()
 
     def __len__(self) -> int:
-        return self._manifest.tokens
+        return self.manifest.tokens
 
     @property
     def identity(self) -> str:
         """Return the hex SHA-256 of what determines the tokens: the same for a copy elsewhere.
 
-        Made of the manifest, so the shards are not read. The same text in blocks or shards of other
-        sizes has another identity.
+        Made of the manifest, so the shards are not read. The checksums stand for the tokens, so it
+        does not depend on the size of shards, but on the tasks and on tokens_per_block.
         """
+        m = self.manifest
         content = {
-            "tokenizer": self.tokenizer_sha256,
-            "dtype": self._manifest.dtype,
-            "tokens": self._manifest.tokens,
-            "shards": [shard.sha256 for shard in self._manifest.shards],
+            "tokenizer": m.tokenizer_sha256,
+            "dtype": m.dtype,
+            "tokens_per_block": m.tokens_per_block,
+            "tokens": m.tokens,
+            "checksums": m.checksums_xxh3_128,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Return the path of the data set's tokenizer, fetched first if it is at a URL."""
+        parent = self._folder.parent()
+        name = self.manifest.tokenizer
+        content = parent.read(name)
+        return parent.local(name, len(content), xxhash.xxh3_128_hexdigest(content))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) as int64 [count], across blocks and shards.
 
         Raises:
             IndexError: if the range leaves the stream.
+            ConfigError: if a byte in it is damaged, or a shard is missing or too short.
+            RunFailed: if the operating system cannot read it.
         """
-        if start < 0 or count < 0 or start + count > len(self):
-            raise IndexError(
-                f"{self.directory}: tokens {start} to {start + count} of a stream of {len(self)}"
-            )
-        tokens, done = np.empty(count, dtype=np.int64), 0
-        while done < count:
-            # Every block but the last has the same length, so the block of a token is a division.
-            block, first = divmod(start + done, self._manifest.tokens_per_block)
-            part = self._read_block(block)[first : first + count - done]
-            tokens[done : done + len(part)] = part
-            done += len(part)
+        tokens: np.ndarray = self.read_batch(np.array([start]), count)[0]
         return tokens
 
     def read_batch(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Return `count` tokens from each of `starts` on, int64 [len(starts), count]."""
-        return np.stack([self.read(start, count) for start in starts.tolist()])
+        """Return the tokens of several ranges of one length.
 
-    def verify(self) -> None:
-        """Read and hash every shard.
+        Args:
+            starts: The first token of each, int [n].
+            count: Tokens of each.
+
+        Returns:
+            int64 [n, count].
 
         Raises:
-            ConfigError: naming the first shard whose bytes are not the ones that were written.
+            As `read`.
         """
-        for shard in self._manifest.shards:
-            self._check_sha256(self.directory / shard.name, shard.sha256)
-
-    def _read_block(self, block: int) -> np.ndarray:
-        """Return the tokens of a block, as a view of the memory-mapped tar."""
-        shard, offset, tokens = self._index[block].tolist()
-        if shard not in self._maps:
-            path = self.directory / self._manifest.shards[shard].name
-            self._maps[shard] = np.memmap(path, np.uint8, mode="r")
-        dtype = np.dtype(self._manifest.dtype)
-        return self._maps[shard][offset : offset + tokens * dtype.itemsize].view(dtype)
-
-    def _check_sizes(self) -> None:
-        for shard in self._manifest.shards:
-            path = self.directory / shard.name
-            self._check_exists(path)
-            found = path.stat().st_size
-            if found != shard.bytes:
-                problem = "truncated" if found < shard.bytes else "too long"
-                raise ConfigError(
-                    f"{path}: {problem}: {found} bytes found, {shard.bytes} expected. "
-                    f"{rebuild_advice(self.directory)}"
-                )
-
-    def _check_tokenizer(self) -> None:
-        path = self.directory.parent / TOKENIZER
-        self._check_exists(path)
-        found = sha256(path)
-        if found != self._manifest.tokenizer_sha256:
-            raise ConfigError(
-                f"{path}: wrong tokenizer: its SHA-256 is {found}, but the shards of "
-                f"{self.directory} were made with the tokenizer whose SHA-256 is "
-                f"{self._manifest.tokenizer_sha256}. {rebuild_advice(self.directory)}"
+        starts = np.asarray(starts, dtype=np.int64)
+        if len(starts) and (
+            count < 0 or starts.min() < 0 or int(starts.max()) + count > self.manifest.tokens
+        ):
+            first = int(starts.min() if starts.min() < 0 else starts.max())
+            raise IndexError(
+                f"{self.directory}: tokens {first} to {first + count} of a stream of {len(self)}"
             )
-
-    def _read_index(self) -> np.ndarray:
-        """Return the index, int64 [blocks, 3]: (shard, byte offset of the first token, tokens)."""
-        path = self.directory / INDEX
-        self._check_exists(path)
-        self._check_sha256(path, self._manifest.index_sha256)
-        index: np.ndarray = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
-        return index
-
-    def _check_exists(self, path: Path) -> None:
-        if not path.is_file():
+        tokens = np.empty((len(starts), count), dtype=np.int64)
+        for row, start in zip(tokens, starts.tolist()):
+            self._fill(row, start, count)
+        if tokens.size and int(tokens.max()) >= self.vocab_size:
+            # Sound by its checksum: whoever wrote the data set did not check the ids.
             raise ConfigError(
-                f"{path}: missing, but the manifest of {self.directory} refers to it. "
-                f"{rebuild_advice(self.directory)}"
+                f"{self.directory}: holds the token id {tokens.max()}, but vocab_size = "
+                f"{self.vocab_size}. {rebuild_advice(self._folder.where(MANIFEST))}"
             )
+        return tokens
 
-    def _check_sha256(self, path: Path, expected: str) -> None:
-        found = sha256(path)
-        if found != expected:
-            raise ConfigError(
-                f"{path}: damaged: its SHA-256 is {found}, but the manifest says {expected}. "
-                f"{rebuild_advice(self.directory)}"
+    def _prepare(self) -> None:
+        """Compute what the manifest implies, O(shards), and what cannot be pickled."""
+        m = self.manifest
+        self.documents, self.text_bytes = m.documents, m.text_bytes
+        self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
+        self.tokenizer_sha256 = m.tokenizer_sha256
+        starts = accumulate((corpus.tokens for corpus in m.corpora), initial=0)
+        self.corpora = tuple(
+            CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
+            for c, start in zip(m.corpora, starts)
+        )
+        self._layout = m.layout
+        self._starts = list(accumulate((shard.tokens for shard in m.shards), initial=0))
+        pieces = [self._layout.pieces(shard.tokens) for shard in m.shards]
+        self._first_piece = list(accumulate(pieces, initial=0))
+        self._seeds = []
+        task_piece = 0
+        for number, shard in enumerate(m.shards):
+            if number and shard.task == m.shards[number - 1].task:
+                task_piece += pieces[number - 1]
+            else:
+                task_piece = 0
+            self._seeds.append(task_seed(m.split, shard.corpus, shard.task) + task_piece)
+        # Least recently used descriptors are closed first. The cache is C code that threads may
+        # share, and a descriptor is closed only when nobody reads from it any more.
+        self._open = functools.lru_cache(max_open_shards())(
+            functools.partial(_open_shard, self._folder, m.shards)
+        )
+        self._open_checksums = functools.lru_cache(1)(
+            functools.partial(_open_checksums, self._folder, m)
+        )
+        self._scratch = _Scratch(self._layout.dtype)
+
+    def _fill(self, row: np.ndarray, start: int, count: int) -> None:
+        """Fill `row` with `count` tokens from `start`, which lie in the stream."""
+        layout, scratch = self._layout, self._scratch
+        per_piece, per_block = layout.tokens_per_piece, layout.tokens_per_block
+        done = 0
+        while done < count:
+            shard = bisect_right(self._starts, start) - 1
+            within = start - self._starts[shard]
+            block, first = divmod(within, per_block)
+            piece, skip = divmod(first, per_piece)
+            block_end = min(per_block, self._starts[shard + 1] - start + first)
+            # Up to the end of what is wanted, of the block and of the scratch.
+            last = min(first + count - done, block_end)
+            pieces = min(-(-last // per_piece) - piece, _SCRATCH_PIECES)
+            taken = min(last, (piece + pieces) * per_piece) - first
+            size = min(pieces * per_piece, block_end - piece * per_piece) * layout.dtype.itemsize
+            self._read_pieces(shard, block, piece, pieces, size)
+            row[done : done + taken] = scratch.tokens[skip : skip + taken]
+            done += taken
+            start += taken
+
+    def _read_pieces(self, shard: int, block: int, piece: int, pieces: int, size: int) -> None:
+        """Read whole pieces of a block into the scratch and compare them with their checksums.
+
+        Args:
+            shard: Number of the shard.
+            block: Number of the block in the shard.
+            piece: Number of the first piece in the block.
+            pieces: How many.
+            size: Their bytes.
+        """
+        scratch = self._scratch
+        views = scratch.of_size(size)
+        offset = block * self._layout.block_bytes + HEADER_BYTES + piece * PIECE_BYTES
+        number = block * self._layout.pieces_per_block + piece
+        index = self._first_piece[shard] + number
+        try:
+            received = os.preadv(self._open(shard).number, views, offset)
+        except OSError as error:
+            raise unreadable(self._where(shard), error) from error
+        try:
+            content = os.pread(
+                self._open_checksums().number, pieces * CHECKSUM_BYTES, index * CHECKSUM_BYTES
             )
+        except OSError as error:
+            raise unreadable(self._folder.where(CHECKSUMS), error) from error
+        if received != size:
+            raise self._damaged(shard, offset, f"truncated: {received} of {size} bytes", block)
+        if len(content) != pieces * CHECKSUM_BYTES:
+            raise ConfigError(
+                f"{self._folder.where(CHECKSUMS)}: truncated at byte {index * CHECKSUM_BYTES}. "
+                f"{rebuild_advice(self._folder.where(CHECKSUMS))}"
+            )
+        seed = self._seeds[shard] + number
+        for view, expected in zip(views, _CHECKSUMS[pieces](content)):
+            if xxh3_64(view, seed) != expected:
+                position = offset + (seed - self._seeds[shard] - number) * PIECE_BYTES
+                raise self._damaged(shard, position, "its checksum differs", block)
+            seed += 1
+
+    def _damaged(self, shard: int, offset: int, problem: str, block: int) -> ConfigError:
+        where = self._where(shard)
+        return ConfigError(
+            f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
+            f"{rebuild_advice(where)}"
+        )
+
+    def _where(self, shard: int) -> str:
+        return self._folder.where(self.manifest.shards[shard].name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map would carry a copy of the whole file.
-        return self.__dict__ | {"_maps": {}}
+        # The rest is computed again.
+        keys = ("directory", "_cache", "_folder", "manifest")
+        return {key: self.__dict__[key] for key in keys}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+
+class _Descriptor:
+    """An open file, closed when the last one who uses it lets go."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+class _Scratch(threading.local):
+    """The memory that pieces are read into, one for each thread."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        content = np.zeros(_SCRATCH_PIECES * PIECE_BYTES, np.uint8)
+        self.tokens = content.view(dtype)
+        self._all = content.data
+        self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
+        # Lists for the usual numbers of pieces, made once.
+        self._whole = [self._pieces[:n] for n in range(_SCRATCH_PIECES + 1)]
+
+    def of_size(self, size: int) -> list[memoryview]:
+        """Return views of the first `size` bytes, cut into pieces."""
+        whole, rest = divmod(size, PIECE_BYTES)
+        if not rest:
+            return self._whole[whole]
+        end = whole * PIECE_BYTES
+        return [*self._whole[whole], self._all[end : end + rest]]
+
+
+def max_open_shards() -> int:
+    """Return how many shards a stream keeps open in this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    quarter = MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else soft // 4
+    return max(1, min(MAX_OPEN_SHARDS, quarter))
+
+
+def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
+    shard = shards[number]
+    return _open_file(files, shard.name, shard.bytes, shard.xxh3_128)
+
+
+def _open_checksums(files: Folder, m: Manifest) -> _Descriptor:
+    return _open_file(files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128)
+
+
+def _open_file(files: Folder, name: str, size: int, digest: str) -> _Descriptor:
+    """Open a file of a split; one that was evicted from the cache meanwhile is fetched again."""
+    for _ in range(3):
+        try:
+            return _Descriptor(files.local(name, size, digest))
+        except FileNotFoundError:
+            continue
+    raise missing(files.where(name))
+
+
+def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
+    """Yield what is wrong with a split as far as sizes and the tokenizer tell."""
+    try:
+        sizes = files.sizes()
+    except FileNotFoundError:
+        sizes = {}
+    expected = [(s.name, s.bytes) for s in manifest.shards]
+    for name, size in [(CHECKSUMS, manifest.checksums_bytes), *expected]:
+        where, found = files.where(name), sizes.get(name)
+        if found is None:
+            yield missing(where)
+        elif found != size:
+            problem = "truncated" if found < size else "too long"
+            yield ConfigError(
+                f"{where}: {problem}: {found} bytes found, {size} expected. {rebuild_advice(where)}"
+            )
+    parent = files.parent()
+    where = parent.where(manifest.tokenizer)
+    try:
+        digest = hashlib.sha256(parent.read(manifest.tokenizer)).hexdigest()
+    except FileNotFoundError:
+        yield ConfigError(
+            f"{where}: missing, but the manifest of {files.location} refers to it. "
+            f"{rebuild_advice(files.where(MANIFEST))}"
+        )
+        return
+    if digest != manifest.tokenizer_sha256:
+        yield ConfigError(
+            f"{where}: wrong tokenizer: its SHA-256 is {digest}, but the shards of "
+            f"{files.location} were made with the tokenizer whose SHA-256 is "
+            f"{manifest.tokenizer_sha256}. {rebuild_advice(files.where(MANIFEST))}"
+        )
 
 
 def open_stream(config: RunConfig, split: Split) -> TokenStream:
-    """Open a split of the run's data set.
+    """Open a split of the run's data set, which may lie at a URL.
 
     Raises:
         ConfigError: as TokenStream does, and if data.vocab_size is not the data set's.
+        RunFailed: as TokenStream does.
     """
-    stream = TokenStream(config.data_directory / split)
-    if stream.vocab_size != config.data.vocab_size:
+    data = config.data
+    directory = f"{data.directory.rstrip('/')}/{split}"
+    stream = TokenStream(directory, Cache(data.cache_directory, data.cache_bytes))
+    if stream.vocab_size != data.vocab_size:
         raise ConfigError(
-            f"data.vocab_size = {config.data.vocab_size}: the data set in "
-            f"data.directory = {config.data.directory} has {stream.vocab_size} pieces. Set "
+            f"data.vocab_size = {data.vocab_size}: the data set in "
+            f"data.directory = {data.directory} has {stream.vocab_size} pieces. Set "
             f"data.vocab_size={stream.vocab_size}, or choose another data.directory"
+        )
+    if stream.manifest.split != split:
+        raise ConfigError(
+            f"{stream.directory}: is the {stream.manifest.split} split of a data set. Put every "
+            "split where `pretrain data build` wrote it"
         )
     return stream
 
 
-def verify(directory: str | Path) -> None:
-    """Check both splits of a data set and hash every file.
+def tokenizer_path(config: RunConfig) -> Path:
+    """Return the path of the tokenizer of the run's data set, fetched first if it is at a URL."""
+    return open_stream(config, "train").tokenizer_path
 
-    Raises:
-        ConfigError: naming the first file that is missing or damaged.
-    """
-    for split in ("train", "validation"):
-        TokenStream(Path(directory) / split).verify()
+
+def check_local(config: RunConfig) -> None:
+    """Raise ConfigError if data.directory is a URL, which can be read and not written."""
+    if is_url(config.data.directory):
+        raise ConfigError(
+            f"data.directory = {config.data.directory}: a data set is built on a file system. "
+            "Choose a local directory, copy it there when it is built, and give the URL to the "
+            "runs that read it"
+        )

@@ -17,8 +17,9 @@ import pytest
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data.build import build
-from pretrain.data.shards import SplitWriter
-from pretrain.data.stream import TokenStream, open_stream, verify
+from pretrain.data.shards import ShardWriter, finish_split
+from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.verify import verify
 from pretrain.data.tokenizer import Tokenizer
 
 LETTERS = str.maketrans("0123456789", "aeioulnrst")

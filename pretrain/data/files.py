@@ -1,0 +1,221 @@
+"""Give a split's files as local ones: as they are, or fetched from a URL into a bounded cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import fsspec
+import xxhash
+
+from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.data.manifest import is_url, rebuild_advice
+from pretrain.rundir.files import PARTIAL
+
+_CHUNK = 1 << 22
+_STALE_SECONDS = 86_400
+"""A partial file that nobody has written to for so long was left by a process that was killed."""
+
+
+class Cache(NamedTuple):
+    """Where files from a URL are kept, and how many bytes of them at most."""
+
+    directory: str = "~/.cache/pretrain"
+    bytes: int = 100_000_000_000
+
+
+class Folder:
+    """The local directory of a split."""
+
+    def __init__(self, location: str | Path) -> None:
+        self.location = str(location)
+
+    def where(self, name: str) -> str:
+        """Return the path or URL of a file, for messages."""
+        return f"{self.location.rstrip('/')}/{name}"
+
+    def parent(self) -> Folder:
+        """Return the folder above: the data set."""
+        # With pathlib, because a local split may be given as "train" or "data/..".
+        return Folder(Path(self.location).absolute().parent)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of every file."""
+        with self._reading("."), os.scandir(self.location) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def read(self, name: str) -> bytes:
+        """Return the contents of a small file.
+
+        Raises:
+            FileNotFoundError: if it is missing.
+        """
+        with self._reading(name):
+            return Path(self.location, name).read_bytes()
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read it once from beginning to end."""
+        with self._reading(name):
+            return Path(self.location, name).open("rb")
+
+    def local(self, name: str, size: int, digest: str) -> Path:
+        """Return the path of a local file with the content of `name`.
+
+        Args:
+            name: The file.
+            size: Its bytes.
+            digest: Hex XXH3-128 of its content.
+        """
+        return Path(self.location, name)
+
+    def next(self, file: BinaryIO, name: str, size: int) -> bytes:
+        """Return up to `size` bytes more of a file that `open` returned; b"" at its end."""
+        with self._reading(name):
+            return file.read(size)
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn the errors of reading a file into one that names it; a missing file stays one."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise unreadable(self.where(name), error) from error
+
+
+class RemoteFolder(Folder):
+    """The URL of a split. Whole files are fetched on first use and kept in the cache."""
+
+    def __init__(self, location: str, cache: Cache) -> None:
+        super().__init__(location)
+        self._cache = Path(cache.directory).expanduser()
+        self._bytes = cache.bytes
+
+    def parent(self) -> Folder:
+        """Return the folder above: the data set."""
+        cache = Cache(str(self._cache), self._bytes)
+        return RemoteFolder(self.location.rstrip("/").rsplit("/", 1)[0], cache)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of every file; one request, or one a thousand files."""
+        with self._reading("."):
+            system, path = self._system()
+            found = system.ls(path, detail=True)
+            return {
+                entry["name"].rstrip("/").rsplit("/", 1)[-1]: int(entry["size"])
+                for entry in found
+                if entry["type"] == "file"
+            }
+
+    def read(self, name: str) -> bytes:
+        """Return the contents of a small file, which is not kept."""
+        with self.open(name) as file, self._reading(name):
+            return file.read()
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read it once from beginning to end, without keeping it."""
+        with self._reading(name):
+            system, path = self._system()
+            return cast(BinaryIO, system.open(f"{path}/{name}", "rb"))
+
+    def local(self, name: str, size: int, digest: str) -> Path:
+        """Return the path of the file in the cache, after fetching it if it is not there.
+
+        Files are kept under their digest, so that a data set which was replaced at its URL is
+        never mixed with the old one, and copies of one data set share what was fetched.
+        """
+        path = self._cache / digest
+        with writing(self._cache):
+            self._cache.mkdir(parents=True, exist_ok=True)
+            # One process of a node fetches and the others wait. The kernel releases the lock of a
+            # process that dies.
+            with (self._cache / f".{digest}.lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not (path.is_file() and path.stat().st_size == size):
+                    self._fetch(name, size, digest)
+                # What was used last is evicted last.
+                os.utime(path)
+        return path
+
+    def _fetch(self, name: str, size: int, digest: str) -> None:
+        """Copy a file into the cache, check it on the way, and make room for it."""
+        self._make_room(size)
+        partial = self._cache / f".{digest}.{uuid.uuid4().hex}{PARTIAL}"
+        found, received = xxhash.xxh3_128(), 0
+        try:
+            with self.open(name) as source, partial.open("xb") as target:
+                while chunk := self.next(source, name, _CHUNK):
+                    found.update(chunk)
+                    received += len(chunk)
+                    target.write(chunk)
+            if found.hexdigest() != digest:
+                raise ConfigError(
+                    f"{self.where(name)}: damaged: {received} bytes with the XXH3-128 "
+                    f"{found.hexdigest()} arrived, but the manifest says {size} bytes with "
+                    f"{digest}. {rebuild_advice(self.where(name))}"
+                )
+            partial.replace(self._cache / digest)
+        except FileNotFoundError:
+            raise missing(self.where(name)) from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was used longest ago, until `size` more bytes fit.
+
+        Other processes evict at the same time, so any file may be gone at any moment. One that a
+        process has open remains readable to it.
+        """
+        kept = []
+        for path in self._cache.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                if path.name.endswith(PARTIAL) and time.time() - status.st_mtime > _STALE_SECONDS:
+                    path.unlink()
+                elif not path.name.startswith("."):
+                    kept.append((status.st_mtime_ns, status.st_size, path))
+        total = size + sum(each[1] for each in kept)
+        for _, bytes_, path in sorted(kept):
+            if total <= self._bytes:
+                return
+            path.unlink(missing_ok=True)
+            (self._cache / f".{path.name}.lock").unlink(missing_ok=True)
+            total -= bytes_
+
+    def _system(self) -> tuple[Any, str]:
+        """Return the file system of the URL and the path in it.
+
+        fsspec keeps the object of a file system, so this costs nothing after the first call, and
+        nothing has to be pickled.
+        """
+        system, path = fsspec.core.url_to_fs(self.location)
+        return system, str(path).rstrip("/")
+
+
+def folder(location: str | Path, cache: Cache | None = None) -> Folder:
+    """Return the files of a local directory or of a URL."""
+    return RemoteFolder(str(location), cache or Cache()) if is_url(location) else Folder(location)
+
+
+def unreadable(where: str, error: Exception) -> RunFailed:
+    """Return the error for a file that is there and cannot be read."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    stale = isinstance(error, OSError) and error.errno == errno.ESTALE
+    hint = "it was replaced on the server" if stale else "the disk, the network or the permissions"
+    return RunFailed(f"{where}: cannot be read ({reason}). Look at {hint}, then start again")
+
+
+def missing(where: str) -> ConfigError:
+    """Return the error for a file that the manifest names and that is not there."""
+    parent = where.rsplit("/", 1)[0]
+    return ConfigError(
+        f"{where}: missing, but the manifest of {parent} refers to it. {rebuild_advice(where)}"
+    )
