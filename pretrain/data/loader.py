@@ -19,6 +19,9 @@ from pretrain.data import order
 from pretrain.data.blend import Blend, blend_of
 from pretrain.data.stream import TokenStream
 
+ORDERED_AT_ONCE = 4096
+"""Samples of which the order is computed at once, or those of a step if they are more."""
+
 
 def batches(
     stream: TokenStream,
@@ -87,15 +90,23 @@ class _Samples(Dataset[torch.Tensor]):
         starts = {corpus.name: corpus.start for corpus in stream.corpora}
         self._corpus_starts = np.array([starts[name] for name in blend.names])
 
+    def first_tokens(self, consumed: np.ndarray) -> np.ndarray:
+        """Return where in the stream some samples begin, int64 [n]."""
+        corpora, samples = self._blend.locate(consumed)
+        starts: np.ndarray = self._corpus_starts[corpora] + samples * self._sequence_length
+        return starts
+
+    def read(self, first_tokens: np.ndarray) -> np.ndarray:
+        """Read the samples that begin there, int64 [n, sequence_length + 1]."""
+        return self._stream.read_batch(first_tokens, self._sequence_length + 1)
+
     def __getitems__(self, consumed: Sequence[int]) -> np.ndarray:
-        """Read some samples, int64 [len(consumed), sequence_length + 1].
+        """Read a micro batch.
 
         DataLoader's fetcher prefers this method over one __getitem__ call per sample
-        (torch/utils/data/_utils/fetch.py), and the order of samples is computed once per batch.
+        (torch/utils/data/_utils/fetch.py).
         """
-        corpora, samples = self._blend.locate(np.asarray(consumed))
-        first, length = order.token_range(samples, self._sequence_length)
-        return self._stream.read_batch(self._corpus_starts[corpora] + first, length)
+        return self.read(self.first_tokens(np.asarray(consumed)))
 
 
 def _read_ahead(
@@ -106,15 +117,32 @@ def _read_ahead(
     Training waits for the device or for other ranks most of the time, so the thread costs it little
     and hides a disk's latency. What it raises is raised here.
     """
+    orders = _first_tokens(samples, steps)
+
+    def read_step() -> torch.Tensor:
+        return torch.from_numpy(samples.read(next(orders)))
+
     with ThreadPoolExecutor(1, thread_name_prefix="read ahead") as reader:
-        following = reader.submit(samples.__getitems__, next(steps))
+        following = reader.submit(read_step)
         while True:
-            tokens = torch.from_numpy(following.result())
-            following = reader.submit(samples.__getitems__, next(steps))
+            tokens, following = following.result(), reader.submit(read_step)
             yield [
                 tokens[first : first + micro_batch_size]
                 for first in range(0, len(tokens), micro_batch_size)
             ]
+
+
+def _first_tokens(samples: _Samples, steps: Iterator[range]) -> Iterator[np.ndarray]:
+    """Yield where the samples of every step begin; the order is computed for many at once.
+
+    To compute it costs some 0.3 ms a corpus, for one sample or for a thousand.
+    """
+    while True:
+        several = [next(steps)]
+        while sum(map(len, several)) < ORDERED_AT_ONCE:
+            several.append(next(steps))
+        found = samples.first_tokens(np.concatenate([np.asarray(step) for step in several]))
+        yield from np.split(found, np.cumsum([len(step) for step in several])[:-1])
 
 
 def _from_workers(

@@ -17,12 +17,8 @@ Terms:
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
 
 import numpy as np
-
-Index = TypeVar("Index", int, np.ndarray)
-"""A number, or an array of them."""
 
 _ROUNDS = 8
 """Rounds of the Feistel network.
@@ -43,8 +39,8 @@ def num_samples(num_tokens: int, sequence_length: int) -> int:
     return max(0, (num_tokens - 1) // sequence_length)
 
 
-def token_range(sample: Index, sequence_length: int) -> tuple[Index, int]:
-    """Return (index of the first token, number of tokens) of a sample, or samples, in a corpus."""
+def token_range(sample: int, sequence_length: int) -> tuple[int, int]:
+    """Return (index of the first token, number of tokens) of a sample in its corpus."""
     return sample * sequence_length, sequence_length + 1
 
 

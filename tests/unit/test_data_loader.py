@@ -9,33 +9,14 @@ import torch
 from pretrain.config import ConfigError
 from pretrain.data import order
 from pretrain.data.loader import batches
-from pretrain.data.shards import SplitWriter
-from pretrain.data.stream import TokenStream
+from tests.unit.streams import make_stream
 
-# SHA-256 of no bytes, for an empty tokenizer file.
-EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 LENGTH, GLOBAL, MICRO = 7, 16, 2
-
-
-def make_stream(root, num_tokens: int) -> TokenStream:
-    """Write and open a stream in which token t is the number t."""
-    (root / "train").mkdir(parents=True)
-    (root / "tokenizer.model").write_bytes(b"")
-    writer = SplitWriter(
-        root / "train",
-        tokenizer_sha256=EMPTY,
-        vocab_size=60_000,
-        tokens_per_block=50,
-        tokens_per_shard=200,
-    )
-    writer.add(np.arange(num_tokens), 0)
-    writer.close()
-    return TokenStream(root / "train")
 
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
-    return make_stream(tmp_path_factory.mktemp("loader"), 1000)
+    return make_stream(tmp_path_factory.mktemp("loader"), {"text": 1000})
 
 
 def steps(stream, count, **changes) -> torch.Tensor:
@@ -122,7 +103,7 @@ def test_a_resumed_run_may_change_its_layout(stream):
 
 def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
     """With three samples and batches of 16, every epoch of three still holds each sample once."""
-    found = in_order(steps(make_stream(tmp_path, 3 * LENGTH + 1), 6))[:, 0]
+    found = in_order(steps(make_stream(tmp_path, {"text": 3 * LENGTH + 1}), 6))[:, 0]
     assert torch.equal(
         found.reshape(-1, 3).sort(dim=1).values, torch.tensor([0, 7, 14]).expand(32, 3)
     )
@@ -130,7 +111,7 @@ def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
 
 def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_path):
     assert torch.equal(
-        in_order(steps(make_stream(tmp_path / "a", LENGTH + 1), 1)),
+        in_order(steps(make_stream(tmp_path / "a", {"text": LENGTH + 1}), 1)),
         torch.arange(8).expand(GLOBAL, 8),
     )
     with pytest.raises(
@@ -138,7 +119,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
         match=r"data\.sequence_length = 7: .* has 7 tokens in all\. Lower data\.sequence_length",
     ):
         batches(
-            make_stream(tmp_path / "b", LENGTH),
+            make_stream(tmp_path / "b", {"text": LENGTH}),
             seed=0,
             sequence_length=LENGTH,
             global_batch_size=1,
