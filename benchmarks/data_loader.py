@@ -8,7 +8,6 @@ page cache: this measures the code, not a disk.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import tempfile
 import time
@@ -17,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks.data_reading import write_split
 
 from pretrain.data import order
 from pretrain.data.loader import batches
-from pretrain.data.shards import SplitWriter
 from pretrain.data.stream import TokenStream
 
 SECONDS = 2.0
@@ -29,19 +28,8 @@ SECONDS = 2.0
 
 def make_stream(root: Path, millions: int) -> TokenStream:
     """Write `millions` of random tokens as shards under `root` and return a stream over them."""
-    (root / "train").mkdir()
-    (root / "tokenizer.model").write_bytes(b"")
-    writer = SplitWriter(
-        root / "train",
-        tokenizer_sha256=hashlib.sha256(b"").hexdigest(),
-        vocab_size=50_000,
-        tokens_per_block=65_536,
-        tokens_per_shard=2**26,
-    )
     random = np.random.default_rng(0)
-    for _ in range(millions):
-        writer.add(random.integers(0, 50_000, 1_000_000), text_bytes=0)
-    writer.close()
+    write_split(root, (random.integers(0, 50_000, 1_000_000) for _ in range(millions)))
     return TokenStream(root / "train")
 
 

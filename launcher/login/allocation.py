@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.run import is_url
 from pretrain.config.trajectory import check_differences, differences
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
@@ -131,7 +132,9 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
         _check_goes_on(run)
     _check_not_in_a_job(runs)
     # Usually one data set, which all runs of a sweep share.
-    for data in dict.fromkeys(run.config.data_directory for run in runs):
+    # What lies at a URL is looked at by the run, which may have rights that the login node lacks.
+    local = [run.config for run in runs if not is_url(run.config.data.directory)]
+    for data in dict.fromkeys(config.data_directory for config in local):
         missing = [data / name for name in DATA_MANIFESTS if not (data / name).is_file()]
         if missing and not dry_run:
             raise ConfigError(

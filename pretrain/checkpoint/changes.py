@@ -120,7 +120,7 @@ def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
     trained, found = checkpoint.origin.data.get(TOKENIZER), stream.tokenizer_sha256
     if trained not in (None, found):
         raise ConfigError(
-            f"data.directory = {stream.directory.parent}: its tokenizer has the SHA-256 "
+            f"data.directory = {stream.data_set}: its tokenizer has the SHA-256 "
             f"{found[:DIGITS]}..., {checkpoint.path} was trained with {str(trained)[:DIGITS]}.... "
             "Restore the data set, or give another one by that tokenizer"
         )

@@ -6,9 +6,11 @@ login node.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.config.errors import ConfigError
 from pretrain.config.rampup import batch_size_at, samples_of_steps
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
@@ -80,7 +82,17 @@ class RunConfig(Section):
 
     @property
     def data_directory(self) -> Path:
-        """Return data.directory as a path."""
+        """Return data.directory as a path, for what needs a local one.
+
+        Raises:
+            ConfigError: if it is a URL, which `pretrain.data.stream.open_stream` can read.
+        """
+        if is_url(self.data.directory):
+            raise ConfigError(
+                f"data.directory = {self.data.directory}: a data set is built on a file system. "
+                "Choose a local directory, copy it there when it is built, and give the URL to the "
+                "runs that read it"
+            )
         return Path(self.data.directory)
 
     @property
@@ -178,3 +190,8 @@ class RunConfig(Section):
         base, extra = divmod(self.model.num_layers, chunks)
         fill = [*range(1, chunks - 1), 0, chunks - 1][:extra]
         return [base + (c in fill) for c in range(chunks)]
+
+
+def is_url(directory: str | Path) -> bool:
+    """Return True for what fsspec reads, such as s3://bucket/data, and False for a local path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", str(directory)) is not None

@@ -16,7 +16,8 @@ import fsspec
 import xxhash
 
 from pretrain.config import ConfigError, RunFailed, writing
-from pretrain.data.manifest import is_url, rebuild_advice
+from pretrain.config.run import is_url
+from pretrain.data.manifest import rebuild_advice
 from pretrain.rundir.files import PARTIAL
 
 _CHUNK = 1 << 22
@@ -85,7 +86,7 @@ class Folder:
         """Turn the errors of reading a file into one that names it; a missing file stays one."""
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, ConfigError):
             raise
         except Exception as error:
             raise unreadable(self.where(name), error) from error
@@ -132,23 +133,23 @@ class RemoteFolder(Folder):
         Files are kept under their digest, so that a data set which was replaced at its URL is
         never mixed with the old one, and copies of one data set share what was fetched.
         """
-        path = self._cache / digest
+        path = self._cache / f"{digest}-{name}"
         with writing(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             # One process of a node fetches and the others wait. The kernel releases the lock of a
             # process that dies.
-            with (self._cache / f".{digest}.lock").open("wb") as lock:
+            with (self._cache / f".{path.name}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not (path.is_file() and path.stat().st_size == size):
-                    self._fetch(name, size, digest)
+                    self._fetch(path, name, size, digest)
                 # What was used last is evicted last.
                 os.utime(path)
         return path
 
-    def _fetch(self, name: str, size: int, digest: str) -> None:
+    def _fetch(self, path: Path, name: str, size: int, digest: str) -> None:
         """Copy a file into the cache, check it on the way, and make room for it."""
         self._make_room(size)
-        partial = self._cache / f".{digest}.{uuid.uuid4().hex}{PARTIAL}"
+        partial = self._cache / f".{path.name}.{uuid.uuid4().hex}{PARTIAL}"
         found, received = xxhash.xxh3_128(), 0
         try:
             with self.open(name) as source, partial.open("xb") as target:
@@ -162,7 +163,7 @@ class RemoteFolder(Folder):
                     f"{found.hexdigest()} arrived, but the manifest says {size} bytes with "
                     f"{digest}. {rebuild_advice(self.where(name))}"
                 )
-            partial.replace(self._cache / digest)
+            partial.replace(path)
         except FileNotFoundError:
             raise missing(self.where(name)) from None
         finally:
@@ -196,7 +197,13 @@ class RemoteFolder(Folder):
         fsspec keeps the object of a file system, so this costs nothing after the first call, and
         nothing has to be pickled.
         """
-        system, path = fsspec.core.url_to_fs(self.location)
+        try:
+            system, path = fsspec.core.url_to_fs(self.location)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"{self.location}: fsspec cannot read this URL ({error}). Install the package for "
+                "its protocol (s3fs for s3://), or give a local directory"
+            ) from None
         return system, str(path).rstrip("/")
 
 

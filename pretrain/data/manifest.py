@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from pretrain.config import ConfigError
+from pretrain.data.document import Split
 from pretrain.data.layout import CHECKSUM_BYTES, Layout
 from pretrain.rundir.files import parse_json
 
@@ -67,7 +67,7 @@ class Shard(_Record):
 class TaskShards(_Record):
     """The finished output of one task, in a form that can be kept as JSON until the end."""
 
-    split: str
+    split: Split
     corpus: _Name
     task: _Count
     documents: _Count
@@ -99,8 +99,7 @@ class Manifest(_Record):
 
     format_version: Literal[2]
 
-    split: str
-    """train or validation."""
+    split: Split
 
     tokenizer: TokenizerName
     """Name of the tokenizer's file, in the directory above."""
@@ -288,11 +287,6 @@ def rebuild_advice(path: str | Path) -> str:
         f"Restore it from a copy, or remove {_parent(path, 2)} and run "
         "`pretrain data build CONFIG` again"
     )
-
-
-def is_url(directory: str | Path) -> bool:
-    """Return True for what fsspec reads, such as s3://bucket/data, and False for a local path."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", str(directory)) is not None
 
 
 def _parent(path: str | Path, levels: int) -> str:

@@ -17,6 +17,7 @@ import xxhash
 from webdataset import TarWriter
 
 from pretrain.config import ConfigError
+from pretrain.data.document import Split
 from pretrain.data.layout import Layout, checksums, task_seed
 from pretrain.data.manifest import (
     CHECKSUMS,
@@ -47,7 +48,7 @@ class ShardWriter:
         self,
         directory: str | Path,
         *,
-        split: str,
+        split: Split,
         corpus: str,
         task: int,
         vocab_size: int,
@@ -194,7 +195,7 @@ def finish_split(
     directory: str | Path,
     tasks: Sequence[TaskShards],
     *,
-    split: str,
+    split: Split,
     tokenizer: TokenizerName,
     tokenizer_sha256: str,
     vocab_size: int,

@@ -19,6 +19,8 @@ import numpy as np
 import xxhash
 
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.run import is_url
+from pretrain.data.document import Split
 from pretrain.data.files import Cache, Folder, folder, missing, unreadable
 from pretrain.data.layout import CHECKSUM_BYTES, HEADER_BYTES, PIECE_BYTES, task_seed
 from pretrain.data.manifest import (
@@ -26,12 +28,10 @@ from pretrain.data.manifest import (
     MANIFEST,
     Manifest,
     Shard,
-    is_url,
     missing_data_set,
     parse_manifest,
     rebuild_advice,
 )
-from pretrain.data.sources import Split
 
 MAX_OPEN_SHARDS = 256
 """A stream keeps no more shards open, and no more than a quarter of what the process may open."""
@@ -96,7 +96,7 @@ class TokenStream:
                 damaged, or if the tokens come from another tokenizer than the one in the data set.
             RunFailed: if a file is there and cannot be read.
         """
-        self.directory: Any = str(directory) if is_url(directory) else Path(directory)
+        self.directory: str | Path = str(directory) if is_url(directory) else Path(directory)
         self._cache = cache
         self._folder = folder(directory, cache)
         try:
@@ -127,6 +127,11 @@ class TokenStream:
             "checksums": m.checksums_xxh3_128,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def data_set(self) -> str:
+        """Return the directory or the URL of the whole data set."""
+        return self._folder.parent().location
 
     @property
     def tokenizer_path(self) -> Path:
@@ -266,11 +271,24 @@ class TokenStream:
                 f"{rebuild_advice(self._folder.where(CHECKSUMS))}"
             )
         seed = self._seeds[shard] + number
-        for view, expected in zip(views, _CHECKSUMS[pieces](content)):
-            if xxh3_64(view, seed) != expected:
-                position = offset + (seed - self._seeds[shard] - number) * PIECE_BYTES
+        for place, (view, expected) in enumerate(zip(views, _CHECKSUMS[pieces](content))):
+            if xxh3_64(view, seed + place) != expected:
+                self._check_checksums()
+                position = offset + place * PIECE_BYTES
                 raise self._damaged(shard, position, "its checksum differs", block)
-            seed += 1
+
+    def _check_checksums(self) -> None:
+        """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
+        digest, offset = xxhash.xxh3_128(), 0
+        while chunk := os.pread(self._open_checksums().number, 1 << 22, offset):
+            digest.update(chunk)
+            offset += len(chunk)
+        if digest.hexdigest() != self.manifest.checksums_xxh3_128:
+            where = self._folder.where(CHECKSUMS)
+            raise ConfigError(
+                f"{where}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
+                f"{self.manifest.checksums_xxh3_128}. {rebuild_advice(where)}"
+            )
 
     def _damaged(self, shard: int, offset: int, problem: str, block: int) -> ConfigError:
         where = self._where(shard)
@@ -414,9 +432,4 @@ def tokenizer_path(config: RunConfig) -> Path:
 
 def check_local(config: RunConfig) -> None:
     """Raise ConfigError if data.directory is a URL, which can be read and not written."""
-    if is_url(config.data.directory):
-        raise ConfigError(
-            f"data.directory = {config.data.directory}: a data set is built on a file system. "
-            "Choose a local directory, copy it there when it is built, and give the URL to the "
-            "runs that read it"
-        )
+    _ = config.data_directory

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import xxhash
 from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunFailed
+from pretrain.data.document import Split
 from pretrain.data.files import Cache, Folder, folder, missing
 from pretrain.data.manifest import (
     CHECKSUMS,
@@ -39,7 +41,7 @@ def verify(directory: str | Path, cache: Cache | None = None) -> None:
     """
     found: list[str] = []
     splits: list[tuple[Folder, Manifest]] = []
-    for split in ("train", "validation"):
+    for split in get_args(Split):
         files = folder(f"{str(directory).rstrip('/')}/{split}", cache)
         try:
             manifest = _manifest(files)

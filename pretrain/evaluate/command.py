@@ -17,9 +17,7 @@ from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_val
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
-from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.model.checks import check_positions
@@ -109,7 +107,7 @@ def evaluate_checkpoint(
         chunks,
         topology,
         stream,
-        Tokenizer(config.data_directory / TOKENIZER).eos_id,
+        stream.eos_id,
         tokens_per_batch=config.evaluation.tokens_per_batch,
         max_tokens=config.evaluation.max_tokens,
     )

@@ -15,7 +15,6 @@ from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig
-from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
@@ -75,7 +74,7 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
     name = to_huggingface(
         config,
         weights,
-        config.data_directory / TOKENIZER,
+        stream.tokenizer_path,
         out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
         curve=_curve(config, checkpoint, curve),

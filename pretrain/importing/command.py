@@ -18,6 +18,7 @@ from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
+from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.export.command import compare_with_folder
@@ -180,7 +181,7 @@ def _advice(config: RunConfig, out: Path, has_tokenizer: bool) -> str:
             "SentencePiece models alone (data.tokenizer), and this folder has none that is known "
             "to be the model's. Tokens of another tokenizer would give meaningless numbers"
         )
-    if (config.data_directory / "validation" / MANIFEST).is_file():
+    if is_url(config.data.directory) or (config.data_directory / "validation" / MANIFEST).is_file():
         return f"The tokenizer is {out / TOKENIZER}; {where} exists and is used if it fits"
     return (
         f"The tokenizer is {out / TOKENIZER}. To evaluate the model or train on, make tokens with "

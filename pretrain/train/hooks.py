@@ -22,8 +22,6 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
-from pretrain.data.manifest import TOKENIZER
-from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
@@ -155,7 +153,7 @@ class EvaluationHook(Hook):
             run.chunks,
             run.topology,
             run.validation_stream,
-            Tokenizer(config.data_directory / TOKENIZER).eos_id,
+            run.validation_stream.eos_id,
             tokens_per_batch=config.evaluation.tokens_per_batch,
             max_tokens=config.evaluation.max_tokens,
             schedule_module=run.optimizer.schedule_module,

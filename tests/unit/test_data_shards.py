@@ -17,10 +17,10 @@ import pytest
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.data.build import build
-from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.verify import verify
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.verify import verify
+from tests.unit.splits import write_split
 
 LETTERS = str.maketrans("0123456789", "aeioulnrst")
 DOCUMENTS = [
@@ -136,7 +136,7 @@ print(json.dumps({"keys": [s["__key__"] for s in samples], "dtype": str(samples[
     found, expected = json.loads(output.stdout), expected_tokens(built / "data", DOCUMENTS[:-1])
     assert found["tokens"] == expected.tolist()
     assert found["dtype"] == "uint16"
-    assert found["keys"] == [f"{block:08d}" for block in range(-(-len(expected) // 1024))]
+    assert found["keys"] == [f"000000-{block:08d}" for block in range(-(-len(expected) // 1024))]
 
 
 def test_a_rebuild_gives_the_same_bytes(built, tmp_path):
@@ -223,25 +223,18 @@ def test_text_without_words_is_refused(tmp_path):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
 def test_large_vocabularies_take_four_bytes(tmp_path, vocab_size, dtype):
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    (tmp_path / "train").mkdir()
-    empty = (
-        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
-    )
-    writer = SplitWriter(
-        tmp_path / "train",
-        tokenizer_sha256=empty,
+    tokens = np.arange(vocab_size - 29, vocab_size)
+    manifest = write_split(
+        tmp_path,
+        {"text": [[tokens[:11], tokens[11:]]]},
         vocab_size=vocab_size,
         tokens_per_block=8,
         tokens_per_shard=16,
     )
-    tokens = np.arange(vocab_size - 29, vocab_size)
-    writer.add(tokens[:11], 5)
-    writer.add(tokens[11:], 6)
-    assert writer.close().dtype == dtype
+    assert manifest.dtype == dtype
     stream = TokenStream(tmp_path / "train")
     assert np.array_equal(stream.read(0, 29), tokens)
-    assert (len(stream), stream.documents, stream.text_bytes) == (29, 2, 11)
+    assert (len(stream), stream.documents, stream.text_bytes) == (29, 2, 87)
 
 
 def test_a_stream_travels_to_another_process_without_its_maps(built):
@@ -258,11 +251,11 @@ def test_a_sound_data_set_passes(root):
 
 
 def test_a_truncated_shard_is_named(root):
-    shard = root / "data/train/shard-000001.tar"
+    shard = root / "data/train/text-000001.tar"
     size = shard.stat().st_size
     os.truncate(shard, size - 512)
     with refused(
-        rf"shard-000001\.tar: truncated: {size - 512} bytes found, {size} expected\. "
+        rf"text-000001\.tar: truncated: {size - 512} bytes found, {size} expected\. "
         r".*pretrain data build"
     ):
         TokenStream(root / "data/train")
@@ -270,21 +263,14 @@ def test_a_truncated_shard_is_named(root):
 
 @pytest.mark.parametrize("position", [0.0, 0.3, 0.7, 1.0])
 def test_a_flipped_bit_is_found(root, position):
-    shard = root / "data/train/shard-000000.tar"
+    shard = root / "data/train/text-000000.tar"
     damaged = bytearray(shard.read_bytes())
     damaged[int(position * (len(damaged) - 1))] ^= 1
     shard.write_bytes(damaged)
     with refused(
-        r"shard-000000\.tar: damaged: its SHA-256 is \w{64}, but the manifest says \w{64}\."
+        r"text-000000\.tar: damaged: its XXH3-128 is \w{32}, but the manifest says \w{32}\."
     ):
         verify(root / "data")
-
-
-def test_a_damaged_index_is_named(root):
-    index = root / "data/train/index.npy"
-    index.write_bytes(index.read_bytes()[:-1] + b"\1")
-    with refused(r"index\.npy: damaged"):
-        TokenStream(root / "data/train")
 
 
 def test_the_wrong_tokenizer_is_named(root):
@@ -300,8 +286,8 @@ def test_the_wrong_tokenizer_is_named(root):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("shard-000002.tar", rf"shard-000002\.tar: {MISSING}"),
-        ("index.npy", rf"index\.npy: {MISSING}"),
+        ("text-000002.tar", rf"text-000002\.tar: {MISSING}"),
+        ("checksums.bin", rf"checksums\.bin: {MISSING}"),
         ("../tokenizer.model", rf"tokenizer\.model: {MISSING}"),
         (
             "manifest.json",
@@ -320,7 +306,7 @@ def test_a_missing_file_is_named(root, name, message):
     "text, message",
     [
         ("{", r"manifest\.json: not a valid manifest"),
-        ("{}", r"manifest\.json: not a valid manifest \(Field required\)"),
+        ("{}", r"manifest\.json: not a valid manifest \(format_version: Field required\)"),
     ],
 )
 def test_a_broken_manifest_is_named(root, text, message):
@@ -331,8 +317,8 @@ def test_a_broken_manifest_is_named(root, text, message):
 
 def test_a_manifest_of_another_version_is_refused(root):
     path = root / "data/train/manifest.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with refused(r"format_version = 2, but this version of pretrain reads format 1"):
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 1'))
+    with refused(r"format_version = 1, but this version of pretrain reads format 2"):
         TokenStream(root / "data/train")
 
 

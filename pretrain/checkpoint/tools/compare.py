@@ -180,7 +180,7 @@ def _tensor_summary(found: Comparison) -> list[str]:
 
 def _data(a: Checkpoint, b: Checkpoint) -> list[str]:
     before, after = a.origin.data, b.origin.data
-    directory = str(b.config.data_directory)
+    directory = b.config.data.directory
     rows = [
         f"{each.data}: SHA-256 {each.before[:12]}... -> {each.after[:12]}..."
         for each in data_differences(before, after, directory)

@@ -1,0 +1,65 @@
+"""Write small data sets of given tokens without building one from text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.data.document import Split
+from pretrain.data.manifest import Manifest
+from pretrain.data.shards import ShardWriter, finish_split
+
+TOKENIZER = b"a tokenizer"
+
+
+def write_split(
+    root: Path,
+    corpora: Mapping[str, Sequence[Iterable[np.ndarray]]],
+    *,
+    split: Split = "train",
+    vocab_size: int = 60_000,
+    tokens_per_block: int = 50,
+    tokens_per_shard: int = 200,
+) -> Manifest:
+    """Write one split of a data set in `root`.
+
+    Args:
+        root: The directory of the data set, with the tokenizer.
+        corpora: Name -> the documents of each of its tasks.
+        split: train or validation.
+        vocab_size: Of the tokenizer.
+        tokens_per_block: As in the config.
+        tokens_per_shard: As in the config.
+    """
+    directory = root / split
+    directory.mkdir(parents=True)
+    (root / "tokenizer.model").write_bytes(TOKENIZER)
+    done = []
+    for corpus, tasks in corpora.items():
+        for documents in tasks:
+            writer = ShardWriter(
+                directory,
+                split=split,
+                corpus=corpus,
+                task=len(done),
+                vocab_size=vocab_size,
+                tokens_per_block=tokens_per_block,
+                tokens_per_shard=tokens_per_shard,
+            )
+            for document in documents:
+                writer.add(document, text_bytes=3 * len(document))
+            done.append(writer.close())
+    return finish_split(
+        directory,
+        done,
+        split=split,
+        tokenizer="tokenizer.model",
+        tokenizer_sha256=hashlib.sha256(TOKENIZER).hexdigest(),
+        vocab_size=vocab_size,
+        eos_id=0,
+        tokens_per_block=tokens_per_block,
+        tokens_per_shard=tokens_per_shard,
+    )
