@@ -63,7 +63,7 @@ def config_of(workspace: Path, config: Path, blended: Path, name: str, **shares:
     """Write a config on the blended data set and return its path."""
     text = config.read_text().replace('source = "shakespeare"', "")
     text = text.replace("runs/alibi", "runs/blended")
-    lines = [f'directory = "{blended}"' if "shards" in l else l for l in text.splitlines()]
+    lines = [f'directory = "{blended}"' if "shards" in line else line for line in text.splitlines()]
     path = workspace / f"{name}.toml"
     tables = TABLES.format(paths=f"{name}.txt", **{"books": "", "news": "", **shares})
     path.write_text("\n".join(lines) + tables)

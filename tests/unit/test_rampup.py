@@ -94,7 +94,7 @@ def test_a_ramp_that_cannot_work_is_refused(rampup, says):
 def test_the_interleaved_schedule_needs_more():
     parallel = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     batch = {"micro_batch_size": 2, "global_batch_size": 16, "rampup_batch_size": [2, 2, 100]}
-    with pytest.raises(ConfigError, match="2 is not divisible by .* x 2 pipeline stages"):
+    with pytest.raises(ConfigError, match=r"2 is not divisible by .* x 2 pipeline stages"):
         tiny_config(batch=batch, parallel={**parallel, "world_size": 2})
     tiny_config(
         batch={**batch, "rampup_batch_size": [4, 4, 100]}, parallel={**parallel, "world_size": 2}
