@@ -86,14 +86,11 @@ class Memmap(Dataset[torch.Tensor]):
 
 def plain_steps(path: Path, length: int) -> Iterator[list[torch.Tensor]]:
     """Yield steps from a plain DataLoader."""
+    data = Memmap(path, length)
+    sampler = RandomSampler(data, replacement=True, num_samples=10**12)
+    micro_batches = iter(DataLoader(data, MICRO_BATCH, sampler=sampler))
     while True:
-        data = Memmap(path, length)
-        loader = DataLoader(
-            data, MICRO_BATCH, sampler=RandomSampler(data, replacement=True), drop_last=True
-        )
-        micro_batches = iter(loader)
-        for first in micro_batches:
-            yield [first, *(next(micro_batches) for _ in range(BATCH // MICRO_BATCH - 1))]
+        yield [next(micro_batches) for _ in range(BATCH // MICRO_BATCH)]
 
 
 def our_steps(stream: TokenStream, length: int) -> Iterator[list[torch.Tensor]]:
@@ -128,6 +125,19 @@ def rate(steps: Iterator[list[torch.Tensor]]) -> float:
     return tokens / elapsed
 
 
+def wait(steps: Iterator[list[torch.Tensor]]) -> float:
+    """Return the milliseconds that training waits for a step while its own work takes 10."""
+    waited = []
+    for _ in range(50):
+        start = time.perf_counter()
+        next(steps)
+        waited.append((time.perf_counter() - start) * 1e3)
+        # As while a device works: the process has nothing to do.
+        time.sleep(0.010)
+    steps.close()  # type: ignore[attr-defined]
+    return statistics.median(waited[4:])
+
+
 def main() -> None:
     """Print the medians at four sequence lengths as a table of Markdown."""
     millions = int(sys.argv[1]) if len(sys.argv) > 1 else 200
@@ -159,6 +169,8 @@ def main() -> None:
                     rates[name].append(rate(make(length)) / 1e6)
             row = " | ".join(f"{statistics.median(each):.0f}" for each in rates.values())
             print(f"| {length} | {row} |", flush=True)
+        waits = " | ".join(f"{wait(make(1024)):.2f}" for make in made.values())
+        print(f"\nWait for a step in ms, L = 1024, when training takes 10 ms:\n\n| {waits} |")
 
 
 if __name__ == "__main__":
