@@ -39,7 +39,7 @@ MAX_OPEN_SHARDS = 256
 _SCRATCH_PIECES = 128
 """Pieces that one system call reads at most. It takes no more than 1,024 (IOV_MAX)."""
 
-_CHECKSUMS = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
+_UNPACK = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
 
 xxh3_64 = xxhash.xxh3_64_intdigest
 
@@ -174,8 +174,9 @@ class TokenStream:
                 f"{self.directory}: tokens {first} to {first + count} of a stream of {len(self)}"
             )
         tokens = np.empty((len(starts), count), dtype=np.int64)
+        scratch = self._scratch
         for row, start in zip(tokens, starts.tolist()):
-            self._fill(row, start, count)
+            self._fill(row, start, count, scratch)
         if tokens.size and int(tokens.max()) >= self.vocab_size:
             # Sound by its checksum: whoever wrote the data set did not check the ids.
             raise ConfigError(
@@ -195,9 +196,16 @@ class TokenStream:
             CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
             for c, start in zip(m.corpora, starts)
         )
-        self._layout = m.layout
+        layout = m.layout
+        self._sizes = (
+            layout.tokens_per_piece,
+            layout.tokens_per_block,
+            layout.pieces_per_block,
+            layout.block_bytes,
+            layout.dtype.itemsize,
+        )
         self._starts = list(accumulate((shard.tokens for shard in m.shards), initial=0))
-        pieces = [self._layout.pieces(shard.tokens) for shard in m.shards]
+        pieces = [layout.pieces(shard.tokens) for shard in m.shards]
         self._first_piece = list(accumulate(pieces, initial=0))
         self._seeds = []
         task_piece = 0
@@ -215,67 +223,61 @@ class TokenStream:
         self._open_checksums = functools.lru_cache(1)(
             functools.partial(_open_checksums, self._folder, m)
         )
-        self._scratch = _Scratch(self._layout.dtype)
+        self._scratch = _Scratch(layout.dtype)
 
-    def _fill(self, row: np.ndarray, start: int, count: int) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream."""
-        layout, scratch = self._layout, self._scratch
-        per_piece, per_block = layout.tokens_per_piece, layout.tokens_per_block
-        done = 0
+    def _fill(self, row: np.ndarray, start: int, count: int, scratch: _Scratch) -> None:
+        """Fill `row` with `count` tokens from `start`, which lie in the stream.
+
+        Whole pieces are read into the scratch and compared with their checksums. This is where
+        reading spends its time: plain integers and lists are faster here than arrays are.
+        """
+        per_piece, per_block, pieces_per_block, block_bytes, itemsize = self._sizes
+        starts, done = self._starts, 0
         while done < count:
-            shard = bisect_right(self._starts, start) - 1
-            within = start - self._starts[shard]
-            block, first = divmod(within, per_block)
+            shard = bisect_right(starts, start) - 1
+            block, first = divmod(start - starts[shard], per_block)
             piece, skip = divmod(first, per_piece)
-            block_end = min(per_block, self._starts[shard + 1] - start + first)
-            # Up to the end of what is wanted, of the block and of the scratch.
-            last = min(first + count - done, block_end)
-            pieces = min(-(-last // per_piece) - piece, _SCRATCH_PIECES)
-            taken = min(last, (piece + pieces) * per_piece) - first
-            size = min(pieces * per_piece, block_end - piece * per_piece) * layout.dtype.itemsize
-            self._read_pieces(shard, block, piece, pieces, size)
+            # Up to the end of the block, of what is wanted, and of the scratch.
+            end = min(per_block, starts[shard + 1] - start + first)
+            last = min(first + count - done, end)
+            pieces = -(-last // per_piece) - piece
+            if pieces > _SCRATCH_PIECES:
+                pieces, last = _SCRATCH_PIECES, (piece + _SCRATCH_PIECES) * per_piece
+            rest = end - (piece + pieces) * per_piece
+            views = scratch.pieces[pieces] if rest >= 0 else scratch.short(pieces, rest * itemsize)
+            offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
+            number = block * pieces_per_block + piece
+            try:
+                received = os.preadv(self._open(shard).number, views, offset)
+            except OSError as error:
+                raise unreadable(self._where(shard), error) from error
+            size = pieces * PIECE_BYTES + (rest * itemsize if rest < 0 else 0)
+            if received != size:
+                problem = f"truncated: {received} of {size} bytes"
+                raise self._damaged(shard, block, offset, problem)
+            seed = self._seeds[shard] + number
+            expected = self._expected(self._first_piece[shard] + number, pieces)
+            for place in range(pieces):
+                if xxh3_64(views[place], seed + place) != expected[place]:
+                    self._check_checksums()
+                    offset += place * PIECE_BYTES
+                    raise self._damaged(shard, block, offset, "its checksum differs")
+            taken = last - first
             row[done : done + taken] = scratch.tokens[skip : skip + taken]
             done += taken
             start += taken
 
-    def _read_pieces(self, shard: int, block: int, piece: int, pieces: int, size: int) -> None:
-        """Read whole pieces of a block into the scratch and compare them with their checksums.
-
-        Args:
-            shard: Number of the shard.
-            block: Number of the block in the shard.
-            piece: Number of the first piece in the block.
-            pieces: How many.
-            size: Their bytes.
-        """
-        scratch = self._scratch
-        views = scratch.of_size(size)
-        offset = block * self._layout.block_bytes + HEADER_BYTES + piece * PIECE_BYTES
-        number = block * self._layout.pieces_per_block + piece
-        index = self._first_piece[shard] + number
+    def _expected(self, first: int, count: int) -> tuple[int, ...]:
+        """Return checksums [first, first + count)."""
+        size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
         try:
-            received = os.preadv(self._open(shard).number, views, offset)
-        except OSError as error:
-            raise unreadable(self._where(shard), error) from error
-        try:
-            content = os.pread(
-                self._open_checksums().number, pieces * CHECKSUM_BYTES, index * CHECKSUM_BYTES
-            )
+            content = os.pread(self._open_checksums().number, size, offset)
         except OSError as error:
             raise unreadable(self._folder.where(CHECKSUMS), error) from error
-        if received != size:
-            raise self._damaged(shard, offset, f"truncated: {received} of {size} bytes", block)
-        if len(content) != pieces * CHECKSUM_BYTES:
-            raise ConfigError(
-                f"{self._folder.where(CHECKSUMS)}: truncated at byte {index * CHECKSUM_BYTES}. "
-                f"{rebuild_advice(self._folder.where(CHECKSUMS))}"
-            )
-        seed = self._seeds[shard] + number
-        for place, (view, expected) in enumerate(zip(views, _CHECKSUMS[pieces](content))):
-            if xxh3_64(view, seed + place) != expected:
-                self._check_checksums()
-                position = offset + place * PIECE_BYTES
-                raise self._damaged(shard, position, "its checksum differs", block)
+        if len(content) != size:
+            where = self._folder.where(CHECKSUMS)
+            raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
+        return _UNPACK[count](content)
 
     def _check_checksums(self) -> None:
         """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
@@ -290,7 +292,7 @@ class TokenStream:
                 f"{self.manifest.checksums_xxh3_128}. {rebuild_advice(where)}"
             )
 
-    def _damaged(self, shard: int, offset: int, problem: str, block: int) -> ConfigError:
+    def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
         where = self._where(shard)
         return ConfigError(
             f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
@@ -327,18 +329,14 @@ class _Scratch(threading.local):
     def __init__(self, dtype: np.dtype[Any]) -> None:
         content = np.zeros(_SCRATCH_PIECES * PIECE_BYTES, np.uint8)
         self.tokens = content.view(dtype)
-        self._all = content.data
-        self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-        # Lists for the usual numbers of pieces, made once.
-        self._whole = [self._pieces[:n] for n in range(_SCRATCH_PIECES + 1)]
+        views = [content[i : i + PIECE_BYTES].data for i in range(0, len(content), PIECE_BYTES)]
+        self.pieces = [views[:n] for n in range(_SCRATCH_PIECES + 1)]
+        """Number of pieces -> views of the first so many pieces."""
 
-    def of_size(self, size: int) -> list[memoryview]:
-        """Return views of the first `size` bytes, cut into pieces."""
-        whole, rest = divmod(size, PIECE_BYTES)
-        if not rest:
-            return self._whole[whole]
-        end = whole * PIECE_BYTES
-        return [*self._whole[whole], self._all[end : end + rest]]
+    def short(self, pieces: int, rest: int) -> list[memoryview]:
+        """Return views of pieces of which the last lacks some bytes (`rest`, negative)."""
+        *whole, last = self.pieces[pieces]
+        return [*whole, last[:rest]]
 
 
 def max_open_shards() -> int:
