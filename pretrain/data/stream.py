@@ -220,9 +220,7 @@ class TokenStream:
         self._open = functools.lru_cache(max_open_shards())(
             functools.partial(_open_shard, self._folder, m.shards)
         )
-        self._open_checksums = functools.lru_cache(1)(
-            functools.partial(_open_checksums, self._folder, m)
-        )
+        self._checksums: _Descriptor | None = None
         self._scratch = _Scratch(layout.dtype)
 
     def _fill(self, row: np.ndarray, start: int, count: int, scratch: _Scratch) -> None:
@@ -243,25 +241,29 @@ class TokenStream:
             pieces = -(-last // per_piece) - piece
             if pieces > _SCRATCH_PIECES:
                 pieces, last = _SCRATCH_PIECES, (piece + _SCRATCH_PIECES) * per_piece
-            rest = end - (piece + pieces) * per_piece
-            views = scratch.pieces[pieces] if rest >= 0 else scratch.short(pieces, rest * itemsize)
+            lacking = (piece + pieces) * per_piece - end
+            if lacking <= 0:
+                size, (target, views) = pieces * PIECE_BYTES, scratch.whole[pieces]
+            else:
+                size = pieces * PIECE_BYTES - lacking * itemsize
+                target, views = scratch.views(size)
             offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
             number = block * pieces_per_block + piece
             try:
-                received = os.preadv(self._open(shard).number, views, offset)
+                received = os.preadv(self._open(shard).number, target, offset)
             except OSError as error:
                 raise unreadable(self._where(shard), error) from error
-            size = pieces * PIECE_BYTES + (rest * itemsize if rest < 0 else 0)
             if received != size:
                 problem = f"truncated: {received} of {size} bytes"
                 raise self._damaged(shard, block, offset, problem)
             seed = self._seeds[shard] + number
-            expected = self._expected(self._first_piece[shard] + number, pieces)
-            for place in range(pieces):
-                if xxh3_64(views[place], seed + place) != expected[place]:
+            checksums = self._expected(self._first_piece[shard] + number, pieces)
+            for view, checksum in zip(views, checksums):
+                if xxh3_64(view, seed) != checksum:
                     self._check_checksums()
-                    offset += place * PIECE_BYTES
+                    offset += (seed - number - self._seeds[shard]) * PIECE_BYTES
                     raise self._damaged(shard, block, offset, "its checksum differs")
+                seed += 1
             taken = last - first
             row[done : done + taken] = scratch.tokens[skip : skip + taken]
             done += taken
@@ -271,7 +273,8 @@ class TokenStream:
         """Return checksums [first, first + count)."""
         size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
         try:
-            content = os.pread(self._open_checksums().number, size, offset)
+            file = self._checksums or self._opened_checksums()
+            content = os.pread(file.number, size, offset)
         except OSError as error:
             raise unreadable(self._folder.where(CHECKSUMS), error) from error
         if len(content) != size:
@@ -279,10 +282,18 @@ class TokenStream:
             raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
         return _UNPACK[count](content)
 
+    def _opened_checksums(self) -> _Descriptor:
+        m = self.manifest
+        if self._checksums is None:
+            self._checksums = _open_file(
+                self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
+            )
+        return self._checksums
+
     def _check_checksums(self) -> None:
         """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
         digest, offset = xxhash.xxh3_128(), 0
-        while chunk := os.pread(self._open_checksums().number, 1 << 22, offset):
+        while chunk := os.pread(self._opened_checksums().number, 1 << 22, offset):
             digest.update(chunk)
             offset += len(chunk)
         if digest.hexdigest() != self.manifest.checksums_xxh3_128:
@@ -329,14 +340,16 @@ class _Scratch(threading.local):
     def __init__(self, dtype: np.dtype[Any]) -> None:
         content = np.zeros(_SCRATCH_PIECES * PIECE_BYTES, np.uint8)
         self.tokens = content.view(dtype)
-        views = [content[i : i + PIECE_BYTES].data for i in range(0, len(content), PIECE_BYTES)]
-        self.pieces = [views[:n] for n in range(_SCRATCH_PIECES + 1)]
-        """Number of pieces -> views of the first so many pieces."""
+        self._all = content.data
+        self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
+        self.whole = [self.views(n * PIECE_BYTES) for n in range(_SCRATCH_PIECES + 1)]
+        """Number of pieces -> `views` of so many whole ones, made once."""
 
-    def short(self, pieces: int, rest: int) -> list[memoryview]:
-        """Return views of pieces of which the last lacks some bytes (`rest`, negative)."""
-        *whole, last = self.pieces[pieces]
-        return [*whole, last[:rest]]
+    def views(self, size: int) -> tuple[list[memoryview], list[memoryview]]:
+        """Return the first `size` bytes as one buffer to read into, and cut into pieces."""
+        whole, rest = divmod(size, PIECE_BYTES)
+        pieces = self._pieces[:whole]
+        return [self._all[:size]], [*pieces, self._pieces[whole][:rest]] if rest else pieces
 
 
 def max_open_shards() -> int:
@@ -349,10 +362,6 @@ def max_open_shards() -> int:
 def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
     shard = shards[number]
     return _open_file(files, shard.name, shard.bytes, shard.xxh3_128)
-
-
-def _open_checksums(files: Folder, m: Manifest) -> _Descriptor:
-    return _open_file(files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128)
 
 
 def _open_file(files: Folder, name: str, size: int, digest: str) -> _Descriptor:
