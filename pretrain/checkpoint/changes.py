@@ -13,6 +13,7 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.trajectory import (
     DIGITS,
     TOKENIZER,
+    TRAINING,
     VALIDATION,
     Difference,
     Effect,
@@ -21,6 +22,16 @@ from pretrain.config.trajectory import (
     differences,
 )
 from pretrain.data.stream import TokenStream
+
+
+def data_hashes(streams: tuple[TokenStream, TokenStream]) -> dict[str, str]:
+    """Return the hashes that a checkpoint records of its training and validation split."""
+    training, validation = streams
+    return {
+        TRAINING: training.identity,
+        VALIDATION: validation.identity,
+        TOKENIZER: training.tokenizer_sha256,
+    }
 
 
 def check_training(
@@ -49,15 +60,15 @@ def check_training(
     return tuple(found)
 
 
-def changes_of(found: Collection[Difference], step: int) -> tuple[Change, ...]:
+def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Change, ...]:
     """Return what a checkpoint records of the differences that change training.
 
     Args:
         found: What `check_training` returned, so each of them was allowed.
-        step: The step after which the new values hold.
+        state: How far training had come, after which the new values hold.
     """
     return tuple(
-        Change(step, each.key, each.before, each.after)
+        Change(state.step, each.key, each.before, each.after, state.consumed_samples)
         for each in found
         if each.effect is Effect.TRAJECTORY
     )
@@ -78,6 +89,8 @@ def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Cha
         if change.key not in ("data.sequence_length", "batch.global_batch_size"):
             continue
         part = (end - change.step) * batch
+        if change.consumed_samples is not None:
+            part = samples - change.consumed_samples
         samples, end, tokens = samples - part, change.step, tokens + part * length
         if change.key == "data.sequence_length":
             length = change.before

@@ -14,9 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from pretrain.checkpoint.index import Natural
+from pretrain.data.blend import Segment
 from pretrain.rundir.lineage import Branch, Lineage
 
 FORMAT = 2
@@ -35,9 +43,12 @@ class TrainerState:
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Sequences trained on or passed over, the whole state of the data order (data/order.py)."""
+    """Sequences trained on or passed over: where the order of the data stands (data/order.py)."""
     spikes: dict[str, list[float]] | None = None
     """What a spike policy has seen and done (pretrain/train/spikes.py); None without one."""
+    segment: Segment | None = None
+    """The present blend of the corpora, and what each had consumed when it began; None before the
+    first start and in checkpoints of earlier versions, whose runs had one corpus."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class Change:
     key: str
     before: Any
     after: Any
+    consumed_samples: int | None = None
+    """Samples consumed by then; None in checkpoints of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,25 @@ class ChangeEntry(Strict):
     key: str
     before: Any
     after: Any
+    consumed_samples: Natural | None = None
+
+
+class SegmentEntry(Strict):
+    start: Natural
+    samples: dict[str, Natural]
+    shares: dict[str, Natural]
+    consumed: dict[str, Natural]
+
+    @model_validator(mode="after")
+    def _has_each_corpus_everywhere(self) -> SegmentEntry:
+        """Refuse a blend that no run can have."""
+        if not self.samples.keys() == self.shares.keys() == self.consumed.keys():
+            raise ValueError("samples, shares and consumed are not of the same corpora")
+        if not any(self.shares.values()) or any(
+            share and not self.samples[name] for name, share in self.shares.items()
+        ):
+            raise ValueError("a share of nothing")
+        return self
 
 
 class StateContent(Strict):
@@ -118,6 +150,19 @@ class StateContent(Strict):
     data: dict[str, str]
     changes: tuple[ChangeEntry, ...]
     spikes: dict[str, list[float]] | None
+    segment: SegmentEntry | None = None
+
+    @model_validator(mode="after")
+    def _begins_in_the_past(self) -> StateContent:
+        """Refuse a blend that begins later than the state."""
+        if self.segment is not None and self.segment.start > self.consumed_samples:
+            raise ValueError("segment: begins after consumed_samples")
+        return self
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        segment = None if self.segment is None else Segment(**self.segment.model_dump())
+        return TrainerState(self.step, self.consumed_samples, self.spikes, segment)
 
 
 def state_content(

@@ -179,7 +179,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         checksum=own_checksum,
         files=sizes,
         config=config,
-        trainer_state=TrainerState(state.step, state.consumed_samples, state.spikes),
+        trainer_state=state.trainer_state,
         adam_steps=state.adam_steps,
         loss_scaler_state=state.loss_scaler_state,
         lineage=manifest.lineage,

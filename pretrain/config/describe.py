@@ -13,8 +13,15 @@ def describe(config: RunConfig) -> str:
     config file.
     """
     total = num_parameters(config)
-    tokens = config.tokens_per_step * config.train.num_steps
+    tokens = config.planned_tokens
     steps = f"{config.train.num_steps:,} steps of {config.tokens_per_step:,} tokens"
+    if config.batch.rampup_batch_size is not None:
+        start, _, samples = config.batch.rampup_batch_size
+        begin = start * config.data.sequence_length
+        steps = (
+            f"{config.train.num_steps:,} steps of {begin:,} to {config.tokens_per_step:,} tokens"
+        )
+        steps += f" (ramped up over {samples:,} samples)"
     vocabulary = f"{config.data.vocab_size:,} padded to {config.padded_vocab_size:,}"
     lengths = ", ".join(str(length) for length in config.evaluation_lengths)
     trained = f"trained at {config.data.sequence_length} tokens"

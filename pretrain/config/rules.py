@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pretrain.config.batch_rules import check_rampup, check_rampup_layout
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
@@ -30,6 +31,7 @@ def check(config: RunConfig) -> None:
         *_positions(config),
         *_tensor_parallel(config),
         *_pipeline(config),
+        *check_rampup(config),
         *_schedule(config),
         *_spikes(config),
         *_checkpoint(config),
@@ -251,6 +253,8 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
             f"Choose a multiple of {at_once}",
         )
         return
+    if b.rampup_batch_size is not None:
+        yield from check_rampup_layout(c, data)
     micro = b.global_batch_size // at_once
     # Megatron's interleaved schedule passes micro batches on in groups of the pipeline size.
     if p.virtual_pipeline_model_parallel_size and micro % p.pipeline_model_parallel_size:

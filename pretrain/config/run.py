@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config.errors import ConfigError
+from pretrain.config.rampup import batch_size_at, samples_of_steps
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
     BatchSection,
@@ -51,7 +52,7 @@ class Layout:
     """Data-parallel size."""
 
     num_microbatches: int
-    """Micro batches that each data-parallel rank accumulates in a step."""
+    """Micro batches that each data-parallel rank accumulates in a step of the full batch size."""
 
 
 class RunConfig(Section):
@@ -143,8 +144,20 @@ class RunConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens that an optimizer step trains on."""
+        """Return the tokens that an optimizer step trains on, at the full batch size."""
         return self.batch.global_batch_size * self.data.sequence_length
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Return the samples of the step that begins after `consumed_samples`."""
+        b = self.batch
+        return batch_size_at(consumed_samples, b.global_batch_size, b.rampup_batch_size)
+
+    @property
+    def planned_tokens(self) -> int:
+        """Return the tokens that a run of train.num_steps steps trains on, from its first step."""
+        b = self.batch
+        samples = samples_of_steps(self.train.num_steps, b.global_batch_size, b.rampup_batch_size)
+        return samples * self.data.sequence_length
 
     def layout(self, world_size: int) -> Layout:
         """Return how `world_size` processes share this run.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class Section(BaseModel):
@@ -183,6 +183,13 @@ class BatchSection(Section):
     """Sequences in an optimizer step, over all data-parallel ranks; a multiple of micro_batch_size
     x the data-parallel size. The quotient is the number of micro batches, whose gradients are
     accumulated."""
+
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+        default=None, strict=False
+    )
+    """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` from
+    time to time, so that global_batch_size is reached after `samples` sequences, as in Megatron.
+    The learning rate still follows the steps. Default: global_batch_size from the first step."""
 
 
 Source = Literal["shakespeare", "text", "blank_lines", "jsonl", "parquet", "webdataset"]

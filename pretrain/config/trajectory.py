@@ -58,6 +58,7 @@ EFFECTS: dict[str, Effect] = {
     "parallel.gradient_reduce_dtype": TRAJECTORY,
     "batch.micro_batch_size": FREE,
     "batch.global_batch_size": TRAJECTORY,
+    "batch.rampup_batch_size": TRAJECTORY,
     "data.directory": CONTENT,
     "data.tokenizer": CONTENT,
     "data.sequence_length": TRAJECTORY,
@@ -69,7 +70,7 @@ EFFECTS: dict[str, Effect] = {
     "data.validation_bytes": FREE,
     "data.bytes_per_task": FREE,
     "cleaning": FREE,
-    # The shares of the corpora decide which samples follow.
+    # The shares of the corpora decide which samples follow. Their paths are as free as data.paths.
     "data.corpora": TRAJECTORY,
     "data.validation_paths": FREE,
     "data.validation_fraction": FREE,
@@ -291,6 +292,13 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
         return getattr(config, name)
     if key == "position.max_position_embeddings" and config.position.method == "learned":
         return config.max_position_embeddings
+    if key == "data.corpora":
+        return {
+            corpus: {"epochs": section.epochs or 1.0}
+            if section.weight is None
+            else {"weight": section.weight}
+            for corpus, section in config.data.corpora.items()
+        }
     value = getattr(getattr(config, section), name)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -2,15 +2,16 @@
 
 The order of the data is a pure function of (seed, epoch, index), with O(1) memory whatever the
 size of the corpus. The only data state of a run, and the only one in a checkpoint, is therefore
-the number of samples consumed: any layout, worker count or restart sees the same samples in the
-same order.
+the number of samples consumed, with the shares of a blend (data/blend.py): any layout, worker count
+or restart sees the same samples in the same order.
 
 Terms:
 
     consumed-sample index  counts samples over the whole run, all epochs and all ranks, from 0
-    sample                 an interval of the token stream; the stream has n of them
-    epoch                  n consecutive consumed-sample indexes: index c is position c % n of
-                           epoch c // n, and every epoch has its own permutation of the n samples
+    sample                 an interval of a corpus's tokens; the corpus has n of them
+    epoch                  n consecutive samples of a corpus: the one of index c, counted among the
+                           samples of this corpus, is position c % n of epoch c // n, and every
+                           epoch has its own permutation of the n samples
 """
 
 from __future__ import annotations
@@ -39,17 +40,21 @@ def num_samples(num_tokens: int, sequence_length: int) -> int:
 
 
 def token_range(sample: int, sequence_length: int) -> tuple[int, int]:
-    """Return (index of the first token, number of tokens) of a sample in the token stream."""
+    """Return (index of the first token, number of tokens) of a sample in its corpus."""
     return sample * sequence_length, sequence_length + 1
 
 
-def sample_ids(consumed: np.ndarray, samples_per_epoch: int, seed: int) -> np.ndarray:
-    """Return the samples that stand at the given consumed-sample indexes.
+def sample_ids(
+    consumed: np.ndarray, samples_per_epoch: int, seed: int, corpus: str = ""
+) -> np.ndarray:
+    """Return the samples of a corpus that stand at the given consumed-sample indexes.
 
     Args:
-        consumed: Consumed-sample indexes, int64 [n], from any mixture of epochs.
-        samples_per_epoch: Number of samples in the stream.
+        consumed: Consumed-sample indexes, int64 [n], from any mixture of epochs. In a blend, they
+            count the samples of this corpus.
+        samples_per_epoch: Number of samples in the corpus.
         seed: Seed of the order; one per run.
+        corpus: Name of the corpus in a blend. A run of a single corpus needs none.
 
     Returns:
         Samples, int64 [n], each in [0, samples_per_epoch).
@@ -58,7 +63,9 @@ def sample_ids(consumed: np.ndarray, samples_per_epoch: int, seed: int) -> np.nd
     ids = np.empty_like(positions)
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
-        ids[in_epoch] = permutation(positions[in_epoch], samples_per_epoch, seed, int(epoch))
+        ids[in_epoch] = permutation(
+            positions[in_epoch], samples_per_epoch, seed, int(epoch), corpus
+        )
     return ids
 
 
@@ -81,7 +88,9 @@ def rank_samples(
     return range(first, first + share)
 
 
-def permutation(indexes: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(
+    indexes: np.ndarray, size: int, seed: int, epoch: int, corpus: str = ""
+) -> np.ndarray:
     """Map indexes through a pseudorandom permutation of [0, size).
 
     A keyed Feistel network permutes the smallest domain of 4^k >= size numbers. An image outside
@@ -94,13 +103,14 @@ def permutation(indexes: np.ndarray, size: int, seed: int, epoch: int) -> np.nda
         size: Size of the permuted domain.
         seed: Selects the permutation, together with `epoch`.
         epoch: Selects the permutation, together with `seed`.
+        corpus: Selects the permutation, together with `seed`.
 
     Returns:
         Images of the indexes, int64 [n], each in [0, size).
     """
     # The domain of the network has an even number of bits, 2 * half, so that its halves are equal.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
+    keys = _round_keys(seed, epoch, corpus)
     images = _feistel(np.asarray(indexes).astype(np.uint64), half, keys)
     while (outside := images >= size).any():
         images[outside] = _feistel(images[outside], half, keys)
@@ -127,12 +137,13 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
+def _round_keys(seed: int, epoch: int, corpus: str) -> np.ndarray:
     """Return one 64-bit key per round.
 
-    The keys are a hash of (seed, epoch) rather than a sum of the two, so that neighbouring seeds
-    and epochs get unrelated permutations. "<u8" fixes the byte order: the keys are the same on
+    The keys are a hash of (seed, epoch, corpus) rather than a sum, so that neighbouring seeds and
+    epochs get unrelated permutations. "<u8" fixes the byte order: the keys are the same on
     every machine.
     """
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    key = f"{seed} {epoch} {corpus}" if corpus else f"{seed} {epoch}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8")

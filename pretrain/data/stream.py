@@ -39,7 +39,7 @@ MAX_OPEN_SHARDS = 256
 _SCRATCH_PIECES = 128
 """Pieces that one system call reads at most. It takes no more than 1,024 (IOV_MAX)."""
 
-_CHECKSUMS = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
+_UNPACK = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
 
 xxh3_64 = xxhash.xxh3_64_intdigest
 
@@ -174,8 +174,9 @@ class TokenStream:
                 f"{self.directory}: tokens {first} to {first + count} of a stream of {len(self)}"
             )
         tokens = np.empty((len(starts), count), dtype=np.int64)
+        scratch = self._scratch
         for row, start in zip(tokens, starts.tolist()):
-            self._fill(row, start, count)
+            self._fill(row, start, count, scratch)
         if tokens.size and int(tokens.max()) >= self.vocab_size:
             # Sound by its checksum: whoever wrote the data set did not check the ids.
             raise ConfigError(
@@ -195,9 +196,16 @@ class TokenStream:
             CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
             for c, start in zip(m.corpora, starts)
         )
-        self._layout = m.layout
+        layout = m.layout
+        self._sizes = (
+            layout.tokens_per_piece,
+            layout.tokens_per_block,
+            layout.pieces_per_block,
+            layout.block_bytes,
+            layout.dtype.itemsize,
+        )
         self._starts = list(accumulate((shard.tokens for shard in m.shards), initial=0))
-        pieces = [self._layout.pieces(shard.tokens) for shard in m.shards]
+        pieces = [layout.pieces(shard.tokens) for shard in m.shards]
         self._first_piece = list(accumulate(pieces, initial=0))
         self._seeds = []
         task_piece = 0
@@ -212,75 +220,80 @@ class TokenStream:
         self._open = functools.lru_cache(max_open_shards())(
             functools.partial(_open_shard, self._folder, m.shards)
         )
-        self._open_checksums = functools.lru_cache(1)(
-            functools.partial(_open_checksums, self._folder, m)
-        )
-        self._scratch = _Scratch(self._layout.dtype)
+        self._checksums: _Descriptor | None = None
+        self._scratch = _Scratch(layout.dtype)
 
-    def _fill(self, row: np.ndarray, start: int, count: int) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream."""
-        layout, scratch = self._layout, self._scratch
-        per_piece, per_block = layout.tokens_per_piece, layout.tokens_per_block
-        done = 0
+    def _fill(self, row: np.ndarray, start: int, count: int, scratch: _Scratch) -> None:
+        """Fill `row` with `count` tokens from `start`, which lie in the stream.
+
+        Whole pieces are read into the scratch and compared with their checksums. This is where
+        reading spends its time: plain integers and lists are faster here than arrays are.
+        """
+        per_piece, per_block, pieces_per_block, block_bytes, itemsize = self._sizes
+        starts, done = self._starts, 0
         while done < count:
-            shard = bisect_right(self._starts, start) - 1
-            within = start - self._starts[shard]
-            block, first = divmod(within, per_block)
+            shard = bisect_right(starts, start) - 1
+            block, first = divmod(start - starts[shard], per_block)
             piece, skip = divmod(first, per_piece)
-            block_end = min(per_block, self._starts[shard + 1] - start + first)
-            # Up to the end of what is wanted, of the block and of the scratch.
-            last = min(first + count - done, block_end)
-            pieces = min(-(-last // per_piece) - piece, _SCRATCH_PIECES)
-            taken = min(last, (piece + pieces) * per_piece) - first
-            size = min(pieces * per_piece, block_end - piece * per_piece) * layout.dtype.itemsize
-            self._read_pieces(shard, block, piece, pieces, size)
+            # Up to the end of the block, of what is wanted, and of the scratch.
+            end = min(per_block, starts[shard + 1] - start + first)
+            last = min(first + count - done, end)
+            pieces = -(-last // per_piece) - piece
+            if pieces > _SCRATCH_PIECES:
+                pieces, last = _SCRATCH_PIECES, (piece + _SCRATCH_PIECES) * per_piece
+            lacking = (piece + pieces) * per_piece - end
+            if lacking <= 0:
+                size, (target, views) = pieces * PIECE_BYTES, scratch.whole[pieces]
+            else:
+                size = pieces * PIECE_BYTES - lacking * itemsize
+                target, views = scratch.views(size)
+            offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
+            number = block * pieces_per_block + piece
+            try:
+                received = os.preadv(self._open(shard).number, target, offset)
+            except OSError as error:
+                raise unreadable(self._where(shard), error) from error
+            if received != size:
+                problem = f"truncated: {received} of {size} bytes"
+                raise self._damaged(shard, block, offset, problem)
+            seed = self._seeds[shard] + number
+            checksums = self._expected(self._first_piece[shard] + number, pieces)
+            for view, checksum in zip(views, checksums):
+                if xxh3_64(view, seed) != checksum:
+                    self._check_checksums()
+                    offset += (seed - number - self._seeds[shard]) * PIECE_BYTES
+                    raise self._damaged(shard, block, offset, "its checksum differs")
+                seed += 1
+            taken = last - first
             row[done : done + taken] = scratch.tokens[skip : skip + taken]
             done += taken
             start += taken
 
-    def _read_pieces(self, shard: int, block: int, piece: int, pieces: int, size: int) -> None:
-        """Read whole pieces of a block into the scratch and compare them with their checksums.
-
-        Args:
-            shard: Number of the shard.
-            block: Number of the block in the shard.
-            piece: Number of the first piece in the block.
-            pieces: How many.
-            size: Their bytes.
-        """
-        scratch = self._scratch
-        views = scratch.of_size(size)
-        offset = block * self._layout.block_bytes + HEADER_BYTES + piece * PIECE_BYTES
-        number = block * self._layout.pieces_per_block + piece
-        index = self._first_piece[shard] + number
+    def _expected(self, first: int, count: int) -> tuple[int, ...]:
+        """Return checksums [first, first + count)."""
+        size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
         try:
-            received = os.preadv(self._open(shard).number, views, offset)
-        except OSError as error:
-            raise unreadable(self._where(shard), error) from error
-        try:
-            content = os.pread(
-                self._open_checksums().number, pieces * CHECKSUM_BYTES, index * CHECKSUM_BYTES
-            )
+            file = self._checksums or self._opened_checksums()
+            content = os.pread(file.number, size, offset)
         except OSError as error:
             raise unreadable(self._folder.where(CHECKSUMS), error) from error
-        if received != size:
-            raise self._damaged(shard, offset, f"truncated: {received} of {size} bytes", block)
-        if len(content) != pieces * CHECKSUM_BYTES:
-            raise ConfigError(
-                f"{self._folder.where(CHECKSUMS)}: truncated at byte {index * CHECKSUM_BYTES}. "
-                f"{rebuild_advice(self._folder.where(CHECKSUMS))}"
+        if len(content) != size:
+            where = self._folder.where(CHECKSUMS)
+            raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
+        return _UNPACK[count](content)
+
+    def _opened_checksums(self) -> _Descriptor:
+        m = self.manifest
+        if self._checksums is None:
+            self._checksums = _open_file(
+                self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
             )
-        seed = self._seeds[shard] + number
-        for place, (view, expected) in enumerate(zip(views, _CHECKSUMS[pieces](content))):
-            if xxh3_64(view, seed + place) != expected:
-                self._check_checksums()
-                position = offset + place * PIECE_BYTES
-                raise self._damaged(shard, position, "its checksum differs", block)
+        return self._checksums
 
     def _check_checksums(self) -> None:
         """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
         digest, offset = xxhash.xxh3_128(), 0
-        while chunk := os.pread(self._open_checksums().number, 1 << 22, offset):
+        while chunk := os.pread(self._opened_checksums().number, 1 << 22, offset):
             digest.update(chunk)
             offset += len(chunk)
         if digest.hexdigest() != self.manifest.checksums_xxh3_128:
@@ -290,7 +303,7 @@ class TokenStream:
                 f"{self.manifest.checksums_xxh3_128}. {rebuild_advice(where)}"
             )
 
-    def _damaged(self, shard: int, offset: int, problem: str, block: int) -> ConfigError:
+    def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
         where = self._where(shard)
         return ConfigError(
             f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
@@ -329,16 +342,14 @@ class _Scratch(threading.local):
         self.tokens = content.view(dtype)
         self._all = content.data
         self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-        # Lists for the usual numbers of pieces, made once.
-        self._whole = [self._pieces[:n] for n in range(_SCRATCH_PIECES + 1)]
+        self.whole = [self.views(n * PIECE_BYTES) for n in range(_SCRATCH_PIECES + 1)]
+        """Number of pieces -> `views` of so many whole ones, made once."""
 
-    def of_size(self, size: int) -> list[memoryview]:
-        """Return views of the first `size` bytes, cut into pieces."""
+    def views(self, size: int) -> tuple[list[memoryview], list[memoryview]]:
+        """Return the first `size` bytes as one buffer to read into, and cut into pieces."""
         whole, rest = divmod(size, PIECE_BYTES)
-        if not rest:
-            return self._whole[whole]
-        end = whole * PIECE_BYTES
-        return [*self._whole[whole], self._all[end : end + rest]]
+        pieces = self._pieces[:whole]
+        return [self._all[:size]], [*pieces, self._pieces[whole][:rest]] if rest else pieces
 
 
 def max_open_shards() -> int:
@@ -351,10 +362,6 @@ def max_open_shards() -> int:
 def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
     shard = shards[number]
     return _open_file(files, shard.name, shard.bytes, shard.xxh3_128)
-
-
-def _open_checksums(files: Folder, m: Manifest) -> _Descriptor:
-    return _open_file(files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128)
 
 
 def _open_file(files: Folder, name: str, size: int, digest: str) -> _Descriptor:

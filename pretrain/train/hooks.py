@@ -29,7 +29,7 @@ from pretrain.rundir.metrics import Record
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.train.health import check_health
-from pretrain.train.metrics import MetricsWriter
+from pretrain.train.metrics import PASS, MetricsWriter
 from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
@@ -95,7 +95,8 @@ class LoggingHook(Hook):
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
         self.writer = writer
         self.peak_tflops_per_second = peak_tflops_per_second(platform.device_name())
-        length = run.config.data.sequence_length
+        self.blend = run.blend
+        self.sequence_length = length = run.config.data.sequence_length
         # Suffix of the metric's name -> FLOPs of one token. Two conventions are in use: all of the
         # attention scores (PaLM), or only the causal half (Megatron-LM). See model/flops.py.
         self.flops_per_token = {
@@ -114,7 +115,8 @@ class LoggingHook(Hook):
         """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""
         if self.writer is None:
             return
-        rate = run.config.tokens_per_step / record["step_seconds"]
+        size, consumed = record["global_batch_size"], record["consumed_samples"]
+        rate = size * self.sequence_length / record["step_seconds"]
         rate_per_device = rate / run.topology.layout.world_size
         record["tokens_per_second"] = rate
         for suffix, flops in self.flops_per_token.items():
@@ -124,6 +126,8 @@ class LoggingHook(Hook):
                     rate_per_device, flops, self.peak_tflops_per_second
                 )
         record["peak_memory_bytes"] = platform.peak_memory_bytes()
+        for corpus, number in self.blend.passes_begun(consumed - size, consumed).items():
+            record[f"{PASS}{corpus}"] = number
         self.writer.step(record)
 
     def after_rollback(self, run: Run) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
+from pretrain.checkpoint.changes import data_hashes
 from pretrain.checkpoint.content import TrainerState
 from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
@@ -24,7 +26,7 @@ from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
 from pretrain.train.spikes import Spike
-from pretrain.train.start import Run, StartPoint, data_hashes, load_run, prepare, take_run
+from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
 from pretrain.train.stopping import EXIT_CODES, Requests
 from pretrain.train.upload import bring, check_store
@@ -107,7 +109,12 @@ def _train_from_here(run: Run, hooks: Sequence[Hook]) -> None:
     A step's numbers are read and logged when the next step has been queued, so that the device does
     not wait for it. They are read at once where a hook is due, which needs the step to be over.
     """
-    steps = step_batches(run)
+    with contextlib.closing(step_batches(run)) as steps:
+        _take_steps(run, hooks, steps)
+
+
+def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) -> None:
+    """Take steps on these batches, as `_train_from_here` does."""
     begin, unread = platform.Moment(), None
     while run.state.step < run.config.train.num_steps and not run.requests.agreed:
         queued = queue_step(run, steps, begin)
@@ -150,10 +157,16 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     seed_step(run.config, run.topology, step)
     losses = forward_backward(run.chunks, run.optimizer, micro_batches)
     norm, total = update(run, losses, rate)
-    run.state = TrainerState(
-        step + 1, run.state.consumed_samples + run.config.batch.global_batch_size
-    )
-    record = {"step": step + 1, "learning_rate": rate, "data_wait_seconds": data_wait}
+    before = run.state
+    size = run.config.batch_size_at(before.consumed_samples)
+    run.state = TrainerState(step + 1, before.consumed_samples + size, segment=before.segment)
+    record = {
+        "step": step + 1,
+        "learning_rate": rate,
+        "global_batch_size": size,
+        "consumed_samples": run.state.consumed_samples,
+        "data_wait_seconds": data_wait,
+    }
     if run.optimizer.loss_scale is not None:
         record["loss_scale"] = run.optimizer.loss_scale
     if run.spikes is not None:
@@ -161,8 +174,8 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     return QueuedStep(run, norm, total, begin, record)
 
 
-def step_batches(run: Run) -> Iterator[list[Tensor]]:
-    """Yield this rank's micro batches, step by step, from where the run stands."""
+def step_batches(run: Run) -> Generator[list[Tensor], None, None]:
+    """Return this rank's micro batches, step by step, from where the run stands. Close it."""
     config = run.config
     return batches(
         run.training_stream,
@@ -170,6 +183,8 @@ def step_batches(run: Run) -> Iterator[list[Tensor]]:
         sequence_length=config.data.sequence_length,
         global_batch_size=config.batch.global_batch_size,
         micro_batch_size=config.batch.micro_batch_size,
+        rampup_batch_size=config.batch.rampup_batch_size,
+        blend=run.blend,
         data_parallel_rank=run.topology.data_rank,
         data_parallel_size=run.topology.layout.data,
         consumed_samples=run.state.consumed_samples,

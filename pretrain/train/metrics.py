@@ -28,6 +28,11 @@ WANDB_INIT_SECONDS = 15
 """With an API key and no network, wandb would block far longer before it raises."""
 WANDB_FINISH_SECONDS = 60
 """What is not uploaded by then stays on disk for `wandb sync`."""
+PASS = "begun_pass_of_"
+"""A step in which a corpus has been read to its end has a key of this and the corpus's name: the
+number of the pass that begins, from 2."""
+SHOWN_WAIT = 0.05
+"""The share of a step from which on the wait for its data is shown."""
 RATE_WINDOW_STEPS = 50
 """The estimated time left is computed from this many latest steps."""
 
@@ -277,6 +282,8 @@ class ProgressBar:
         )
 
     def step(self, record: Record) -> None:
+        for line in _pass_lines(record):
+            self._bar.write(line, file=sys.stderr)
         self._bar.set_postfix_str(_numbers(record), refresh=False)
         self._bar.update(1)
 
@@ -300,6 +307,8 @@ class Lines:
         self._seconds: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
 
     def step(self, record: Record) -> None:
+        for line in _pass_lines(record):
+            _say(line)
         step = record["step"]
         self._seconds.append(record["step_seconds"])
         if step % self._interval == 0 or step == self._num_steps:
@@ -321,8 +330,25 @@ def _numbers(record: Record) -> str:
     return (
         f"loss {record['loss_nats']:.3f}  lr {record['learning_rate']:.1e}  "
         f"grad {record['gradient_norm']:.2f}  "
-        f"{_thousands(record['tokens_per_second'])} tokens/s"
+        f"{_thousands(record['tokens_per_second'])} tokens/s{_data_wait(record)}"
     )
+
+
+def _data_wait(record: Record) -> str:
+    """Return how much of a step was spent waiting for its data, if it is worth a look."""
+    share = record["data_wait_seconds"] / record["step_seconds"]
+    return f"  data wait {share:.0%}" if share > SHOWN_WAIT else ""
+
+
+def _pass_lines(record: Record) -> list[str]:
+    """Return a line for each corpus that begins another pass in a step."""
+    ordinals = {2: "its second pass", 3: "its third pass"}
+    return [
+        f"step {record['step']}: corpus {key.removeprefix(PASS)} begins "
+        f"{ordinals.get(number, f'pass {number}')}"
+        for key, number in record.items()
+        if key.startswith(PASS)
+    ]
 
 
 def _thousands(value: float) -> str:

@@ -52,7 +52,12 @@ def roll_back(run: Run, spike: Spike, hooks: Sequence[Hook]) -> None:
     # The command's input was right: at the next start, an earlier checkpoint may be good.
     except ConfigError as error:
         raise RunFailed(f"{spike}. {error}") from None
-    run.state = dataclasses.replace(restored, consumed_samples=spike.state.consumed_samples)
+    run.state = dataclasses.replace(
+        restored,
+        consumed_samples=spike.state.consumed_samples,
+        # The data goes on in the present blend, which may have begun after the checkpoint.
+        segment=spike.state.segment,
+    )
     run.spikes.went_back(spike, restored)
     for hook in hooks:
         hook.after_rollback(run)

@@ -19,12 +19,13 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
-from pretrain.checkpoint.changes import changes_of, check_training
+from pretrain.checkpoint.changes import changes_of, check_training, data_hashes
 from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
-from pretrain.config.trajectory import TOKENIZER, TRAINING, VALIDATION, Difference
+from pretrain.config.trajectory import Difference
+from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
@@ -67,7 +68,7 @@ class StartPoint:
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
     data: dict[str, str] = field(default_factory=dict)
-    """The hashes of the run's data; see `data_hashes`."""
+    """The hashes of the run's data; see `data_hashes` in checkpoint/changes.py."""
     differences: tuple[Difference, ...] = ()
     """What differs from the checkpoint's config and data; all of it is free or was allowed."""
     allowed: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class StartPoint:
             parent=lineage.id,
             branches=branches,
             data=self.data,
-            changes=(*before.changes, *changes_of(self.differences, self.step)),
+            changes=(*before.changes, *changes_of(self.differences, self.checkpoint.trainer_state)),
             validation_loss_nats=None,
         )
 
@@ -121,6 +122,12 @@ class Run:
     spikes: SpikeWatch | None = None
     """Judges every step by train.spike_policy; None if that is "none"."""
 
+    @property
+    def blend(self) -> Blend:
+        """Return the blend of the corpora, which `state.segment` records."""
+        assert self.state.segment is not None
+        return Blend(self.state.segment, self.config.run.seed)
+
 
 def prepare(
     config: RunConfig, resume: str, allowed: Collection[str] = ()
@@ -140,20 +147,11 @@ def prepare(
     """
     streams = open_stream(config, "train"), open_stream(config, "validation")
     # Every process checks, because one that has joined waits for those that have not.
+    segment_of(config, streams[0])
     checkpoint, _ = choose_checkpoint(config, resume)
     if checkpoint is not None:
         check_training(config, data_hashes(streams), checkpoint, allowed)
     return streams, initialize_topology(config), checkpoint
-
-
-def data_hashes(streams: Streams) -> dict[str, str]:
-    """Return the hashes that a checkpoint records of its run's data."""
-    training, validation = streams
-    return {
-        TRAINING: training.identity,
-        VALIDATION: validation.identity,
-        TOKENIZER: training.tokenizer_sha256,
-    }
 
 
 def take_run(
@@ -231,6 +229,8 @@ def load_run(
     check_positions(config, chunks)
     optimizer = ZeroOptimizer(config, topology, chunks)
     state, start_point = _load(config, topology, start_point, optimizer)
+    segment = segment_of(config, streams[0], state.segment, state.consumed_samples)
+    state = dataclasses.replace(state, segment=segment)
     on_main(topology, lambda: _settle(config, start_point, reporter.attempt))
     return Run(
         config,

@@ -85,7 +85,7 @@ def test_another_corpus_is_refused_until_it_is_allowed(workspace, config, run, o
     done = pretrain(*more, "--allow-changed", "data.directory")
     assert done.code == 0 and "allowed by --allow-changed" in done.err, done.err
     origin = open_checkpoint(moved / "checkpoints/step-00000010").origin
-    assert origin.changes == (Change(9, "data.directory", old, new),)
+    assert origin.changes == (Change(9, "data.directory", old, new, 9 * 8),)
     assert origin.data["training"] == new
     # The checkpoint has the new corpus, so it is not asked about again.
     assert pretrain(*train, *sets("train.num_steps=11")).code == 0
@@ -213,7 +213,7 @@ def test_an_allowed_change_is_recorded_and_not_asked_about_again(workspace, conf
         for record in records
         if record["step"] > 4 and "learning_rate" in record
     } == {0.002}
-    expected = (Change(4, "optimizer.learning_rate", 0.001, 0.002),)
+    expected = (Change(4, "optimizer.learning_rate", 0.001, 0.002, 4 * 8),)
     assert open_checkpoint(there / STEP_8).origin.changes == expected
     # Without the option, and with it as a requeued job repeats it.
     for steps, options in ((9, []), (10, allow)):

@@ -1,5 +1,9 @@
 """Test that every rank, worker count and restart sees the same stream of batches."""
 
+import gc
+import subprocess
+import sys
+import threading
 from itertools import islice
 
 import numpy as np
@@ -9,22 +13,14 @@ import torch
 from pretrain.config import ConfigError
 from pretrain.data import order
 from pretrain.data.loader import batches
-from pretrain.data.stream import TokenStream
-from tests.unit.splits import write_split
+from tests.unit.streams import make_stream
 
-# SHA-256 of no bytes, for an empty tokenizer file.
 LENGTH, GLOBAL, MICRO = 7, 16, 2
-
-
-def make_stream(root, num_tokens: int) -> TokenStream:
-    """Write and open a stream in which token t is the number t."""
-    write_split(root, {"text": [[np.arange(num_tokens)]]})
-    return TokenStream(root / "train")
 
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
-    return make_stream(tmp_path_factory.mktemp("loader"), 1000)
+    return make_stream(tmp_path_factory.mktemp("loader"), {"text": 1000})
 
 
 def steps(stream, count, **changes) -> torch.Tensor:
@@ -111,7 +107,7 @@ def test_a_resumed_run_may_change_its_layout(stream):
 
 def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
     """With three samples and batches of 16, every epoch of three still holds each sample once."""
-    found = in_order(steps(make_stream(tmp_path, 3 * LENGTH + 1), 6))[:, 0]
+    found = in_order(steps(make_stream(tmp_path, {"text": 3 * LENGTH + 1}), 6))[:, 0]
     assert torch.equal(
         found.reshape(-1, 3).sort(dim=1).values, torch.tensor([0, 7, 14]).expand(32, 3)
     )
@@ -119,7 +115,7 @@ def test_a_stream_smaller_than_the_batch_goes_round(tmp_path):
 
 def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_path):
     assert torch.equal(
-        in_order(steps(make_stream(tmp_path / "a", LENGTH + 1), 1)),
+        in_order(steps(make_stream(tmp_path / "a", {"text": LENGTH + 1}), 1)),
         torch.arange(8).expand(GLOBAL, 8),
     )
     with pytest.raises(
@@ -127,7 +123,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
         match=r"data\.sequence_length = 7: .* has 7 tokens in all\. Lower data\.sequence_length",
     ):
         batches(
-            make_stream(tmp_path / "b", LENGTH),
+            make_stream(tmp_path / "b", {"text": LENGTH}),
             seed=0,
             sequence_length=LENGTH,
             global_batch_size=1,
@@ -145,3 +141,155 @@ def test_reading_leaves_the_random_state_alone(stream, num_workers):
 
 def test_seeds_differ(stream):
     assert not torch.equal(steps(stream, 1), steps(stream, 1, seed=4))
+
+
+# ---- several corpora -----------------------------------------------------------------------------
+SIZES = {"a": 601, "b": 97, "c": 5, "d": 303}
+"""Tokens of each; corpus c is shorter than a sample."""
+
+
+@pytest.fixture(scope="module")
+def blended(tmp_path_factory):
+    return make_stream(tmp_path_factory.mktemp("blended"), SIZES)
+
+
+def test_a_pass_of_the_union_predicts_every_token_once_and_crosses_no_corpus(blended):
+    samples = {name: max(0, (tokens - 1) // LENGTH) for name, tokens in SIZES.items()}
+    found = in_order(steps(blended, -(-sum(samples.values()) // GLOBAL)))[: sum(samples.values())]
+    starts = np.cumsum([0, *SIZES.values()])
+    expected = [
+        start + LENGTH * sample
+        for start, size in zip(starts, samples.values(), strict=False)
+        for sample in range(size)
+    ]
+    assert sorted(found[:, 0].tolist()) == expected
+    assert torch.equal(found, found[:, :1] + torch.arange(LENGTH + 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_workers"), [(1, 1), (1, 2), (1, 4), (2, 0), (4, 0), (8, 0), (8, 1)]
+)
+def test_ranks_and_workers_deliver_the_same_tokens_in_the_same_order(blended, ranks, num_workers):
+    """And so the same multiset. Ten steps pass the end of every corpus."""
+    whole = steps(blended, 10, micro_batch_size=1).reshape(10, GLOBAL, -1)
+    parts = [
+        steps(
+            blended,
+            10,
+            micro_batch_size=1,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            num_workers=num_workers,
+        ).reshape(10, GLOBAL // ranks, -1)
+        for rank in range(ranks)
+    ]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+# ---- the ramp-up ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_ramp_delivers_the_same_samples_in_steps_of_other_sizes(stream, num_workers):
+    """[4, 4, 100] to 16: 4 up to 33 samples, 8 up to 66, 12 up to 100."""
+    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": 16}
+    settings |= {"micro_batch_size": 2, "rampup_batch_size": (4, 4, 100)}
+    ramp = list(islice(batches(stream, **settings, num_workers=num_workers), 22))
+    sizes = [sum(len(micro) for micro in step) for step in ramp]
+    assert sizes == [4] * 9 + [8] * 4 + [12] * 3 + [16] * 6
+    flat = torch.cat([micro for step in ramp for micro in step])
+    assert torch.equal(flat, in_order(steps(stream, 13))[: len(flat)])
+    # From the middle of the ramp, on two ranks.
+    parts = [
+        list(
+            islice(
+                batches(
+                    stream,
+                    **settings,
+                    consumed_samples=sum(sizes[:11]),
+                    data_parallel_rank=rank,
+                    data_parallel_size=2,
+                    num_workers=num_workers,
+                ),
+                6,
+            )
+        )
+        for rank in range(2)
+    ]
+    for first, second, step in zip(*parts, ramp[11:17], strict=True):
+        assert torch.equal(torch.cat([*first, *second]), torch.cat(step))
+
+
+# ---- reading ahead -------------------------------------------------------------------------------
+class Counted:
+    """A stream that counts its calls, and fails at one of them."""
+
+    def __init__(self, stream, fails_at: int | None = None) -> None:
+        self.corpora, self.calls, self._stream, self._fails_at = (
+            stream.corpora,
+            [],
+            stream,
+            fails_at,
+        )
+
+    def read_batch(self, starts, count):
+        self.calls.append(len(starts))
+        if len(self.calls) == self._fails_at:
+            raise ConfigError("shard x: a flipped bit")
+        return self._stream.read_batch(starts, count)
+
+
+def readers() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("read ahead")]
+
+
+def test_a_step_is_one_read_and_at_most_one_step_is_read_ahead(stream):
+    counted = Counted(stream)
+    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
+    found = batches(counted, **settings, micro_batch_size=MICRO)
+    list(islice(found, 3))
+    assert len(readers()) == 1
+    found.close()
+    assert readers() == []
+    # The fourth is read while the third is trained on, or was not begun.
+    assert counted.calls in ([GLOBAL] * 3, [GLOBAL] * 4)
+
+
+def test_what_a_read_raises_is_raised_at_its_step(stream):
+    found = batches(
+        Counted(stream, fails_at=3),
+        seed=3,
+        sequence_length=LENGTH,
+        global_batch_size=GLOBAL,
+        micro_batch_size=MICRO,
+    )
+    assert torch.equal(in_order(torch.stack(next(found))), in_order(steps(stream, 1)))
+    next(found)
+    with pytest.raises(ConfigError, match="a flipped bit"):
+        next(found)
+    assert readers() == []
+
+
+def test_a_loader_that_is_dropped_leaves_no_thread(stream):
+    found = batches(
+        stream, seed=3, sequence_length=LENGTH, global_batch_size=GLOBAL, micro_batch_size=MICRO
+    )
+    next(found)
+    del found
+    gc.collect()
+    assert readers() == []
+
+
+def test_a_process_ends_although_its_loader_is_open(stream):
+    code = (
+        "import sys; from pretrain.data.loader import batches; "
+        "from pretrain.data.stream import TokenStream; "
+        "found = batches(TokenStream(sys.argv[1]), seed=3, sequence_length=7, "
+        "global_batch_size=16, micro_batch_size=2); next(found); print('read')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(stream.directory)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr

@@ -130,3 +130,91 @@ def test_ranks_share_the_global_batch_in_its_order(ranks):
         slices = [list(order.rank_samples(consumed, 16, rank, ranks)) for rank in range(ranks)]
         assert {len(s) for s in slices} == {16 // ranks}
         assert [index for s in slices for index in s] == list(range(consumed, consumed + 16))
+
+
+# ---- at the size of a run ------------------------------------------------------------------------
+@pytest.mark.parametrize("corpus", ["", "cc_news"])
+def test_an_epoch_of_a_million_samples_is_a_bijection(corpus):
+    size = 10**6
+    seen = np.zeros(size, dtype=np.int8)
+    seen[order.permutation(np.arange(size), size, 1234, 2, corpus)] += 1
+    assert (seen == 1).all()
+
+
+def inverse(images: np.ndarray, size: int, seed: int, epoch: int, corpus: str) -> np.ndarray:
+    """Return the indexes of some images: the network backwards, with the cycle walk reversed."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = order._round_keys(seed, epoch, corpus)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+
+    def backwards(values: np.ndarray) -> np.ndarray:
+        left, right = values >> shift, values & mask
+        for key in keys[::-1]:
+            left, right = right ^ (order._mix(left ^ key) & mask), left
+        return (left << shift) | right
+
+    indexes = backwards(images.astype(np.uint64))
+    while (outside := indexes >= size).any():
+        indexes[outside] = backwards(indexes[outside])
+    return indexes.astype(np.int64)
+
+
+@pytest.mark.parametrize("size", [10**6, 10**9, 10**9 + 7, 2**30, 2**30 + 1])
+def test_at_any_size_a_function_undoes_the_permutation(size):
+    """By structure: each round undoes itself, so that no two indexes have the same image.
+
+    Asked at both ends, around the power of two inside the domain, and in 20,000 places.
+    """
+    draw = np.random.default_rng(size)
+    asked = np.unique(
+        np.concatenate(
+            [
+                np.arange(1000),
+                size - 1 - np.arange(1000),
+                size // 2 + np.arange(-500, 500),
+                draw.integers(0, size, 20_000),
+            ]
+        )
+    )
+    images = order.permutation(asked, size, 7, 3, "cc100")
+    assert images.min() >= 0 and images.max() < size
+    assert len(np.unique(images)) == len(asked)
+    assert np.array_equal(inverse(images, size, 7, 3, "cc100"), asked)
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Return a chi-square statistic in standard deviations from its mean.
+
+    Its mean is the number of degrees of freedom k, and its variance 2 k.
+    """
+    degrees = len(counts) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float((statistic - degrees) / np.sqrt(2 * degrees))
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (1, 0), (1234, 1), (2**31, 50)])
+def test_a_million_samples_are_shuffled_well(seed, epoch):
+    """Displacement, neighbours and the place of neighbours, each within five deviations.
+
+    The displacement |image - index| of a random permutation of n has the triangular density
+    2 (n - d) / n^2, and so has the distance of the images of two neighbours. The serial correlation
+    has the standard deviation 1 / sqrt(n). A permutation has on average one fixed point, and one
+    pair of neighbours whose images are next to each other in this order; 12 or more of either
+    have a probability of 1e-9.
+    """
+    size, bins = 10**6, 1000
+    found = order.permutation(np.arange(size), size, seed, epoch)
+    edges = np.arange(bins + 1) / bins
+    triangular = size * np.diff(2 * edges - edges**2)
+    displacement = np.histogram(np.abs(found - np.arange(size)) / size, edges)[0]
+    assert abs(chi_square(displacement, triangular)) < 5
+    jumps = np.diff(found)
+    distance = np.histogram(np.abs(jumps) / size, edges)[0]
+    assert abs(chi_square(distance, triangular * (1 - 1 / size))) < 5
+    for lag in (1, 2, 64, 1024):
+        assert abs(np.corrcoef(found[:-lag], found[lag:])[0, 1]) < 5 / np.sqrt(size)
+    assert (found == np.arange(size)).sum() < 12 and (jumps == 1).sum() < 12
+    # Every stretch of the order is spread over the whole corpus: ten thousand samples, 100 bins.
+    for start in range(0, size, 250_000):
+        part = np.histogram(found[start : start + 10_000], 100, (0, size))[0]
+        assert abs(chi_square(part, np.full(100, 100.0))) < 5

@@ -394,7 +394,7 @@ def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
     changes = (Change(4, "optimizer.learning_rate", 1e-3, 5e-4), Change(2, "run.seed", 1, 2))
     state = SimpleNamespace(step=4)
     config = make_config("logging.wandb=disabled", "logging.tensorboard=false")
-    run = SimpleNamespace(state=state, origin=Origin(changes=changes), config=config)
+    run = SimpleNamespace(state=state, origin=Origin(changes=changes), config=config, blend=None)
     writer = MetricsWriter(config, tmp_path, 4)
     hook = LoggingHook(run, writer)
     hook.at_start(run)
@@ -405,3 +405,27 @@ def test_a_rollback_keeps_what_was_allowed_to_change_at_its_step(tmp_path):
     records = read(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [4, 5]
     assert records[0]["changed"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
+
+
+def test_a_wait_for_data_is_shown_from_a_twentieth_of_a_step_on(tmp_path, capsys):
+    writer = MetricsWriter(make_config("logging.interval_steps=1"), tmp_path, 0)
+    for step, waited in enumerate((0.024, 0.026, 0.4), 1):
+        writer.step(step_record(step, data_wait_seconds=waited))
+    writer.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert ["data wait" in line for line in lines] == [False, True, True]
+    assert "data wait 5%" in lines[1] and "data wait 80%" in lines[2]
+
+
+def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
+    """Although the log shows every tenth step alone."""
+    writer = MetricsWriter(make_config(), tmp_path, 0)
+    writer.step(step_record(3, begun_pass_of_books=2))
+    writer.step(step_record(4))
+    writer.step(step_record(7, begun_pass_of_books=3, begun_pass_of_news=12))
+    writer.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "step 3: corpus books begins its second pass",
+        "step 7: corpus books begins its third pass",
+        "step 7: corpus news begins pass 12",
+    ]

@@ -1,0 +1,42 @@
+"""A ramp-up of the batch size equals steps that are taken by hand, and goes on in any layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrain.rundir.metrics import read_metrics
+from pretrain.rundir.paths import RunPaths
+from tests.conftest import tiny_config
+from tests.distributed import rampup_tasks, tasks
+from tests.distributed.test_loop import _config
+
+SIZES = [4, 4, 6, 8, 8]
+"""Two increments over 13 samples: one is due after 6.5 and the other after 13 samples."""
+RAMP = {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": [4, 2, 13]}
+
+
+def test_a_ramp_equals_its_steps_by_hand_and_goes_on_in_another_layout(pools, tiny_data, tmp_path):
+    data, run = {"directory": str(tiny_data)}, {"directory": str(tmp_path / "run")}
+    plain = tiny_config(batch={"micro_batch_size": 1, "global_batch_size": 8}, data=data)
+    by_hand = pools(2).run(rampup_tasks.take_steps_of, plain, SIZES)[0]
+    ramp = tiny_config(batch=RAMP, data=data, run=run)
+    begun = pools(2).run(tasks.continue_run, ramp, "none", 2)[0]
+    assert list(zip(begun["losses"], begun["norms"], strict=True)) == by_hand[:2]
+    assert begun["samples"] == 8
+    # The next step is the one of 6 samples. Another layout adds up in another order.
+    alone = tiny_config(batch={**RAMP, "micro_batch_size": 2}, data=data, run=run)
+    gone_on = pools(1).run(tasks.continue_run, alone, "auto", 5)[0]
+    assert gone_on["began"] == 2 and gone_on["samples"] == sum(SIZES)
+    found = list(zip(gone_on["losses"], gone_on["norms"], strict=True))
+    assert found == [pytest.approx(step, rel=1e-4) for step in by_hand[2:]]
+
+
+def test_metrics_carry_the_batch_size(pools, tiny_data, tmp_path):
+    config = _config(tmp_path / "run", tiny_data, batch=RAMP)
+    pools(1).run(tasks.order_of_events, config)
+    steps = [r for r in read_metrics(RunPaths(tmp_path / "run").metrics) if "gradient_norm" in r]
+    assert [record["global_batch_size"] for record in steps] == [*SIZES, 8, 8]
+    assert [record["consumed_samples"] for record in steps] == [4, 8, 14, 22, 30, 38, 46]
+    for record in steps:
+        rate = record["global_batch_size"] * 32 / record["step_seconds"]
+        assert record["tokens_per_second"] == pytest.approx(rate)

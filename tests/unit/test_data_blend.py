@@ -1,0 +1,250 @@
+"""Test that corpora are blended at their shares, exactly, and go on where they stood."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from pretrain.config import ConfigError
+from pretrain.config.schema import CorpusSection
+from pretrain.data import order
+from pretrain.data.blend import SEARCHED, Blend, Segment, blend_of, samples_per_pass
+from tests.unit.streams import make_stream
+
+PUBLISHED = {"books_wiki": 16, "cc_news": 76, "openwebtext": 38, "stories": 31, "cc100": 300}
+"""The sizes of the published run's corpora in GB."""
+
+
+def blend(samples: dict[str, int], shares: dict[str, int] | None = None, seed: int = 1) -> Blend:
+    """Return a blend from the start of a run, by default proportional."""
+    return Blend(Segment(0, samples, shares or samples, dict.fromkeys(samples, 0)), seed)
+
+
+def worst_deviation(found: np.ndarray, shares: list[int]) -> float:
+    """Return how far the count of any corpus is from its share, over all prefixes.
+
+    Exact up to the last division: |count * total - p * share| / total.
+    """
+    total, p = sum(shares), np.arange(1, len(found) + 1)
+    counts = (np.cumsum(found == number) for number in range(len(shares)))
+    return max(
+        int(np.abs(count * total - p * share).max()) / total
+        for count, share in zip(counts, shares, strict=True)
+    )
+
+
+def random_shares(corpora: int, seed: int) -> list[int]:
+    """Return shares from 1 to 10^5, evenly spread over the orders of magnitude."""
+    draw = random.Random(f"{corpora} {seed}")
+    return [int(10 ** draw.uniform(0, 5)) for _ in range(corpora)]
+
+
+# ---- shares --------------------------------------------------------------------------------------
+def test_the_published_blend_stays_within_one_sample_of_its_shares():
+    """10^6 samples one by one; and any window of them, which two prefixes bound."""
+    found = blend({name: 1000 * gb for name, gb in PUBLISHED.items()}, PUBLISHED)
+    assert found.error_bound < 0.92
+    corpora, _ = found.locate(np.arange(10**6))
+    shares = list(PUBLISHED.values())
+    assert worst_deviation(corpora, shares) <= found.error_bound
+    for start, length in ((1, 99), (500_000, 461), (123_456, 10_000)):
+        window = corpora[start : start + length]
+        assert worst_deviation(window, shares) <= 2 * found.error_bound
+
+
+@pytest.mark.parametrize("corpora", [2, 3, 4, 5, 6, 7, 9, 14])
+def test_any_shares_stay_within_the_bound_that_is_stated(corpora):
+    """Below one sample up to six corpora. The bound itself is a promise, so it is tested too."""
+    for seed in range(10):
+        shares = random_shares(corpora, seed)
+        names = {f"c{number}": share for number, share in enumerate(shares)}
+        found = blend(dict.fromkeys(names, 50), names)
+        assert found.error_bound < (1 if corpora <= SEARCHED else 1.5)
+        assert worst_deviation(found.locate(np.arange(20_000))[0], shares) <= found.error_bound
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("corpora", [3, 4, 5, 6])
+def test_many_random_shares(corpora):
+    for seed in range(300):
+        shares = random_shares(corpora, seed)
+        names = {f"c{number}": share for number, share in enumerate(shares)}
+        found = blend(dict.fromkeys(names, 50), names)
+        assert found.error_bound < 1, shares
+        assert worst_deviation(found.locate(np.arange(200_000))[0], shares) <= found.error_bound
+
+
+def test_the_split_equals_the_textbook_in_fractions():
+    """Walk the tree one sample at a time with unbounded integers, at shares beyond 2^63."""
+    shares = {"a": 10**13 + 7, "b": 3 * 10**12 + 1, "c": 10**11 + 3}
+    found = blend(dict.fromkeys(shares, 10**9), shares)
+    asked = np.concatenate([np.arange(50), 10**12 + np.arange(50), 7 * 10**17 + np.arange(50)])
+    corpora, _ = found.locate(asked)
+    for index, corpus in zip(asked.tolist(), corpora.tolist(), strict=True):
+        before, after = found.counts(index), found.counts(index + 1)
+        grown = [name for name in shares if after[name] > before[name]]
+        assert grown == [found.names[corpus]]
+        for name, share in shares.items():
+            ideal = Fraction(index * share, sum(shares.values()))
+            assert abs(before[name] - ideal) <= found.error_bound
+
+
+def test_the_blend_stays_what_it_is():
+    """Recorded when blends were made; a change would reorder the data of every run with one."""
+    corpora, samples = blend({"a": 5, "b": 3, "c": 2}, seed=1234).locate(np.arange(12))
+    assert corpora.tolist() == RECORDED_CORPORA
+    assert samples.tolist() == RECORDED_SAMPLES
+
+
+RECORDED_CORPORA = [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1]
+RECORDED_SAMPLES = [2, 1, 3, 1, 0, 0, 1, 0, 4, 2, 0, 0]
+
+
+def test_the_order_of_the_corpora_does_not_matter():
+    names = list(PUBLISHED)
+    one = blend(PUBLISHED)
+    two = blend({name: PUBLISHED[name] for name in reversed(names)})
+    (c1, s1), (c2, s2) = (each.locate(np.arange(2000)) for each in (one, two))
+    assert [one.names[c] for c in c1] == [two.names[c] for c in c2] and np.array_equal(s1, s2)
+
+
+# ---- passes --------------------------------------------------------------------------------------
+def pairs(found: Blend, start: int, count: int) -> list[tuple[str, int]]:
+    """Return (corpus, sample) of some consumed-sample indexes."""
+    corpora, samples = found.locate(np.arange(start, start + count))
+    return [(found.names[c], s) for c, s in zip(corpora.tolist(), samples.tolist(), strict=True)]
+
+
+def test_one_pass_reads_every_sample_of_the_union_once():
+    samples = {"a": 611, "b": 97, "c": 1, "d": 0, "e": 2000}
+    found = blend(samples)
+    total = sum(samples.values())
+    union = sorted((name, s) for name, size in samples.items() for s in range(size))
+    for number in range(3):
+        assert sorted(pairs(found, number * total, total)) == union
+    assert pairs(found, 0, total) != pairs(found, total, total)
+
+
+def test_one_corpus_alone_is_read_in_the_order_of_earlier_versions():
+    corpora, samples = blend({"text": 101}, {"text": 1}, seed=9).locate(np.arange(500))
+    assert not corpora.any()
+    assert np.array_equal(samples, order.sample_ids(np.arange(500), 101, seed=9))
+
+
+def test_corpora_of_one_size_have_orders_of_their_own():
+    found = pairs(blend({"a": 500, "b": 500}), 0, 1000)
+    a, b = ([s for name, s in found if name == which] for which in "ab")
+    assert sum(x == y for x, y in zip(a, b, strict=True)) <= 10
+
+
+@pytest.mark.parametrize(("twice", "half"), [(300, 1000), (301, 999), (1, 1), (7, 12_345)])
+def test_epochs_are_kept_to_one_sample(tmp_path, twice, half):
+    """2 of one, 0.5 of another and 1 of a third."""
+    samples = {"a": twice, "b": half, "c": 77}
+    stream = make_stream(tmp_path, {name: 2 * size + 1 for name, size in samples.items()})
+    corpora = {"a": CorpusSection(epochs=2), "b": CorpusSection(epochs=0.5), "c": CorpusSection()}
+    found = blend_of(stream, 2, corpora, seed=3)
+    assert found.segment.samples == samples
+    length = samples_per_pass(corpora, samples)
+    read = pairs(found, 0, length)
+    counts = {name: sum(which == name for which, _ in read) for name in samples}
+    assert counts["a"] == pytest.approx(2 * twice, abs=1)
+    assert counts["b"] == pytest.approx(half / 2, abs=1)
+    assert counts["c"] == pytest.approx(77, abs=1)
+    # No sample a second time before every one has come once.
+    for name, size in samples.items():
+        mine = [s for which, s in read if which == name]
+        for first in range(0, len(mine), size):
+            part = mine[first : first + size]
+            assert len(set(part)) == len(part)
+
+
+def test_decimals_are_taken_as_they_are_written(tmp_path):
+    """0.1 in binary is not a tenth: it would make shares of 10^17."""
+    stream = make_stream(tmp_path, {"a": 101, "b": 101})
+    by_weight = {"a": CorpusSection(weight=0.1), "b": CorpusSection(weight=0.3)}
+    assert blend_of(stream, 10, by_weight, seed=0).segment.shares == {"a": 1, "b": 3}
+    by_epochs = {"a": CorpusSection(epochs=0.1), "b": CorpusSection(epochs=3)}
+    assert blend_of(stream, 10, by_epochs, seed=0).segment.shares == {"a": 1, "b": 30}
+    assert samples_per_pass(by_weight, {"a": 10, "b": 10}) is None
+    assert samples_per_pass({}, {"a": 10, "b": 5}) == 15
+
+
+def test_a_second_pass_is_known_when_it_begins():
+    found = blend({"a": 6, "b": 3})
+    seen: dict[str, int] = {}
+    begun = []
+    for index, (name, _) in enumerate(pairs(found, 0, 30)):
+        now = found.passes_begun(index, index + 1)
+        seen[name] = seen.get(name, 0) + 1
+        size = {"a": 6, "b": 3}[name]
+        expected = {name: seen[name] // size + 1} if seen[name] % size == 1 else {}
+        assert now == {k: v for k, v in expected.items() if v > 1}
+        begun += [(k, v) for k, v in now.items()]
+    assert {("a", 2), ("a", 3), ("b", 2), ("b", 3)} <= set(begun)
+    # A step of many samples may pass through several; the last one counts.
+    assert found.passes_begun(0, 30) == {"a": 4, "b": 4}
+    assert found.passes_begun(0, 9) == {}
+
+
+# ---- segments ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("changed_at", [0, 1, 37, 500, 1300])
+def test_after_a_change_every_corpus_goes_on_where_it_stood(tmp_path, changed_at):
+    stream = make_stream(tmp_path, {"a": 2001, "b": 801, "c": 1401})
+    weights = {
+        "a": CorpusSection(weight=1),
+        "b": CorpusSection(weight=5),
+        "c": CorpusSection(weight=2),
+    }
+    first = blend_of(stream, 2, {}, seed=4)
+    second = blend_of(stream, 2, weights, seed=4, before=first.segment, consumed=changed_at)
+    assert second.segment.start == changed_at
+    read = pairs(first, 0, changed_at) + pairs(second, changed_at, 6000)
+    for name, size in first.segment.samples.items():
+        mine = [s for which, s in read if which == name]
+        for begin in range(0, len(mine) - size, size):
+            assert sorted(mine[begin : begin + size]) == list(range(size)), name
+    tail = [name for name, _ in pairs(second, changed_at, 800)]
+    assert [tail.count(name) for name in "abc"] == [100, 500, 200]
+    with pytest.raises(ValueError, match="begins at"):
+        second.locate(np.array([changed_at - 1]))
+
+
+def test_later_starts_know_the_segment(tmp_path):
+    stream = make_stream(tmp_path, {"a": 2001, "b": 801})
+    weights = {"a": CorpusSection(weight=1), "b": CorpusSection(weight=5, paths=("x",))}
+    first = blend_of(stream, 2, {}, seed=4)
+    second = blend_of(stream, 2, weights, seed=4, before=first.segment, consumed=100)
+    # Other paths, and weights of the same ratio, are no change.
+    same = {"b": CorpusSection(weight=10), "a": CorpusSection(weight=2, paths=("y",))}
+    third = blend_of(stream, 2, same, seed=4, before=second.segment, consumed=333)
+    assert third.segment == second.segment
+    assert pairs(third, 333, 500) == pairs(second, 333, 500)
+    # And back to the first shares is a change again.
+    back = blend_of(stream, 2, {}, seed=4, before=third.segment, consumed=400)
+    assert back.segment.start == 400 and back.segment.consumed == second.counts(400)
+
+
+def test_another_length_is_another_grid(tmp_path):
+    stream = make_stream(tmp_path, {"a": 2001, "b": 801})
+    first = blend_of(stream, 2, {}, seed=4)
+    longer = blend_of(stream, 4, {}, seed=4, before=first.segment, consumed=100)
+    assert longer.segment.samples == {"a": 500, "b": 200}
+    assert longer.segment.consumed == first.counts(100) and longer.segment.start == 100
+
+
+def test_a_blend_that_cannot_be_read_is_refused(tmp_path):
+    stream = make_stream(tmp_path, {"a": 2001, "b": 8})
+    names = {"a": CorpusSection(), "books": CorpusSection()}
+    with pytest.raises(ConfigError, match=r"data\.corpora = a, books: .* was built from a, b\. "):
+        blend_of(stream, 2, names, seed=0)
+    weights = {"a": CorpusSection(weight=1), "b": CorpusSection(weight=1)}
+    with pytest.raises(ConfigError, match=r"sequence_length = 8: .* 9 tokens, but corpus b of "):
+        blend_of(stream, 8, weights, seed=0)
+    # By size it has no share, so there is nothing to read.
+    assert blend_of(stream, 8, {}, seed=0).segment.shares == {"a": 1, "b": 0}
+    with pytest.raises(ConfigError, match=r"sequence_length = 4000: .* has no corpus of so many"):
+        blend_of(stream, 4000, {}, seed=0)

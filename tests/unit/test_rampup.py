@@ -1,0 +1,107 @@
+"""Test the ramp-up of the batch size against Megatron's own, and what is refused about it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+from pretrain.checkpoint.changes import trained_tokens
+from pretrain.checkpoint.content import Change, TrainerState
+from pretrain.config import ConfigError, load_config
+from pretrain.config.describe import describe
+from pretrain.config.rampup import batch_size_at, samples_of_steps
+from tests.conftest import tiny_config
+
+
+def ramps(count: int) -> list[tuple[int, int, int, int]]:
+    """Return random (start, increment, samples, full batch size)."""
+    draw, found = random.Random(5), []
+    for _ in range(count):
+        start, increment, number = draw.randint(1, 64), draw.randint(1, 64), draw.randint(1, 40)
+        samples = int(10 ** draw.uniform(0, 9))
+        found.append((start, increment, samples, start + increment * number))
+    return found
+
+
+@pytest.mark.parametrize(("start", "increment", "samples", "full"), ramps(30))
+def test_the_batch_size_is_that_of_megatron(start, increment, samples, full):
+    oracle = RampupBatchsizeNumMicroBatchesCalculator(
+        full, 1, 1, False, 0, start, increment, samples
+    )
+    draw = random.Random(samples)
+    increments = (full - start) // increment
+    # The borders, where rounding counts, and anywhere.
+    asked = {samples * k // increments + d for k in range(increments + 1) for d in (-1, 0, 1)}
+    asked |= {draw.randint(0, 2 * samples) for _ in range(50)}
+    for consumed in sorted(asked):
+        if consumed >= 0:
+            oracle.update(consumed, consistency_check=True)
+            found = batch_size_at(consumed, full, (start, increment, samples))
+            assert found == oracle.get_current_global_batch_size(), consumed
+
+
+def test_the_samples_of_a_run_are_those_of_its_steps():
+    for start, increment, samples, full in ramps(30):
+        ramp = (start, increment, samples % 10_000 + 1)
+        consumed = 0
+        for step in range(200):
+            assert samples_of_steps(step, full, ramp) == consumed
+            consumed += batch_size_at(consumed, full, ramp)
+    assert samples_of_steps(10, 8, None) == 80
+
+
+def test_the_tokens_of_a_run_are_counted_with_its_ramp():
+    """4 + 4 + 6 + 17 x 8 = 150 samples of 32 tokens."""
+    ramp = {"micro_batch_size": 2, "global_batch_size": 8, "rampup_batch_size": [4, 2, 13]}
+    config = tiny_config(batch=ramp)
+    assert config.planned_tokens == 150 * 32
+    assert "20 steps of 128 to 256 tokens (ramped up over 13 samples) = 4,800 tokens" in describe(
+        config
+    )
+    assert tiny_config().planned_tokens == 20 * 8 * 32
+    # What was trained before a change of the length is known although the steps were unequal.
+    state = TrainerState(step=6, consumed_samples=4 + 4 + 6 + 8 + 8 + 8)
+    longer = tiny_config(batch=ramp, data={"sequence_length": 64})
+    changes = (Change(3, "data.sequence_length", 32, 64, 14),)
+    assert trained_tokens(longer, state, changes) == 14 * 32 + 24 * 64
+
+
+@pytest.mark.parametrize(
+    ("rampup", "says"),
+    [
+        ([16, 4, 100], "begins with 16 sequences, not less than batch.global_batch_size = 16"),
+        ([20, 4, 100], "begins with 20 sequences, not less than"),
+        ([4, 5, 100], "increments of 5 do not lead from 4 to batch.global_batch_size = 16"),
+        ([2, 2, 100], "2 is not divisible by batch.micro_batch_size = 2 x 2 data-parallel ranks"),
+        ([4, 6, 100], "6 is not divisible by batch.micro_batch_size = 2 x 2 data-parallel ranks"),
+        ([4, 4], "batch.rampup_batch_size"),
+        ([4, 4, 0], "batch.rampup_batch_size"),
+        ([0, 4, 100], "batch.rampup_batch_size"),
+        ([4, -4, 100], "batch.rampup_batch_size"),
+        ([4, 4, 1.5], "batch.rampup_batch_size"),
+        (["a", 4, 100], "batch.rampup_batch_size"),
+    ],
+)
+def test_a_ramp_that_cannot_work_is_refused(rampup, says):
+    batch = {"micro_batch_size": 2, "global_batch_size": 16, "rampup_batch_size": rampup}
+    with pytest.raises(ConfigError) as error:
+        tiny_config(batch=batch, parallel={"world_size": 2})
+    assert says in str(error.value) and "batch.rampup_batch_size" in str(error.value)
+
+
+def test_the_interleaved_schedule_needs_more():
+    parallel = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    batch = {"micro_batch_size": 2, "global_batch_size": 16, "rampup_batch_size": [2, 2, 100]}
+    with pytest.raises(ConfigError, match=r"2 is not divisible by .* x 2 pipeline stages"):
+        tiny_config(batch=batch, parallel={**parallel, "world_size": 2})
+    tiny_config(
+        batch={**batch, "rampup_batch_size": [4, 4, 100]}, parallel={**parallel, "world_size": 2}
+    )
+
+
+def test_it_is_written_as_any_other_key():
+    settings = ["batch.global_batch_size=32", "batch.rampup_batch_size=[16, 16, 1000]"]
+    config = load_config("configs/demo.toml", settings)
+    assert config.batch.rampup_batch_size == (16, 16, 1000)
