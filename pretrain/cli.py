@@ -27,6 +27,7 @@ from pretrain.config import (
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.shipped import list_shipped
 from pretrain.config.trajectory import check_allowed
+from pretrain.data_cli import data
 from pretrain.exits import leave
 from pretrain.rundir.states import ExitCode
 from pretrain.train.stopping import Requests
@@ -39,7 +40,6 @@ app = typer.Typer(
     # The subcommands inherit this from the app.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(no_args_is_help=True, help="Build and verify a data set of token shards.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")

@@ -21,7 +21,7 @@ FLOORS = [
     {"pretrain.optim", "pretrain.checkpoint"},
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
     {"pretrain.plan", "pretrain.importing"},
-    {"pretrain.exits", "pretrain.bench_cli", "pretrain.checkpoint_cli"},
+    {"pretrain.exits", "pretrain.bench_cli", "pretrain.checkpoint_cli", "pretrain.data_cli"},
     {"pretrain.cli"},
     {"pretrain.main"},
     {"pretrain.__main__"},
