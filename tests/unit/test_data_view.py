@@ -1,0 +1,143 @@
+"""Look at a data set: every token is traced to the document and file that it comes from."""
+
+import io
+import re
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pretrain.cli import app
+from pretrain.config import ConfigError, RunConfig, dump_config, parse_config
+from pretrain.data import stats
+from pretrain.data.build import build
+from pretrain.data.samples import Origins
+from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Build two corpora, in several tasks each, and return the run's config."""
+    root = tmp_path_factory.mktemp("view")
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghij"), 5)) for _ in range(300)]
+    for number in range(4):
+        pages = [" ".join(rng.choice(words, rng.integers(20, 90))) for _ in range(40)]
+        (root / f"pages-{number}.txt").write_text("\n\n".join(pages))
+        (root / f"book-{number}.text").write_text("\n".join(rng.choice(words, 2000)))
+    run = parse_config(
+        {
+            "run": {"directory": str(root / "run")},
+            "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
+            "batch": {"micro_batch_size": 1, "global_batch_size": 1},
+            "data": {
+                "directory": str(root / "data"),
+                "sequence_length": 64,
+                "vocab_size": 320,
+                "tokens_per_block": 1024,
+                "tokens_per_shard": 2048,
+                "bytes_per_task": 9000,
+                "validation_fraction": 0.05,
+                "corpora": {
+                    "pages": {"source": "blank_lines", "paths": [str(root / "pages-*.txt")]},
+                    "books": {"paths": [str(root / "book-*.text")], "epochs": 2.0},
+                },
+            },
+            "optimizer": {"learning_rate": 1e-3},
+            "train": {"num_steps": 1},
+        },
+        "test",
+    )
+    build(run)
+    return run
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_every_token_is_traced_to_its_document(config, split):
+    """The text at the named offset of the named file, tokenized anew, is what stands there."""
+    stream = open_stream(config, split)
+    tokenizer = load_tokenizer(stream.tokenizer_path)
+    found = list(Origins(stream).excerpts(0, len(stream)))
+    assert len(found) == stream.documents and all(part.is_begin for part in found)
+    position, numbers = 0, {"pages": 0, "books": 0}
+    for part in found:
+        assert (part.start, part.document) == (position, numbers[part.corpus])
+        raw = Path(part.source).read_bytes()[part.offset :]
+        text = (raw.split(b"\n\n")[0] if part.corpus == "pages" else raw).decode()
+        assert [*tokenizer.encode(text), tokenizer.eos_id] == part.tokens.tolist()
+        position += len(part.tokens)
+        numbers[part.corpus] += 1
+    assert position == len(stream)
+
+
+def test_any_range_holds_parts_of_the_same_documents(config):
+    stream = open_stream(config, "train")
+    origins = Origins(stream)
+    whole = {(p.corpus, p.document): p for p in origins.excerpts(0, len(stream))}
+    for start in np.random.default_rng(1).integers(0, len(stream) - 700, 30).tolist():
+        parts = list(origins.excerpts(start, 700))
+        assert np.array_equal(np.concatenate([p.tokens for p in parts]), stream.read(start, 700))
+        for part in parts:
+            all_of_it = whole[part.corpus, part.document]
+            assert (part.source, part.offset) == (all_of_it.source, all_of_it.offset)
+            assert part.is_begin == (part.start == all_of_it.start)
+
+
+def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    arguments = ["data", "show", str(file), "--corpus", "pages", "--num", "4", "--seed", "3"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert len(re.findall(r"^== train, pages: sample ", shown.output, re.M)) == 4
+    lines = shown.output.split("\n")
+    heading = next(n for n, line in enumerate(lines) if line.startswith("-- pages"))
+    path, offset = re.search(r", (/\S+) at ([\d,]+) \(", lines[heading]).groups()
+    document = Path(path).read_bytes()[int(offset.replace(",", "")) :].split(b"\n\n")[0].decode()
+    assert lines[heading + 1].strip()[:60] in document
+
+
+def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
+    from pretrain.data.show import _shortened
+
+    assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
+    assert _shortened("x" * 500, 100).count("x") == 100
+
+
+def test_stats_counts_what_is_there(config):
+    found = stats.read_stats(config)
+    train = found.streams["train"]
+    tokens = train.read(0, len(train))
+    window = min(4096, len(train))
+    assert found.frequencies.sum() >= len(train) - window
+    assert set(np.flatnonzero(found.frequencies)) <= set(tokens.tolist())
+    sizes = {c.name: (c.tokens - 1) // 64 for c in train.corpora}
+    ideal = sizes["books"] * 2 / (sizes["books"] * 2 + sizes["pages"])
+    assert found.shares["books"] == pytest.approx(ideal)
+    for name, corpus in found.report["corpora"].items():
+        documents = next(c.documents for c in train.corpora if c.name == name)
+        assert sum(corpus["train"]["tokens_log2"].values()) == documents
+    text = "\n".join(stats.lines(found))
+    assert f"{ideal:6.1%} of the training samples" in text and "leakage: " in text
+    picture = matplotlib.image.imread(io.BytesIO(stats.plot(found)))
+    assert picture.shape[0] > 300 and picture.std() > 0.05
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other"])
+def test_a_damaged_index_of_documents_is_named(config, tmp_path, damage):
+    import shutil
+
+    shutil.copytree(config.data_directory, tmp_path / "data")
+    path = next((tmp_path / "data/train/documents").iterdir())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        np.save(path, np.arange(5))
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        stream = TokenStream(tmp_path / "data/train")
+        list(Origins(stream).excerpts(0, len(stream)))
