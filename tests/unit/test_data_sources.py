@@ -23,7 +23,7 @@ from pyarrow import parquet
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection, DataSection
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task
+from pretrain.data.sources import Corpus, Piece, Task, found, plain
 from pretrain.data.sources.locations import find
 from pretrain.data.sources.shakespeare import HELD_OUT, shakespeare_files
 
@@ -225,6 +225,35 @@ def test_every_document_is_read_once_whatever_the_cuts(tmp_path, source, make, n
         raw = make(rng)
         cuts = sorted(rng.choices(range(len(raw) + 1), k=rng.randrange(6)))
         check_cuts(tmp_path / "x", source, naive, raw, cuts)
+
+
+@pytest.mark.parametrize(
+    ("source", "make"), [("blank_lines", random_text), ("jsonl", random_jsonl)]
+)
+def test_cuts_do_not_change_what_is_skipped(tmp_path, monkeypatch, source, make):
+    """Documents are too long, broken or fine, and longer than what is read at once."""
+    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", 12)
+    monkeypatch.setattr(plain, "_CHUNK_BYTES", 3)
+    rng = random.Random(2)
+    path = tmp_path / "x"
+    total = 0
+    for _ in range(400):
+        raw = bytearray(make(rng))
+        for _ in range(rng.randrange(3)):
+            if raw:
+                raw[rng.randrange(len(raw))] = rng.choice([0xFF, 10, 32, 97])
+        path.write_bytes(raw)
+        cuts = sorted(rng.choices(range(len(raw) + 1), k=rng.randrange(6)))
+        whole_skipped, cut_skipped = [], []
+        whole = read_pieces(path, source, [0, len(raw)], whole_skipped.append)
+        cut = read_pieces(path, source, [0, *cuts, len(raw)], cut_skipped.append)
+        assert [(d.text, d.offset) for d in cut] == [(d.text, d.offset) for d in whole], (raw, cuts)
+        assert cut_skipped == whole_skipped, (raw, cuts)
+        total += len(cut_skipped)
+        if source == "blank_lines":
+            groups = re.split(rb"(?:(?<=\n)|^)[ \t\r]*(?:\n|$)", raw.removeprefix(codecs.BOM_UTF8))
+            assert len(whole) + len(whole_skipped) == len([g for g in groups if g]), raw
+    assert total > 100
 
 
 @pytest.mark.parametrize("source", ["blank_lines", "jsonl"])

@@ -10,8 +10,8 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import fsspec
@@ -54,10 +54,12 @@ def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
         ConfigError: if a pattern matches nothing, or something that cannot be read.
     """
     found: dict[str, Location] = {}
+    # Files share few directories, and following the links in a path takes a call a part.
+    real_directory = cache(os.path.realpath)
     for pattern in patterns:
         scheme = re.match("([A-Za-z][A-Za-z0-9+.-]*):", pattern)
         if scheme is None or os.path.lexists(pattern):
-            matches = list(_find_here(key, pattern))
+            matches = list(_find_here(key, pattern, real_directory))
         elif scheme[1] in SCHEMES and pattern.startswith("://", len(scheme[1])):
             matches = list(_find_in_store(key, pattern))
         else:
@@ -121,11 +123,16 @@ def unreadable(path: str, error: OSError) -> ConfigError:
     )
 
 
-def _find_here(key: str, pattern: str) -> Iterator[Location]:
+def _find_here(key: str, pattern: str, real_directory: Callable[[str], str]) -> Iterator[Location]:
     """Yield the files of this machine that a pattern matches.
 
     A directory that a pattern with ** matches is passed over, because the files in it were within
     reach of the pattern too. Any other match that is no readable file is refused.
+
+    Args:
+        key: The config key of the pattern, for messages.
+        pattern: A file name or glob pattern.
+        real_directory: Returns a directory's path with its symlinks followed.
     """
     exact = os.path.lexists(pattern)
     if not exact:
@@ -148,7 +155,10 @@ def _find_here(key: str, pattern: str) -> Iterator[Location]:
             raise _refused(key, pattern, path, "not a regular file")
         if not os.access(path, os.R_OK):
             raise _refused(key, pattern, path, "no permission to read it")
-        yield Location(path, status.st_size, _real_path(path))
+        directory, last = os.path.split(path)
+        linked = os.path.islink(path)
+        real = os.path.realpath(path) if linked else os.path.join(real_directory(directory), last)
+        yield Location(path, status.st_size, real)
 
 
 def _refused(key: str, pattern: str, path: str, reason: str) -> ConfigError:
@@ -173,17 +183,6 @@ def _check_directories(key: str, pattern: str) -> None:
             if not os.access(directory, os.R_OK | os.X_OK):
                 path = os.path.abspath(directory)
                 raise _refused(key, pattern, path, "no permission to list this directory")
-
-
-def _real_path(path: str) -> str:
-    """Return a path with its symlinks followed, looking at each directory once."""
-    if os.path.islink(path):
-        return os.path.realpath(path)
-    directory, name = os.path.split(path)
-    return os.path.join(_real_directory(directory), name)
-
-
-_real_directory = lru_cache(1024)(os.path.realpath)
 
 
 def _find_in_store(key: str, pattern: str) -> Iterator[Location]:
