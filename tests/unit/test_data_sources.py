@@ -2,6 +2,7 @@
 
 import bz2
 import codecs
+import glob
 import gzip
 import io
 import itertools
@@ -23,7 +24,7 @@ from pyarrow import parquet
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection, DataSection
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, found, plain
+from pretrain.data.sources import Corpus, Piece, Task, found, locations, plain
 from pretrain.data.sources.locations import find
 from pretrain.data.sources.shakespeare import HELD_OUT, shakespeare_files
 
@@ -331,6 +332,39 @@ def test_a_file_is_read_once_under_all_its_names(tmp_path):
     assert sorted(texts(data)) == ["b", "linked", "packed"]
 
 
+def test_links_in_circles_are_followed_once(tmp_path):
+    """With two of them, glob would list 2^40 directories."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x.txt").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/y.txt").write_text("y")
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    (tmp_path / "a/again").symlink_to("../a")
+    (tmp_path / "a/out").symlink_to("../other")
+    for pattern in ("**/*.txt", "**", "a/**", "*/**/*.txt", "**/a/**/**/*.txt"):
+        paths = [location.path for location in find("data.paths", (str(tmp_path / pattern),))]
+        assert sorted(os.path.basename(path) for path in paths) == ["x.txt", "y.txt"], pattern
+
+
+def test_patterns_match_what_the_module_glob_matches(tmp_path):
+    rng = random.Random(4)
+    for _ in range(60):
+        parts = [rng.choice(["a", "b", ".h", "ab", "a[1]"]) for _ in range(rng.randrange(1, 4))]
+        folder = tmp_path.joinpath(*parts)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in rng.sample(["x.txt", "y.txt", ".z.txt", "x.md"], 2):
+            (folder / name).touch()
+    choices = ["*", "**", "a", "a*", "?", "[ab]", "[!a]", ".*", ".", "a[[]1]"]
+    for _ in range(300):
+        parts = [rng.choice(choices) for _ in range(rng.randrange(3))]
+        pattern = str(tmp_path) + "/" + "/".join([*parts, rng.choice(["*.txt", "x.txt", "**"])])
+        expected = {os.path.abspath(p) for p in glob.iglob(pattern, recursive=True)}
+        found = {os.path.abspath(p) for p in locations._matches("/", pattern[1:].split("/"), None)}
+        assert {p for p in found if os.path.isfile(p)} == {
+            p for p in expected if os.path.isfile(p)
+        }, pattern
+
+
 def test_files_of_an_object_store_are_read(tmp_path):
     store = fsspec.filesystem("memory")
     raw = b"".join(b"document %d\n\n" % i for i in range(500))
@@ -388,12 +422,23 @@ def test_what_cannot_be_read_is_named_when_planning(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "c.txt")
     refused("*.txt", r"c\.txt cannot be read \(not a regular file")
     (tmp_path / "c.txt").unlink()
-    allowed = os.access
+    (tmp_path / "dir").symlink_to("gone")
+    for pattern in ("**/*.txt", "*/*.txt"):
+        refused(pattern, r"dir cannot be read \(a symlink to 'gone', which does not exist")
+    (tmp_path / "dir").unlink()
+    listing = os.scandir
+
+    def scandir(path):
+        if "sub" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for pattern in ("**/*.txt", "*/*.txt", "sub/*.txt"):
+        refused(pattern, r"sub cannot be read \(its files cannot be listed: Permission denied")
     monkeypatch.setattr(os, "access", lambda path, mode: "a.txt" not in path)
     refused("*.txt", r"a\.txt cannot be read \(no permission to read it")
-    monkeypatch.setattr(os, "access", lambda path, mode: "sub" not in path and allowed(path, mode))
-    refused("**/*.txt", r"sub cannot be read \(no permission to list this directory")
-    refused("*/*.txt", r"sub cannot be read \(no permission to list this directory")
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
     assert len(find("data.paths", (str(tmp_path / "*.txt"),))) == 1
 
 

@@ -5,13 +5,15 @@ A location is an absolute path, or a URL that `fsspec` reads. No location ever s
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import io
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import fsspec
@@ -27,6 +29,9 @@ given."""
 
 _BUFFER_BYTES = 2**18
 """Bytes that are read at once."""
+
+_Refused = Callable[[str, str], ConfigError]
+"""Returns the error for a path that cannot be read, and why."""
 
 
 class Location(NamedTuple):
@@ -135,10 +140,9 @@ def _find_here(key: str, pattern: str, real_directory: Callable[[str], str]) -> 
         real_directory: Returns a directory's path with its symlinks followed.
     """
     exact = os.path.lexists(pattern)
-    if not exact:
-        _check_directories(key, pattern)
-    names = [pattern] if exact else glob.iglob(pattern, recursive=True)
-    for name in names:
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    start = "/" if pattern.startswith("/") else "."
+    for name in [pattern] if exact else _matches(start, parts, partial(_refused, key, pattern)):
         path = os.path.abspath(name)
         try:
             status = os.stat(path)
@@ -162,27 +166,80 @@ def _find_here(key: str, pattern: str, real_directory: Callable[[str], str]) -> 
 
 
 def _refused(key: str, pattern: str, path: str, reason: str) -> ConfigError:
+    path = os.path.normpath(path)
     return ConfigError(
         f"{key} = {pattern!r}: {path} cannot be read ({reason}). Mend or remove it, or give a "
         'pattern that does not match it, such as "text/**/*.txt"'
     )
 
 
-def _check_directories(key: str, pattern: str) -> None:
-    """Refuse a pattern that would have to look into a directory which may not be listed.
+def _matches(folder: str, parts: list[str], refused: _Refused) -> Iterator[str]:
+    """Yield the paths below a folder that match the parts of a pattern.
 
-    `glob` passes over such a directory without a word, and its files would be missing.
+    The rules are those of the module glob: names that begin with a dot are matched by such parts
+    alone, and ** stands for any number of directories. But glob passes over directories that it may
+    not list without a word, and follows links that lead in a circle without end.
     """
-    parts = pattern.split("/")
-    for index, part in enumerate(parts):
-        if not glob.has_magic(part):
+    if not parts:
+        yield folder
+        return
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        for directory in _directories(folder, refused):
+            yield from _matches(directory, rest or ["*"], refused)
+    elif glob.has_magic(part):
+        for entry in _entries(folder, refused):
+            hidden = entry.name.startswith(".") and not part.startswith(".")
+            if hidden or not fnmatch.fnmatchcase(entry.name, part):
+                continue
+            if not rest or _is_directory(entry, refused):
+                yield from _matches(entry.path, rest, refused)
+    else:
+        path = os.path.join(folder, part)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise refused(path, str(error.strerror)) from None
+        yield from _matches(path, rest, refused)
+
+
+def _directories(folder: str, refused: _Refused) -> Iterator[str]:
+    """Yield a folder and all directories below it, each once, whatever links lead to it."""
+    waiting = deque([folder])
+    seen = set()
+    while waiting:
+        directory = waiting.popleft()
+        if not os.path.isdir(directory):
             continue
-        # The directories whose names are compared with this part; ** looks into all below, too.
-        upto = index + 1 if part == "**" else index
-        for directory in glob.iglob("/".join([*parts[:upto], ""]) or "./", recursive=True):
-            if not os.access(directory, os.R_OK | os.X_OK):
-                path = os.path.abspath(directory)
-                raise _refused(key, pattern, path, "no permission to list this directory")
+        status = os.stat(directory)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield directory
+        below = [e for e in _entries(directory, refused) if not e.name.startswith(".")]
+        # Names of their own come first, so that a file is known by its shortest one.
+        below.sort(key=lambda entry: entry.is_symlink())
+        waiting.extend(entry.path for entry in below if _is_directory(entry, refused))
+
+
+def _entries(folder: str, refused: _Refused) -> list[os.DirEntry[str]]:
+    """Return what a directory holds, sorted; nothing for what is no directory."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise refused(folder, f"its files cannot be listed: {error.strerror}") from None
+
+
+def _is_directory(entry: os.DirEntry[str], refused: _Refused) -> bool:
+    """Return True for a directory or a link to one; a link to nothing may have been one."""
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        raise refused(entry.path, f"a symlink to {os.readlink(entry.path)!r}, which does not exist")
+    return entry.is_dir()
 
 
 def _find_in_store(key: str, pattern: str) -> Iterator[Location]:
