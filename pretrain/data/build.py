@@ -7,7 +7,6 @@ holds either a complete data set or none.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -112,8 +111,10 @@ def _check_built_from(directory: Path, inputs: dict[str, Any]) -> None:
 
 def _make_tokenizer(data: DataSection, path: Path) -> Tokenizer:
     """Write the tokenizer model to `path`: a copy of data.tokenizer, or a newly trained one."""
-    if _load_given_tokenizer(data) is not None:
-        shutil.copyfile(str(data.tokenizer), path)
+    given = _load_given_tokenizer(data)
+    if given is not None:
+        path = path.with_name(given.file_name)
+        path.write_bytes(given.content)
     else:
         path.write_bytes(
             train_tokenizer(
@@ -136,6 +137,7 @@ def _load_given_tokenizer(data: DataSection) -> Tokenizer | None:
     if data.tokenizer is None:
         return None
     tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer.check_exportable()
     if tokenizer.vocab_size != data.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {data.vocab_size}: the model in data.tokenizer = {data.tokenizer} "

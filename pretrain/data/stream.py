@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.data.manifest import INDEX, TOKENIZER, read_manifest, rebuild_advice, sha256
+from pretrain.data.manifest import INDEX, read_manifest, rebuild_advice, sha256
 from pretrain.data.sources import Split
+from pretrain.data.tokenizer import find_tokenizer
 
 
 class TokenStream:
@@ -125,7 +126,7 @@ class TokenStream:
                 )
 
     def _check_tokenizer(self) -> None:
-        path = self.directory.parent / TOKENIZER
+        path = find_tokenizer(self.directory.parent)
         self._check_exists(path)
         found = sha256(path)
         if found != self._manifest.tokenizer_sha256:

@@ -16,9 +16,9 @@ import pretrain.topology
 from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_validation_split
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretrain.checkpoint.tokenizer import tokenizer_of
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.model.checks import check_positions
@@ -108,7 +108,7 @@ def evaluate_checkpoint(
         chunks,
         topology,
         stream,
-        load_tokenizer(find_tokenizer(config.data_directory)).eos_id,
+        tokenizer_of(checkpoint, config.data_directory).eos_id,
         tokens_per_batch=config.evaluation.tokens_per_batch,
         max_tokens=config.evaluation.max_tokens,
     )

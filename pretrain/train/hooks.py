@@ -22,7 +22,7 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
+from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
@@ -77,13 +77,14 @@ def make_hooks(run: Run) -> list[Hook]:
     numbers are on disk, and what a resumed run finds undone is only an evaluation that was broken
     off (`find_start_point`). Its health is checked right before it is saved.
     """
+    tokenizer = load_tokenizer(find_tokenizer(run.config.data_directory))
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
-    saver = CheckpointHook(run, writer)
+    saver = CheckpointHook(run, writer, tokenizer)
     return [
         LoggingHook(run, writer),
-        EvaluationHook(run, writer),
+        EvaluationHook(run, writer, tokenizer),
         HealthHook(saver),
         saver,
         UploadHook(run),
@@ -143,14 +144,14 @@ class LoggingHook(Hook):
 class EvaluationHook(Hook):
     """Measure perplexity at several lengths, every evaluation.interval_steps and at the end."""
 
-    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
+    def __init__(self, run: Run, writer: MetricsWriter | None, tokenizer: Tokenizer) -> None:
         config = run.config
         self.writer = writer
         self.evaluator = Evaluator(
             run.chunks,
             run.topology,
             run.validation_stream,
-            load_tokenizer(find_tokenizer(config.data_directory)).eos_id,
+            tokenizer.eos_id,
             tokens_per_batch=config.evaluation.tokens_per_batch,
             max_tokens=config.evaluation.max_tokens,
             schedule_module=run.optimizer.schedule_module,
@@ -228,12 +229,17 @@ class HealthHook(Hook):
 class CheckpointHook(Hook):
     """Save every checkpoint.interval_steps, after the last step, and when the run is stopped."""
 
-    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
+    def __init__(self, run: Run, writer: MetricsWriter | None, tokenizer: Tokenizer) -> None:
         self.saved_step = run.start_point.saved_step
         self.writer = writer
         self.reported_step: int | None = None
         self.saver = Saver(
-            run.config, run.topology, run.optimizer, run.reporter.attempt, run.reporter.warn
+            run.config,
+            run.topology,
+            run.optimizer,
+            run.reporter.attempt,
+            run.reporter.warn,
+            tokenizer,
         )
         run.requests.has_problem = lambda: self.saver.has_problem
 

@@ -26,6 +26,7 @@ from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.trajectory import TOKENIZER, TRAINING, VALIDATION, Difference
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
@@ -139,6 +140,8 @@ def prepare(
         ConfigError: The data, the checkpoint or the layout cannot be used.
     """
     streams = open_stream(config, "train"), open_stream(config, "validation")
+    # What was trained with a tokenizer that no export can hold would be found out after training.
+    load_tokenizer(find_tokenizer(config.data_directory)).check_exportable()
     # Every process checks, because one that has joined waits for those that have not.
     checkpoint, _ = choose_checkpoint(config, resume)
     if checkpoint is not None:

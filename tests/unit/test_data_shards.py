@@ -301,7 +301,7 @@ def test_the_wrong_tokenizer_is_named(root):
     [
         ("shard-000002.tar", rf"shard-000002\.tar: {MISSING}"),
         ("index.npy", rf"index\.npy: {MISSING}"),
-        ("../tokenizer.model", rf"tokenizer\.model: {MISSING}"),
+        ("../tokenizer.model", r"tokenizer\.model: missing, and so is tokenizer\.json"),
         (
             "manifest.json",
             r"manifest\.json: no such file, so there is no finished data set "
