@@ -25,7 +25,7 @@ def tokenizer(request, tmp_path_factory):
     if request.param == "tokenizer.json":
         gpt2().save(str(path))
     else:
-        path.write_bytes(train_tokenizer([f"{i} foxes jump" for i in range(900)], 300))
+        path.write_bytes(train_tokenizer([f"{i} foxes jump" for i in range(900)], 290))
     return load_tokenizer(path)
 
 

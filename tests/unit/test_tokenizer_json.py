@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -20,6 +21,13 @@ TEXT = [
     "</s> <s> <|endoftext|> <pad> /s endoftext | a 1234567890 é 漢字",
 ] * 30
 NAMES = "</s> <s>a<|endoftext|>b <pad></s><unk></s>"
+
+
+def stock_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def gpt2() -> tokenizers.Tokenizer:
@@ -100,7 +108,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_the_librarys_and_nothing_is_added_cut_off_or_padded(kind, saved):
-    tokenizer, stock = load_tokenizer(saved[kind]), KINDS[kind]()
+    tokenizer, stock = load_tokenizer(saved[kind]), stock_tokenizer(saved[kind])
     assert tokenizer.file_name == "tokenizer.json"
     name = "<|endoftext|>" if kind == "gpt2" else "</s>"
     assert tokenizer.eos_id == stock.token_to_id(name)
@@ -118,7 +126,7 @@ def test_ids_are_the_librarys_and_nothing_is_added_cut_off_or_padded(kind, saved
 def test_a_special_tokens_name_in_a_text_is_text(kind, saved):
     """A web page may hold </s>; its tokens must not end the document, and decode to the page."""
     tokenizer = load_tokenizer(saved[kind])
-    stock = KINDS[kind]()
+    stock = stock_tokenizer(saved[kind])
     control = {t for t in stock.get_added_tokens_decoder() if stock.id_to_token(t) != "<unk>"}
     for text in (NAMES, "x</s>y", "</s>"):
         ids = tokenizer.encode(text)
@@ -189,14 +197,8 @@ def test_a_model_with_a_dummy_prefix_is_exported_with_the_same_ids(tmp_path):
 
 # ---- bad input -----------------------------------------------------------------------------------
 def test_no_end_of_document_is_refused(tmp_path):
-    settings = json.loads(gpt2().to_str())
-    settings["model"]["vocab"] = {
-        name.replace("endoftext", "other"): i for name, i in settings["model"]["vocab"].items()
-    }
-    (tmp_path / "t.json").write_text(json.dumps(settings | {"added_tokens": []}))
-    with pytest.raises(
-        ConfigError, match=r"t\.json: has no token that marks the end .* Add one to"
-    ):
+    (tmp_path / "t.json").write_text(gpt2().to_str().replace("<|endoftext|>", "<|other|>"))
+    with pytest.raises(ConfigError, match=r"t\.json: has no token that marks the end .* Add one"):
         load_tokenizer(tmp_path / "t.json")
 
 
@@ -204,9 +206,14 @@ def test_ids_that_the_library_would_change_are_refused(tmp_path):
     settings = json.loads(gpt2().to_str())
     settings["added_tokens"][0]["id"] = 5
     (tmp_path / "t.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        ConfigError, match=r"<\|endoftext\|> has the id 5, but with this .* it is 0"
-    ):
+    with pytest.raises(ConfigError, match=r"<\|endoftext\|> has the id 5, but .* it is 0"):
+        load_tokenizer(tmp_path / "t.json")
+
+
+def test_characters_that_it_has_no_token_for_are_not_found_out_in_the_middle(tmp_path):
+    tokenizer = tokenizers.Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)]))
+    tokenizer.save(str(tmp_path / "t.json"))
+    with pytest.raises(ConfigError, match=r"t\.json: cannot encode .*unk_id.*Use another"):
         load_tokenizer(tmp_path / "t.json")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 from pretrain.config import ConfigError
-from pretrain.data.tokenizers.base import JSON, Tokenizer
+from pretrain.data.tokenizers.base import JSON, PROBES, Tokenizer
 from pretrain.data.tokenizers.words import GPT2, LLAMA3, Cut, WordCache
 
 EOS_NAMES = (
@@ -65,9 +65,12 @@ class JsonTokenizer(Tokenizer):
         self._settings = settings
         self._processor = _load(path, json.dumps(settings))
         _check_ids(path, settings, self._processor)
+        self._check_encodes()
         self.special = {"eos": self.eos_id}
-        if isinstance(unknown := settings["model"].get("unk_token"), str):
-            self.special["unk"] = vocabulary[unknown]
+        unknown = settings["model"].get("unk_id")
+        unknown = vocabulary.get(settings["model"].get("unk_token"), unknown)
+        if unknown is not None:
+            self.special["unk"] = unknown
         self._spelled = self._spell_names(settings)
         self.respelled = tuple(name for name, i in vocabulary.items() if i in self._spelled)
         self._cut = _cut(settings)
@@ -95,6 +98,17 @@ class JsonTokenizer(Tokenizer):
         """Return the tokenizer as the library loads it."""
         return _load(self.path, json.dumps(self._settings))
 
+    def _check_encodes(self) -> None:
+        """Raise ConfigError if there are characters that the tokenizer has no token for."""
+        for text in PROBES:
+            try:
+                self._encode(text)
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.path}: cannot encode {text!r} ({error}), and a corpus may hold "
+                    "anything. Use another tokenizer"
+                ) from None
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
@@ -110,7 +124,9 @@ class JsonTokenizer(Tokenizer):
         """
         spelled = {}
         for token in settings["added_tokens"]:
-            if not token["special"] or token["id"] not in self._encode(f"a{token['content']}b"):
+            is_text = token["id"] not in self._encode(f"a{token['content']}b")
+            # Any character may be unknown, and that is no control token.
+            if not token["special"] or token["id"] == self.special.get("unk") or is_text:
                 continue
             pieces = [self._processor.token_to_id(c) for c in token["content"]]
             known = [i for i in pieces if i is not None]
