@@ -6,12 +6,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 
 from pretrain.config import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MODEL, JSON = "tokenizer.model", "tokenizer.json"
 TOKENIZER_FILES = (MODEL, JSON)
