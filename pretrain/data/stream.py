@@ -13,7 +13,7 @@ import numpy as np
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.manifest import INDEX, read_manifest, rebuild_advice, sha256
 from pretrain.data.sources import Split
-from pretrain.data.tokenizer import find_tokenizer
+from pretrain.data.tokenizers.base import find_tokenizer
 
 
 class TokenStream:

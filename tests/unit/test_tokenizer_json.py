@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pretrain.config import ConfigError
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
+from pretrain.data.tokenizer import find_tokenizer, load_tokenizer, train_tokenizer
 from pretrain.export.tokenizer import check_same_ids, fast_tokenizer
 
 TEXT = [
@@ -257,6 +257,26 @@ def test_what_is_no_file_is_refused(tmp_path):
             load_tokenizer(path)
     with pytest.raises(ConfigError, match=r"tokenizer\.model: missing, and so is tokenizer\.json"):
         find_tokenizer(tmp_path)
+
+
+def test_a_flipped_bit_in_a_sentencepiece_model_is_refused_or_harmless(tmp_path):
+    """Among others it makes pieces that are not UTF-8."""
+    generator, path = random.Random(1), tmp_path / "t.model"
+    content = train_tokenizer(TEXT, 330)
+    refused = 0
+    for number in range(200):
+        damaged = bytearray(content)
+        damaged[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged[: generator.randrange(len(content)) if number % 5 == 0 else None])
+        try:
+            tokenizer = load_tokenizer(path)
+            tokenizer.check_exportable()
+        except ConfigError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert max(tokenizer.encode("To be </s>\n")) < tokenizer.vocab_size
+    assert refused > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -120,6 +120,22 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
 
+def find_tokenizer(directory: str | Path) -> Path:
+    """Return the path of the tokenizer in a data set or a checkpoint.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    paths = [Path(directory) / name for name in TOKENIZER_FILES]
+    for path in paths:
+        if path.exists():
+            return path
+    raise ConfigError(
+        f"{paths[0]}: missing, and so is {paths[1].name}: there is no tokenizer. `pretrain data "
+        "build CONFIG` makes a data set with one"
+    )
+
+
 def read_tokenizer(path: Path) -> bytes:
     """Return the bytes of a tokenizer's file.
 

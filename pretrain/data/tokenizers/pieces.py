@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
 import tokenizers
-from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizers.base import MODEL, Tokenizer
@@ -36,6 +33,11 @@ class PieceTokenizer(Tokenizer):
         Raises:
             ConfigError: It is no SentencePiece model, or has no </s> piece.
         """
+        # Here, because machines that only measure training need no SentencePiece.
+        import sentencepiece
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+
         super().__init__(path, content)
         # protobuf creates the class when the module is imported, so mypy does not know it.
         self.proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -43,10 +45,11 @@ class PieceTokenizer(Tokenizer):
         try:
             self.proto.ParseFromString(content)
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-            # An empty file is a model without pieces, about which nothing can be asked.
-            if self.proto.pieces:
+            # An empty file is a model without pieces, about which nothing can be asked. A piece
+            # that is not UTF-8 is not a str.
+            if self.proto.pieces and all(isinstance(p.piece, str) for p in self.proto.pieces):
                 self.vocab_size = self._processor.get_piece_size()
-        except (RuntimeError, DecodeError):
+        except (RuntimeError, ValueError, IndexError, DecodeError):
             pass
         if not self.vocab_size:
             raise ConfigError(
@@ -85,7 +88,9 @@ class PieceTokenizer(Tokenizer):
 
     def _word_encoder(self) -> Any:
         """Return a function from a word to its ids; it adds no space before the word."""
-        proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        import sentencepiece
+
+        proto = type(self.proto)()
         proto.CopyFrom(self.proto)
         proto.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
