@@ -117,7 +117,8 @@ def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: The tokenizer is another one.
     """
-    trained, found = checkpoint.origin.data.get(TOKENIZER), stream.tokenizer_sha256
+    trained = checkpoint.origin.data.get(TOKENIZER, checkpoint.tokenizer_sha256)
+    found = stream.tokenizer_sha256
     if trained not in (None, found):
         raise ConfigError(
             f"data.directory = {stream.data_set}: its tokenizer has the SHA-256 "

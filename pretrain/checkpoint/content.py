@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,10 +25,13 @@ from pydantic import (
 
 from pretrain.checkpoint.index import Natural
 from pretrain.data.blend import Segment
+from pretrain.data.tokenizers.base import TOKENIZER_FILES
 from pretrain.rundir.lineage import Branch, Lineage
 
 FORMAT = 2
 STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
+REQUIRED = (INDEX, STATE, CONFIG)
+"""Every checkpoint has these small files. Most have a tokenizer too: one of TOKENIZER_FILES."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 """What is saved of every parameter: fp32 weights and Adam's moments, by torch's names."""
 
@@ -203,6 +206,11 @@ def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any
         "step": step,
         "validation_loss_nats": origin.validation_loss_nats,
     }
+
+
+def small_files(names: Iterable[str]) -> list[str]:
+    """Return the files without tensors. Their hashes are in the manifest."""
+    return [name for name in names if name in REQUIRED or name in TOKENIZER_FILES]
 
 
 def is_manifest(content: Mapping[str, Any]) -> bool:

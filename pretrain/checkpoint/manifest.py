@@ -32,6 +32,7 @@ from pretrain.checkpoint.content import (
     INDEX,
     MASTER,
     MOMENTS,
+    REQUIRED,
     STATE,
     Change,
     ManifestContent,
@@ -39,6 +40,7 @@ from pretrain.checkpoint.content import (
     StateContent,
     TrainerState,
     checksum,
+    small_files,
 )
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
@@ -68,6 +70,10 @@ class Checkpoint:
     """What was recorded beside the state."""
     index_sha256: str
     """The SHA-256 of index.json."""
+    tokenizer_file: str | None
+    """Name of the tokenizer's file; None in checkpoints of versions that did not save it."""
+    tokenizer_sha256: str | None
+    """The SHA-256 of that file."""
 
     @cached_property
     def index(self) -> Index:
@@ -151,7 +157,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify and parse a checkpoint's manifest, state.json and config.toml.
+    """Verify and parse a checkpoint's manifest, state.json and config.toml; verify its tokenizer.
 
     Args:
         path: The checkpoint's directory, as `find_checkpoint` returns it.
@@ -163,7 +169,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest, own_checksum = _read_manifest(path)
     _check_files(path, manifest)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    digests = {name: manifest.files[name].sha256 or "" for name in (STATE, CONFIG, INDEX)}
+    digests = {name: manifest.files[name].sha256 or "" for name in small_files(sizes)}
     # Parsed from what was verified: each file is read once.
     config = _parse_config(path, _read(path, CONFIG, sizes[CONFIG], digests[CONFIG]))
     try:
@@ -173,6 +179,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path / STATE, f"not a state ({_first(error)})") from None
     if state.step != manifest.step:
         raise _damaged(path / STATE, f"step {state.step}, the manifest says {manifest.step}")
+    tokenizer = next((name for name in digests if name not in REQUIRED), None)
+    if tokenizer is not None:
+        _read(path, tokenizer, sizes[tokenizer], digests[tokenizer])
     check_name(path, manifest.step)
     return Checkpoint(
         path=path,
@@ -191,6 +200,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             validation_loss_nats=manifest.validation_loss_nats,
         ),
         index_sha256=digests[INDEX],
+        tokenizer_file=tokenizer,
+        tokenizer_sha256=digests[tokenizer] if tokenizer else None,
     )
 
 
@@ -223,14 +234,14 @@ def _read_manifest(checkpoint: Path) -> tuple[ManifestContent, str]:
 def _check_files(checkpoint: Path, manifest: ManifestContent) -> None:
     """Check that the manifest lists what a checkpoint has, and that nothing else is there."""
     path, names = checkpoint / MANIFEST, manifest.files.keys()
-    small = {STATE, CONFIG, INDEX}
+    small = set(small_files(names))
     for name, entry in manifest.files.items():
         is_small = name in small
         if not is_small and not FILE_NAME.fullmatch(name):
             raise _damaged(path, f"lists {name!r}, which is no file of a checkpoint")
         if is_small and entry.sha256 is None:
             raise _damaged(path, f"has no SHA-256 of {name}")
-    if missing := small - names:
+    if missing := set(REQUIRED) - names:
         raise _damaged(path, f"does not list {min(missing)}")
     # An NFS client gives a file that was removed while it was open a name of this form.
     found = {name for name in os.listdir(checkpoint) if not name.startswith(".nfs")}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.content import CONFIG, FORMAT, INDEX, STATE, checksum, describe
+from pretrain.checkpoint.content import CONFIG, FORMAT, INDEX, REQUIRED, STATE, checksum, describe
 from pretrain.checkpoint.index import Index, Part, merge
 from pretrain.rundir.checkpoints import publish_checkpoint
-from pretrain.rundir.files import flush_directory, replace_file, replace_json
+from pretrain.rundir.files import flush_directory, flush_file, replace_file, replace_json
 from pretrain.rundir.history import remove_old
 from pretrain.rundir.lineage import MANIFEST
 from pretrain.rundir.retention import Policy
@@ -42,6 +42,8 @@ class Publication:
     """The content of state.json."""
     config: str
     """The content of config.toml."""
+    tokenizer: str | None = None
+    """Name of the tokenizer's file, which lies in the hidden directory; None without one."""
 
 
 class Patience:
@@ -100,7 +102,11 @@ def _write_small_files(directory: Path, publication: Publication, index: Index) 
     replace_json(directory / STATE, publication.state, durable=True, indent=2)
     replace_file(directory / CONFIG, publication.config, durable=True)
     files: dict[str, dict[str, Any]] = {f.name: {"bytes": f.bytes} for f in index.files}
-    files |= {name: describe(directory / name) for name in (INDEX, STATE, CONFIG)}
+    small = list(REQUIRED)
+    if publication.tokenizer is not None:
+        flush_file(directory / publication.tokenizer)
+        small.append(publication.tokenizer)
+    files |= {name: describe(directory / name) for name in small}
     manifest = {"format": FORMAT, **publication.lineage, "files": files}
     manifest["checksum"] = checksum(manifest)
     replace_json(directory / MANIFEST, manifest, durable=True, indent=2)

@@ -36,10 +36,12 @@ from pretrain.checkpoint.part import Values, write_part
 from pretrain.checkpoint.publish import Publication, publish
 from pretrain.checkpoint.writer import Writer
 from pretrain.config import RunConfig, RunFailed, dump_config, writing
+from pretrain.data.tokenizers.base import Tokenizer
 from pretrain.optim.state import Fragment
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
 from pretrain.rundir.fence import check_still_holds
+from pretrain.rundir.files import replace_file
 from pretrain.rundir.lineage import new_id
 from pretrain.rundir.warn import WarnOnce
 from pretrain.topology import Topology, on_main, ranks_here
@@ -75,6 +77,7 @@ class Saver:
         optimizer: ZeroOptimizer,
         attempt: Path | None = None,
         warn: WarnOnce | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Make room for copies of the state. All ranks together.
 
@@ -84,8 +87,10 @@ class Saver:
             optimizer: The optimizer, whose masters stand for the weights.
             attempt: RUN/attempts/#### that must still hold the run; rank 0's counts.
             warn: Takes what the disk refuses of the deletion of old checkpoints.
+            tokenizer: The run's tokenizer, which every checkpoint carries.
         """
         self._attempt, self._warn = attempt, warn or WarnOnce()
+        self._tokenizer = tokenizer
         self._config, self._topology, self._optimizer = config, topology, optimizer
         self._writer = Writer()
         self._save: _Save | None = None
@@ -165,6 +170,7 @@ class Saver:
             lineage=lineage_content(identifier, step, origin),
             state=state_content(trainer_state, state.adam_steps, state.loss_scaler_state, origin),
             config=dump_config(self._config),
+            tokenizer=self._tokenizer.file_name if self._tokenizer else None,
         )
         self._save = _Save(identifier, step, partial, final, publication)
         part, tensors = lay_out(self._topology.rank, state.fragments)
@@ -335,7 +341,9 @@ class Saver:
         if prepare is not None:
             prepare()
         with writing(checkpoint_directory(self._config.directory, step)):
-            return begin_partial(self._config.directory, step, self._attempt)
+            partial = begin_partial(self._config.directory, step, self._attempt)
+            _put_tokenizer(self._tokenizer, partial)
+            return partial
 
 
 def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.Tensor]]:
@@ -368,8 +376,7 @@ def write_checkpoint(
     masters: Mapping[str, torch.Tensor],
     trainer_state: TrainerState,
     origin: Origin,
-    attempt: Path | None = None,
-    warn: WarnOnce | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Write a checkpoint from whole weights, in this process alone. The moments are zero.
 
@@ -379,6 +386,7 @@ def write_checkpoint(
         masters: Global name -> weights of every parameter.
         trainer_state: How far training has come.
         origin: Where the state comes from.
+        tokenizer: The model's tokenizer, if it is known.
 
     Returns:
         The checkpoint's directory.
@@ -402,6 +410,7 @@ def write_checkpoint(
 
     with writing(final):
         partial = begin_partial(run, trainer_state.step, None)
+        _put_tokenizer(tokenizer, partial)
         write_part(partial, Part(0, pieces), values())
         publish(
             Publication(
@@ -413,9 +422,16 @@ def write_checkpoint(
                 lineage=lineage_content(new_id(), trainer_state.step, origin),
                 state=state_content(trainer_state, 0, None, origin),
                 config=dump_config(config),
+                tokenizer=tokenizer.file_name if tokenizer else None,
             )
         )
     return final
+
+
+def _put_tokenizer(tokenizer: Tokenizer | None, partial: Path) -> None:
+    """Write the tokenizer to a checkpoint's hidden directory; `publish` flushes it to the disk."""
+    if tokenizer is not None:
+        replace_file(partial / tokenizer.file_name, tokenizer.content)
 
 
 def _host_values(tensors: list[torch.Tensor]) -> Iterator[Values]:

@@ -29,7 +29,7 @@ from pretrain.checkpoint.blocks import (
     FileRecord,
     digest,
 )
-from pretrain.checkpoint.content import CONFIG, FORMAT, INDEX, STATE, is_manifest
+from pretrain.checkpoint.content import FORMAT, INDEX, REQUIRED, is_manifest, small_files
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunFailed
@@ -186,9 +186,9 @@ class Store:
         missing = [f for f in opened.index.files if sizes.get(f.name) != f.bytes]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(lambda record: self._send_file(name, checkpoint, record), missing))
-        for small in (INDEX, STATE, CONFIG):
-            self._send(name, small, [(checkpoint / small).read_bytes()])
         expected = opened.files
+        for small in small_files(expected):
+            self._send(name, small, [(checkpoint / small).read_bytes()])
         sizes = self._sizes(name)
         for file, size in expected.items():
             if sizes.get(file) != size:
@@ -219,7 +219,7 @@ class Store:
             StoreError: The store cannot be read.
             OSError: The disk refused.
         """
-        small = {name: self._verified(stored, name) for name in (INDEX, STATE, CONFIG)}
+        small = self._verified_files(stored)
         files = Index.parse(small[INDEX]).files
         self._check_listed(stored, files)
 
@@ -257,7 +257,7 @@ class Store:
             return None if found == record else str(self._damaged(stored, record.name))
 
         try:
-            small = {name: self._verified(stored, name) for name in (INDEX, STATE, CONFIG)}
+            small = self._verified_files(stored)
             files = Index.parse(small[INDEX]).files
             self._check_listed(stored, files)
         except DamagedCheckpoint as error:
@@ -307,6 +307,10 @@ class Store:
             except FileNotFoundError:
                 return
 
+    def _verified_files(self, stored: Stored) -> dict[str, bytes]:
+        """Return the contents of the small files by name, verified."""
+        return {name: self._verified(stored, name) for name in small_files(stored.content["files"])}
+
     def _verified(self, stored: Stored, name: str) -> bytes:
         """Return the content of a small file, verified."""
         entry = stored.content["files"].get(name)
@@ -321,7 +325,7 @@ class Store:
         listed = {
             name: entry["bytes"]
             for name, entry in stored.content["files"].items()
-            if name not in (INDEX, STATE, CONFIG)
+            if FILE_NAME.fullmatch(name)
         }
         if {file.name: file.bytes for file in files} != listed:
             raise self._damaged(stored, INDEX)
@@ -387,11 +391,10 @@ def split_checkpoint(url: str) -> tuple[str, str | None]:
 
 def _are_files(files: Any) -> bool:
     """Return True if a manifest's "files" lists what a checkpoint has, and nothing else."""
-    small = {INDEX, STATE, CONFIG}
     return (
         isinstance(files, dict)
-        and small <= files.keys()
-        and all(name in small or FILE_NAME.fullmatch(name) for name in files)
+        and files.keys() >= set(REQUIRED)
+        and all(FILE_NAME.fullmatch(name) for name in files.keys() - set(small_files(files)))
         and all(isinstance(e, dict) and type(e.get("bytes")) is int for e in files.values())
     )
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrain.config import ConfigError
-from pretrain.data.tokenizers.base import TOKENIZER_FILES, Tokenizer, read_tokenizer
+from pretrain.data.tokenizers.base import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    find_tokenizer,
+    read_tokenizer,
+)
 from pretrain.data.tokenizers.hugging_face import JsonTokenizer
 from pretrain.data.tokenizers.pieces import PieceTokenizer
 from pretrain.data.tokenizers.training import train_tokenizer
@@ -29,19 +33,3 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
         return JsonTokenizer(path, content)
     return PieceTokenizer(path, content)
-
-
-def find_tokenizer(directory: str | Path) -> Path:
-    """Return the path of the tokenizer in a data set or a checkpoint.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    paths = [Path(directory) / name for name in TOKENIZER_FILES]
-    for path in paths:
-        if path.exists():
-            return path
-    raise ConfigError(
-        f"{paths[0]}: missing, and so is {paths[1].name}: there is no tokenizer. `pretrain data "
-        "build CONFIG` makes a data set with one"
-    )

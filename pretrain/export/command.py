@@ -14,7 +14,10 @@ from pretrain import topology
 from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretrain.checkpoint.tokenizer import tokenizer_of
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.run import is_url
+from pretrain.data.manifest import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
@@ -62,8 +65,8 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
         "batch": {"micro_batch_size": 1, "global_batch_size": 1},
     }
     config = opened.load_config(["train.precision=fp32"], sections)
-    stream = open_stream(config, "validation")
-    check_tokenizer(stream, opened)
+    tokenizer = tokenizer_of(opened, Path(config.data.directory))
+    ids = _comparison_ids(config, opened)
     state = opened.trainer_state
     facts = {
         "Training steps": f"{state.step:,}",
@@ -74,14 +77,14 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
     name = to_huggingface(
         config,
         weights,
-        stream.tokenizer_path,
+        tokenizer.path,
         out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
         curve=_curve(config, checkpoint, curve),
         facts=facts,
     )
     print(f"{checkpoint} -> {out} ({name})")
-    report = compare_with_folder(config, opened, out, _validation_ids(config, stream))
+    report = compare_with_folder(config, opened, out, ids)
     print(report.format())
     return report.passed
 
@@ -127,31 +130,43 @@ def compare_with_folder(
         topology.finish()
 
 
-def _validation_ids(config: RunConfig, stream: TokenStream) -> list[Tensor]:
-    """Return the first tokens of the validation split, at L tokens and beyond, at 4 L.
+def _comparison_ids(config: RunConfig, checkpoint: Checkpoint) -> list[Tensor]:
+    """Return token ids [N, T] to compare the models on, at L tokens and beyond, at 4 L.
 
-    A learned position table may end before that; then they are compared as far as it reaches.
+    A learned position table may end before that; then they are compared as far as it reaches. The
+    tokens are the first of the validation split, or random ones where the data set is not here.
 
     Args:
         config: The checkpoint's config.
-        stream: The validation split.
+        checkpoint: The checkpoint, opened.
 
     Raises:
-        ConfigError: The validation split is shorter than one sequence.
+        ConfigError: The data set is damaged or another tokenizer's, or the validation split is
+            shorter than one sequence.
     """
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
     if config.position.method == "learned":
         lengths = sorted({min(length, config.max_position_embeddings) for length in lengths})
-    ids = []
-    for length in lengths:
-        rows = min(PARITY_ROWS, len(stream) // length)
-        if rows == 0:
-            raise ConfigError(
-                f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
-                "Hold out more validation text (data.validation_fraction) and build the data again"
-            )
-        ids.append(torch.from_numpy(stream.read(0, rows * length)).view(rows, length))
-    return ids
+    where = f"{config.data.directory}/validation"
+    if not is_url(where) and not Path(where, MANIFEST).exists():
+        print(f"{where}: not here, so the models are compared on random tokens")
+        generator = torch.Generator().manual_seed(0)
+        size = config.data.vocab_size
+        return [torch.randint(size, (PARITY_ROWS, n), generator=generator) for n in lengths]
+    stream = open_stream(config, "validation")
+    check_tokenizer(stream, checkpoint)
+    return [_first_rows(stream, length) for length in lengths]
+
+
+def _first_rows(stream: TokenStream, length: int) -> Tensor:
+    """Return the first sequences of a split, int64 [N, length]."""
+    rows = min(PARITY_ROWS, len(stream) // length)
+    if rows == 0:
+        raise ConfigError(
+            f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
+            "Hold out more validation text (data.validation_fraction) and build the data again"
+        )
+    return torch.from_numpy(stream.read(0, rows * length)).view(rows, length)
 
 
 def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ card, and the run's resolved config as pretrain.toml.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,17 @@ import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
-from pretrain.data.manifest import TOKENIZER
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.export.card import model_card
 from pretrain.export.convert import convert, not_restored
 from pretrain.export.selection import check_exportable
 from pretrain.export.targets import Target
-from pretrain.export.tokenizer import check_same_ids, fast_tokenizer, special_ids
+from pretrain.export.tokenizer import (
+    ORIGINAL_TOKENIZERS,
+    check_same_ids,
+    fast_tokenizer,
+    special_ids,
+)
 from pretrain.rundir.files import new_directory
 
 MARKER = "pretrain.toml"
@@ -34,7 +38,7 @@ ORIGINALS = "pretrain.safetensors"
 def to_huggingface(
     config: RunConfig,
     state: Mapping[str, Tensor],
-    tokenizer_model_path: str | Path,
+    tokenizer_path: str | Path,
     out_dir: str | Path,
     *,
     max_length: int,
@@ -48,7 +52,7 @@ def to_huggingface(
     Args:
         config: The run's resolved config.
         state: Full fp32 tensors by global name, as a checkpoint holds them.
-        tokenizer_model_path: SentencePiece model that the run's data was tokenized with.
+        tokenizer_path: File of the tokenizer that the run's data was made with.
         out_dir: Folder to write.
         max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
             limit; the other classes only record it. A learned position table has its own.
@@ -74,17 +78,18 @@ def to_huggingface(
             "another folder"
         )
     tensors = convert(target, config, state, max_length)
-    settings = hf_settings(target, config, max_length, special_ids(tokenizer_model_path))
+    tokenizer = load_tokenizer(tokenizer_path)
+    settings = hf_settings(target, config, max_length, special_ids(tokenizer))
     _check_complete(settings, tensors)
     originals = not_restored(target, config, state)
     with writing(out), new_directory(out, replace=True) as folder:
-        _write(folder, settings, tensors, tokenizer_model_path, max_length)
+        _write(folder, settings, tensors, tokenizer, max_length)
         card = model_card(config, target, curve, facts or {}, max_length)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # For `pretrain import`, whose result is then the run's model to the last bit.
         if originals:
             _save(originals, folder / ORIGINALS)
-        shutil.copyfile(tokenizer_model_path, folder / TOKENIZER)
+        (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
     return target.class_name
 
@@ -150,7 +155,7 @@ def _write(
     directory: Path,
     settings: Any,
     tensors: dict[str, Tensor],
-    tokenizer_model_path: str | Path,
+    tokenizer: Tokenizer,
     max_length: int,
 ) -> None:
     """Write weights, config, generation config and tokenizer, and check the tokenizer.
@@ -159,7 +164,7 @@ def _write(
         directory: Existing folder to write to.
         settings: The transformers config.
         tensors: Weights by their names in the transformers class.
-        tokenizer_model_path: SentencePiece model.
+        tokenizer: The run's tokenizer.
         max_length: Longest sequence in tokens, for the tokenizer.
 
     Raises:
@@ -168,18 +173,18 @@ def _write(
     """
     from transformers import GenerationConfig
 
-    tokenizer = fast_tokenizer(tokenizer_model_path, max_length=max_length)
-    if len(tokenizer) > settings.vocab_size:
+    stock = fast_tokenizer(tokenizer, max_length=max_length)
+    if tokenizer.vocab_size > settings.vocab_size:
         raise ConfigError(
-            f"{tokenizer_model_path}: has {len(tokenizer)} pieces, but the model has "
+            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "
             f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
         )
     settings.save_pretrained(directory)
     _save(tensors, directory / "model.safetensors")
-    generation = GenerationConfig(**special_ids(tokenizer_model_path))  # type: ignore[no-untyped-call]  # untyped in transformers
+    generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
     generation.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    check_same_ids(tokenizer_model_path, directory)
+    stock.save_pretrained(directory)
+    check_same_ids(tokenizer, directory)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -7,7 +7,6 @@ at all.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,12 +18,14 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.config.run import is_url
-from pretrain.data.manifest import MANIFEST, TOKENIZER
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.config.trajectory import TOKENIZER
+from pretrain.data.manifest import MANIFEST
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.export.command import compare_with_folder
 from pretrain.export.convert import EMBEDDING, restore, same_bits
 from pretrain.export.huggingface import MARKER, ORIGINALS, stock_shapes
 from pretrain.export.targets import Target
+from pretrain.export.tokenizer import find_original
 from pretrain.importing.run import run_config
 from pretrain.importing.settings import CONFIG, Source, read_source
 from pretrain.importing.weights import FolderWeights, read_tensors
@@ -60,14 +61,16 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
         claim_version(partial)
         replace_file(RunPaths(partial).config, dump_config(config))
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
+            replace_file(partial / tokenizer.file_name, tokenizer.content)
         # Not streamed: the comparison holds the whole model in any case.
         tensors = dict(_tensors(folder, source, config, weights))
-        origin = Origin(branches=(Branch(new_id(), 0),))
-        checkpoint = write_checkpoint(partial, config, tensors, TrainerState(0, 0), origin)
+        data = {TOKENIZER: tokenizer.fingerprint} if tokenizer is not None else {}
+        origin = Origin(branches=(Branch(new_id(), 0),), data=data)
+        state = TrainerState(0, 0)
+        checkpoint = write_checkpoint(partial, config, tensors, state, origin, tokenizer)
         _check_parity(folder, out, source, checkpoint)
     print(f"{folder} -> {out} ({num_parameters(config):,} parameters)")
-    print(_advice(config, out, tokenizer is not None))
+    print(_advice(config, out, tokenizer))
 
 
 def _open_weights(folder: Path, source: Source) -> FolderWeights:
@@ -155,35 +158,38 @@ def _check_parity(folder: Path, out: Path, source: Source, checkpoint: Path) -> 
         )
 
 
-def _tokenizer(folder: Path, config: RunConfig) -> Path | None:
-    """Return the SentencePiece model that the folder carries, if it is one of our exports.
+def _tokenizer(folder: Path, config: RunConfig) -> Tokenizer | None:
+    """Return the run's tokenizer that the folder carries, if it is one of our exports.
 
     Raises:
         ConfigError: It is not the tokenizer that the exported run's config describes.
     """
-    path = folder / TOKENIZER
-    if not (folder / MARKER).is_file() or not path.is_file():
+    original = find_original(folder)
+    if not (folder / MARKER).is_file() or original is None:
         return None
-    if (pieces := load_tokenizer(path).vocab_size) != config.data.vocab_size:
+    tokenizer = load_tokenizer(original[1])
+    if tokenizer.vocab_size != config.data.vocab_size:
         raise ConfigError(
-            f"{path}: has {pieces} pieces, but data.vocab_size = {config.data.vocab_size}"
+            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but data.vocab_size = "
+            f"{config.data.vocab_size}"
         )
-    return path
+    return tokenizer
 
 
-def _advice(config: RunConfig, out: Path, has_tokenizer: bool) -> str:
+def _advice(config: RunConfig, out: Path, tokenizer: Tokenizer | None) -> str:
     """Return what has to be known about the data before the run is evaluated or trained on."""
     where = f"data.directory = {config.data.directory}"
-    if not has_tokenizer:
+    if tokenizer is None:
         return (
             f"To evaluate it or train on, {where} needs tokens of this model's own tokenizer, "
-            f"which has up to {config.data.vocab_size:,} ids. `pretrain data build` can use "
-            "SentencePiece models alone (data.tokenizer), and this folder has none that is known "
-            "to be the model's. Tokens of another tokenizer would give meaningless numbers"
+            f"which has up to {config.data.vocab_size:,} ids. `pretrain data build` can use its "
+            "SentencePiece model or tokenizer.json (data.tokenizer), but this folder says nowhere "
+            "which file is the model's. Tokens of another tokenizer would give meaningless numbers"
         )
+    own = f"The tokenizer is {out / tokenizer.file_name}"
     if is_url(config.data.directory) or (config.data_directory / "validation" / MANIFEST).is_file():
-        return f"The tokenizer is {out / TOKENIZER}; {where} exists and is used if it fits"
+        return f"{own}; {where} exists and is used if it fits"
     return (
-        f"The tokenizer is {out / TOKENIZER}. To evaluate the model or train on, make tokens with "
-        f"it: set data.paths and data.directory, and run `pretrain data build {out}/config.toml`"
+        f"{own}. To evaluate the model or train on, make tokens with it: set data.paths and "
+        f"data.directory, and run `pretrain data build {out}/config.toml`"
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
-from pretrain.data.manifest import TOKENIZER
 from pretrain.export.huggingface import MARKER, hf_settings
 from pretrain.export.selection import check_exportable
+from pretrain.export.tokenizer import find_original
 from pretrain.importing.settings import CONFIG, Source, sections
 
 MAY_DIFFER = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std"}
@@ -61,9 +61,9 @@ def _exported_values(folder: Path, source: Source, out: Path) -> dict[str, Any]:
     if config.position.method == "learned":
         # By default it follows data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length
-    if (folder / TOKENIZER).is_file():
+    if (original := find_original(folder)) is not None:
         # The import puts a copy there; a file that the run was given may be on another machine.
-        values["data"]["tokenizer"] = str(out / TOKENIZER)
+        values["data"]["tokenizer"] = str(out / original[0])
     return values
 
 

@@ -67,6 +67,12 @@ def replace_file(
         raise
 
 
+def flush_file(path: Path) -> None:
+    """Flush a file's content to the disk, so that it survives a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def replace_json(
     path: Path, content: Any, *, durable: bool = False, indent: int | None = None
 ) -> None:

@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 _ROWS = """
 run.json | first start, import | the version of this layout, and when the run was made
 config.toml | each start, import | the resolved config, every key with its value
-tokenizer.model | pretrain import | the tokenizer of an imported export, which data.tokenizer names
+tokenizer.<kind> | pretrain import | an imported export's tokenizer, which data.tokenizer names
 metrics.jsonl | rank 0 | a line per training step, length of an evaluation, and allowed change
 wandb_run_id | rank 0 | the id under which W&B continues the run
 wandb/ | wandb | what W&B keeps on disk
@@ -40,6 +40,7 @@ checkpoints/step-########/ | all ranks | a checkpoint; it appears under this nam
 checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each file; written last
 checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
+checkpoints/step-########/tokenizer.<kind> | rank 0 | the data set's tokenizer: .model or .json
 checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every MiB
 checkpoints/step-########/rank-<rank>.safetensors | each rank | master weights and Adam moments
 abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this

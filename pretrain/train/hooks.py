@@ -22,6 +22,7 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
@@ -76,10 +77,11 @@ def make_hooks(run: Run) -> list[Hook]:
     numbers are on disk, and what a resumed run finds undone is only an evaluation that was broken
     off (`find_start_point`). Its health is checked right before it is saved.
     """
+    tokenizer = load_tokenizer(run.validation_stream.tokenizer_path)
     writer = None
     if run.topology.is_main:
         writer = MetricsWriter(run.config, run.config.directory, run.state.step)
-    saver = CheckpointHook(run, writer)
+    saver = CheckpointHook(run, writer, tokenizer)
     return [
         LoggingHook(run, writer),
         EvaluationHook(run, writer),
@@ -231,12 +233,17 @@ class HealthHook(Hook):
 class CheckpointHook(Hook):
     """Save every checkpoint.interval_steps, after the last step, and when the run is stopped."""
 
-    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
+    def __init__(self, run: Run, writer: MetricsWriter | None, tokenizer: Tokenizer) -> None:
         self.saved_step = run.start_point.saved_step
         self.writer = writer
         self.reported_step: int | None = None
         self.saver = Saver(
-            run.config, run.topology, run.optimizer, run.reporter.attempt, run.reporter.warn
+            run.config,
+            run.topology,
+            run.optimizer,
+            run.reporter.attempt,
+            run.reporter.warn,
+            tokenizer,
         )
         run.requests.has_problem = lambda: self.saver.has_problem
 

@@ -27,6 +27,7 @@ from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.trajectory import Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
@@ -146,6 +147,8 @@ def prepare(
         ConfigError: The data, the checkpoint or the layout cannot be used.
     """
     streams = open_stream(config, "train"), open_stream(config, "validation")
+    # What was trained with a tokenizer that no export can hold would be found out after training.
+    load_tokenizer(streams[0].tokenizer_path).check_exportable()
     # Every process checks, because one that has joined waits for those that have not.
     segment_of(config, streams[0])
     checkpoint, _ = choose_checkpoint(config, resume)

@@ -24,6 +24,7 @@ from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.part import write_part
 from pretrain.checkpoint.publish import Publication, publish
 from pretrain.config import RunConfig, dump_config
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.rundir.lineage import Branch, new_id
 from tests.conftest import tiny_config
 
@@ -64,6 +65,7 @@ def save(
     tensors: Values | None = None,
     world_size: int = 2,
     config: RunConfig | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Checkpoint:
     """Write RUN/checkpoints/step-########, each tensor cut into flat ranges, one for each rank."""
     tensors = values(step) if tensors is None else tensors
@@ -80,6 +82,8 @@ def save(
             arrays.append(array.reshape(-1)[start:end])
         write_part(partial, Part(rank, tuple(pieces)), arrays)
     origin = origin or first_origin()
+    if tokenizer is not None:
+        (partial / tokenizer.file_name).write_bytes(tokenizer.content)
     publish(
         Publication(
             partial=str(partial),
@@ -90,6 +94,7 @@ def save(
             lineage=lineage_content(new_id(), step, origin),
             state=state_content(TrainerState(step, 8 * step), step, None, origin),
             config=dump_config(config or tiny_config()),
+            tokenizer=tokenizer.file_name if tokenizer else None,
         )
     )
     return open_checkpoint(final)

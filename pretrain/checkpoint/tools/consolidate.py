@@ -50,7 +50,7 @@ def consolidate(
     with_optimizer: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write the weights of a checkpoint as plain safetensors, by global name.
+    """Write the weights of a checkpoint as plain safetensors, by global name, and its tokenizer.
 
     Above `max_shard_bytes` there are several files and an index, laid out as Hugging Face does. No
     more than a few slabs of the tensors are in memory at a time.
@@ -84,6 +84,9 @@ def consolidate(
             _write_set(checkpoint, partial, "model", [MASTER], dtype, max_shard_bytes)
             if with_optimizer:
                 _write_set(checkpoint, partial, "optimizer", list(MOMENTS), "fp32", max_shard_bytes)
+            if checkpoint.tokenizer_file is not None:
+                content = (path / checkpoint.tokenizer_file).read_bytes()
+                replace_file(partial / checkpoint.tokenizer_file, content, durable=True)
             replace_file(partial / CONFIG, dump_config(checkpoint.config), durable=True)
             flush_directory(partial)
     return sorted(out.iterdir())

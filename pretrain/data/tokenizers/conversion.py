@@ -2,8 +2,7 @@
 
 A SentencePiece BPE model stores pieces with scores, a Hugging Face BPE model a list of merges. The
 merges follow from the pieces (`_merges`). Settings under which the two libraries would tokenize
-differently are refused, and every converted tokenizer is compared with SentencePiece on odd
-strings.
+differently are refused.
 """
 
 from __future__ import annotations
@@ -19,23 +18,6 @@ from pretrain.data.tokenizers.words import SPACE
 
 NORMAL, USER_DEFINED = 1, 4
 """Values of SentencePiece.Type in sentencepiece_model.proto."""
-
-PROBES = (
-    "",
-    " ",
-    "  two  spaces ",
-    "\ttab\tand\nlines\r\n\n",
-    "naïve café, 北京市 こんにちは",
-    "🙂🙃👩\u200d👩\u200d👧 flags 🇩🇪",
-    "<s> and </s> and <unk>",
-    "<|endoftext|>, <|end_of_text|> and <pad>",
-    "<0x41> bytes \x00\x07\x7f\ufeff",
-    "1234567890 3.14159",
-    "It's what they'll say, we've HEARD'S",
-    "▁literal underline▁",
-    "Ünïcödé e\u0301 \u200b \u00a0 \U0001f3fb",
-)
-"""Odd strings on which every exported tokenizer must give the ids of the original."""
 
 
 def convert(path: Path, proto: Any) -> Tokenizer:

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 from pretrain.config import ConfigError
-from pretrain.data.tokenizers.base import JSON, Tokenizer
+from pretrain.data.tokenizers.base import JSON, PROBES, Tokenizer
 from pretrain.data.tokenizers.words import GPT2, LLAMA3, Cut, WordCache
 
 EOS_NAMES = (
@@ -53,25 +53,28 @@ class JsonTokenizer(Tokenizer):
         self._processor = _load(path, json.dumps(settings))
         vocabulary = self._processor.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.eos = next((name for name in EOS_NAMES if name in vocabulary), "")
-        if not self.eos:
+        eos = next((name for name in EOS_NAMES if name in vocabulary), "")
+        if not eos:
             raise ConfigError(
                 f"{path}: has no token that marks the end of a document, such as "
                 f"{' or '.join(EOS_NAMES[:3])}. Add one to its added_tokens"
             )
-        self.eos_id = vocabulary[self.eos]
+        self.eos_id = vocabulary[eos]
         # What is not marked as special would be found in a text.
-        _mark_special(settings, self.eos, self.eos_id)
+        _mark_special(settings, eos, self.eos_id)
         self._settings = settings
         self._processor = _load(path, json.dumps(settings))
         _check_ids(path, settings, self._processor)
+        self._check_encodes()
+        self.special = {"eos": self.eos_id}
+        unknown = settings["model"].get("unk_id")
+        unknown = vocabulary.get(settings["model"].get("unk_token"), unknown)
+        if unknown is not None:
+            self.special["unk"] = unknown
         self._spelled = self._spell_names(settings)
+        self.respelled = tuple(name for name, i in vocabulary.items() if i in self._spelled)
         self._cut = _cut(settings)
         self._words = WordCache(self._encode)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled tokenizers.Tokenizer forgets `encode_special_tokens`.
-        return type(self), (self.path, self.content)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
@@ -91,17 +94,20 @@ class JsonTokenizer(Tokenizer):
         text: str = self._processor.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
-    def check_exportable(self) -> None:
-        """Do nothing: a Hugging Face folder holds such a file as it is."""
-
-    def hugging_face(self) -> tokenizers.Tokenizer:
-        """Return a new tokenizer that adds nothing to a text, for an export."""
+    def to_hugging_face(self) -> tokenizers.Tokenizer:
+        """Return the tokenizer as the library loads it."""
         return _load(self.path, json.dumps(self._settings))
 
-    @property
-    def respelled(self) -> tuple[str, ...]:
-        """Names of special tokens that stock tokenizers find in a text although told not to."""
-        return tuple(self._processor.id_to_token(i) for i in self._spelled)
+    def _check_encodes(self) -> None:
+        """Raise ConfigError if there are characters that the tokenizer has no token for."""
+        for text in PROBES:
+            try:
+                self._encode(text)
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.path}: cannot encode {text!r} ({error}), and a corpus may hold "
+                    "anything. Use another tokenizer"
+                ) from None
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -118,7 +124,9 @@ class JsonTokenizer(Tokenizer):
         """
         spelled = {}
         for token in settings["added_tokens"]:
-            if not token["special"] or token["id"] not in self._encode(f"a{token['content']}b"):
+            is_text = token["id"] not in self._encode(f"a{token['content']}b")
+            # Any character may be unknown, and that is no control token.
+            if not token["special"] or token["id"] == self.special.get("unk") or is_text:
                 continue
             pieces = [self._processor.token_to_id(c) for c in token["content"]]
             known = [i for i in pieces if i is not None]
@@ -132,11 +140,14 @@ class JsonTokenizer(Tokenizer):
 
     def _respell(self, ids: np.ndarray) -> np.ndarray:
         """Return ids with the characters of special tokens' names in place of those tokens."""
-        found = np.flatnonzero(np.isin(ids, list(self._spelled))) if self._spelled else []
+        if not self._spelled:
+            return ids
+        found = np.flatnonzero(np.isin(ids, list(self._spelled)))
         if not len(found):
             return ids
-        parts, start = [], 0
-        for place in found:
+        parts: list[np.ndarray] = []
+        start = 0
+        for place in found.tolist():
             parts += [ids[start:place], self._spelled[int(ids[place])]]
             start = place + 1
         return np.concatenate([*parts, ids[start:]])
@@ -149,7 +160,7 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
         ConfigError: It is not JSON, or JSON of something else.
     """
     try:
-        settings = json.loads(content)
+        settings: dict[str, Any] = json.loads(content)
         is_tokenizer = isinstance(settings, dict) and isinstance(settings.get("model"), dict)
     except (ValueError, RecursionError):
         is_tokenizer = False

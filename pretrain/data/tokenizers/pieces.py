@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
-from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2
+import tokenizers
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizers.base import MODEL, Tokenizer
-from pretrain.data.tokenizers.conversion import NORMAL, PROBES, USER_DEFINED, convert
+from pretrain.data.tokenizers.conversion import NORMAL, USER_DEFINED, convert
 from pretrain.data.tokenizers.words import PIECES, PIECES_PLAIN, SPACE, WordCache, fits_pieces
 
 UNUSED = 5
@@ -35,6 +33,11 @@ class PieceTokenizer(Tokenizer):
         Raises:
             ConfigError: It is no SentencePiece model, or has no </s> piece.
         """
+        # Here, because machines that only measure training need no SentencePiece.
+        import sentencepiece
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+
         super().__init__(path, content)
         # protobuf creates the class when the module is imported, so mypy does not know it.
         self.proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -42,10 +45,11 @@ class PieceTokenizer(Tokenizer):
         try:
             self.proto.ParseFromString(content)
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-            # An empty file is a model without pieces, about which nothing can be asked.
-            if self.proto.pieces:
+            # An empty file is a model without pieces, about which nothing can be asked. A piece
+            # that is not UTF-8 is not a str.
+            if self.proto.pieces and all(isinstance(p.piece, str) for p in self.proto.pieces):
                 self.vocab_size = self._processor.get_piece_size()
-        except (RuntimeError, DecodeError):
+        except (RuntimeError, ValueError, IndexError, DecodeError):
             pass
         if not self.vocab_size:
             raise ConfigError(
@@ -58,6 +62,10 @@ class PieceTokenizer(Tokenizer):
                 f"{path}: the model has no </s> piece, which marks the end of every document. "
                 "Train it without --eos_id=-1"
             )
+        spec = self.proto.trainer_spec
+        found = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": self.eos_id, "pad": spec.pad_id}
+        # SentencePiece marks an absent token with -1.
+        self.special = {role: i for role, i in found.items() if i >= 0}
         self._words = WordCache(self._word_encoder()) if _is_local(self.proto) else None
         self._prefix = " " if self.proto.normalizer_spec.add_dummy_prefix else ""
 
@@ -74,21 +82,15 @@ class PieceTokenizer(Tokenizer):
         text: str = self._processor.decode([int(i) for i in ids])
         return text
 
-    def check_exportable(self) -> None:
-        """Check that a Hugging Face tokenizer gives the same ids."""
-        converted = convert(self.path, self.proto)
-        for text in PROBES:
-            ours, theirs = self.encode(text).tolist(), converted.encode(text).ids
-            if ours != theirs:
-                raise ConfigError(
-                    f"{self.path}: a Hugging Face tokenizer made of it encodes {text!r} as "
-                    f"{theirs}, but SentencePiece as {ours}, so a model trained with it could not "
-                    "be exported. Use another tokenizer"
-                )
+    def to_hugging_face(self) -> tokenizers.Tokenizer:
+        """Return a Hugging Face tokenizer with the same ids; see `convert`."""
+        return convert(self.path, self.proto)
 
     def _word_encoder(self) -> Any:
         """Return a function from a word to its ids; it adds no space before the word."""
-        proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        import sentencepiece
+
+        proto = type(self.proto)()
         proto.CopyFrom(self.proto)
         proto.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode

@@ -10,8 +10,6 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 
-import sentencepiece
-
 from pretrain.config import ConfigError
 
 
@@ -24,6 +22,9 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
     Raises:
         ConfigError: if the text is too small for the vocabulary, or the vocabulary for the text.
     """
+    # Here, because machines that only measure training need no SentencePiece.
+    import sentencepiece
+
     # A list rather than the generator: if a bad line of the corpus raised ConfigError inside
     # SentencePiece's callback, SentencePiece would replace it with an error of its own.
     sample = [stripped for line in lines if (stripped := line.strip("\r\n"))]

