@@ -250,7 +250,13 @@ class TokenStream:
             offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
             number = block * pieces_per_block + piece
             try:
-                received = os.preadv(self._open(shard).number, target, offset)
+                file = self._open(shard)
+                received = os.preadv(file.number, target, offset)
+                # A network file system may return less than there is. Nothing at all is the end.
+                while 0 < received < size and (
+                    more := os.preadv(file.number, [target[0][received:]], offset + received)
+                ):
+                    received += more
             except OSError as error:
                 raise unreadable(self._where(shard), error) from error
             if received != size:
@@ -285,7 +291,7 @@ class TokenStream:
     def _opened_checksums(self) -> _Descriptor:
         m = self.manifest
         if self._checksums is None:
-            self._checksums = _open_file(
+            self._checksums = _Descriptor(
                 self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
             )
         return self._checksums
@@ -297,17 +303,17 @@ class TokenStream:
             digest.update(chunk)
             offset += len(chunk)
         if digest.hexdigest() != self.manifest.checksums_xxh3_128:
-            where = self._folder.where(CHECKSUMS)
+            expected = self.manifest.checksums_xxh3_128
             raise ConfigError(
-                f"{where}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
-                f"{self.manifest.checksums_xxh3_128}. {rebuild_advice(where)}"
+                f"{self._folder.where(CHECKSUMS)}: damaged: its XXH3-128 is {digest.hexdigest()}, "
+                f"but the manifest says {expected}. {self._folder.remedy(CHECKSUMS, expected)}"
             )
 
     def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
-        where = self._where(shard)
+        name, digest = self.manifest.shards[shard].name, self.manifest.shards[shard].xxh3_128
         return ConfigError(
-            f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
-            f"{rebuild_advice(where)}"
+            f"{self._folder.where(name)}: damaged: block {block}, {PIECE_BYTES} bytes from byte "
+            f"{offset}: {problem}. {self._folder.remedy(name, digest)}"
         )
 
     def _where(self, shard: int) -> str:
@@ -326,8 +332,11 @@ class TokenStream:
 class _Descriptor:
     """An open file, closed when the last one who uses it lets go."""
 
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, files: Folder, name: str, size: int, digest: str) -> None:
+        try:
+            self.number = files.descriptor(name, size, digest)
+        except FileNotFoundError:
+            raise missing(files.where(name)) from None
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
@@ -361,17 +370,7 @@ def max_open_shards() -> int:
 
 def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
     shard = shards[number]
-    return _open_file(files, shard.name, shard.bytes, shard.xxh3_128)
-
-
-def _open_file(files: Folder, name: str, size: int, digest: str) -> _Descriptor:
-    """Open a file of a split; one that was evicted from the cache meanwhile is fetched again."""
-    for _ in range(3):
-        try:
-            return _Descriptor(files.local(name, size, digest))
-        except FileNotFoundError:
-            continue
-    raise missing(files.where(name))
+    return _Descriptor(files, shard.name, shard.bytes, shard.xxh3_128)
 
 
 def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:

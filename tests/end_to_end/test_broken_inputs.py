@@ -198,7 +198,10 @@ def test_data_that_is_not_built(refused, config, run, tmp_path):
 
 def test_a_truncated_shard(refused, config, run, data_copy):
     setting = ["--set", f"data.directory={data_copy}"]
-    for split, last in (("train", "shard-000010.tar"), ("validation", "shard-000000.tar")):
+    for split, last in (
+        ("train", "shakespeare-000010.tar"),
+        ("validation", "shakespeare-000000.tar"),
+    ):
         shard = data_copy / split / last
         whole = shard.read_bytes()
         replace(shard, whole[:-512])
@@ -215,7 +218,7 @@ def test_a_truncated_shard(refused, config, run, data_copy):
 
 
 @pytest.mark.parametrize(
-    "name", ["train/shard-000003.tar", "validation/index.npy", "train/manifest.json"]
+    "name", ["train/shakespeare-000003.tar", "validation/checksums.bin", "train/manifest.json"]
 )
 def test_a_missing_file_of_the_data(refused, config, data_copy, name):
     (data_copy / name).unlink()
@@ -228,7 +231,10 @@ def test_a_missing_file_of_the_data(refused, config, data_copy, name):
 
 def test_a_flipped_bit_in_the_data(refused, config, data_copy):
     setting = ["--set", f"data.directory={data_copy}"]
-    shard, index = data_copy / "train/shard-000005.tar", data_copy / "validation/index.npy"
+    shard, index = (
+        data_copy / "train/shakespeare-000005.tar",
+        data_copy / "validation/checksums.bin",
+    )
     flip(shard)
     refused(["data", "verify", config, *setting], f"{shard}: damaged: its SHA-256 is", "Restore it")
     flip(shard)
