@@ -8,7 +8,8 @@ Two corpora of shares A and B are easy to blend: of the first p samples, the fir
 (p A + (A+B)/2) // (A+B), which is never off by more than 1/2. More corpora are blended by a binary
 tree of such splits. A count that is off by e before a split is off by e s + 1/2 after it, where s
 is the share of the branch, so that the tree decides how far a corpus may be off: `error_bound`.
-The best of all trees is taken. For up to six corpora it stays below 1.
+The best of all trees is taken. It is 0.91 for the corpora of the published run. Of random shares
+from 1 to 10^5 it stays below 1 for up to four corpora, below 1.1 for six and below 1.5 for more.
 """
 
 from __future__ import annotations

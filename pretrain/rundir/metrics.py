@@ -1,10 +1,11 @@
 """metrics.jsonl: what was measured at every training step and in every evaluation of a run.
 
 A record is a flat JSON object. One of a step has `step` (steps done, from 1), `loss_nats`,
-`gradient_norm`, `learning_rate`, `tokens_per_second`, `step_seconds` and more. One of an evaluation
-has `step`, `evaluation` (true), `protocol`, `stride`, `length`, `loss_nats`, `perplexity`; there is
-one for each length and protocol. One of a change has `step` and `changed`: the keys that
-`--allow-changed` named when training went on from this step, each with the value before and after.
+`gradient_norm`, `learning_rate`, `global_batch_size`, `tokens_per_second`, `step_seconds` and
+more. One of an evaluation has `step`, `evaluation` (true), `protocol`, `stride`, `length`,
+`loss_nats`, `perplexity`; there is one for each length and protocol. One of a change has `step`
+and `changed`: the keys that `--allow-changed` named when training went on from this step, each
+with the value before and after.
 """
 
 from __future__ import annotations

@@ -309,6 +309,12 @@ def _drop(*keys: Any) -> Any:
     return change
 
 
+def _segment(start: int = 0, samples: int = 5, share: int = 1) -> dict:
+    """Return a blend of one corpus as state.json has it."""
+    parts = {"samples": samples, "shares": share, "consumed": 0}
+    return {"start": start, **{name: {"a": value} for name, value in parts.items()}}
+
+
 FILE = "rank-00000.safetensors"
 HOSTILE = {
     # The manifest.
@@ -354,6 +360,15 @@ HOSTILE = {
     "no updates": ("state.json", _drop("adam_steps"), "adam_steps: Field required"),
     "odd loss scaler": ("state.json", _put("loss_scaler", value=[1]), "loss_scaler"),
     "odd changes": ("state.json", _put("changes", value=[{"a": 1}]), "changes"),
+    "a blend of nothing": ("state.json", _put("segment", value=_segment(share=0)), "segment"),
+    "a share of no samples": ("state.json", _put("segment", value=_segment(samples=0)), "segment"),
+    "a blend of other corpora": (
+        "state.json",
+        _put("segment", value=_segment() | {"consumed": {"b": 0}}),
+        "not of the same corpora",
+    ),
+    "a blend to come": ("state.json", _put("segment", value=_segment(start=10**9)), "begins after"),
+    "a negative blend": ("state.json", _put("segment", value=_segment(start=-1)), "segment"),
     # The index.
     "index is a list": ("index.json", lambda c: [c], "not an index"),
     "no tensors": ("index.json", _put("tensors", value={}), "not of the same parameters"),

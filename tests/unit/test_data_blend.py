@@ -57,12 +57,12 @@ def test_the_published_blend_stays_within_one_sample_of_its_shares():
 
 @pytest.mark.parametrize("corpora", [2, 3, 4, 5, 6, 7, 9, 14])
 def test_any_shares_stay_within_the_bound_that_is_stated(corpora):
-    """Below one sample up to six corpora. The bound itself is a promise, so it is tested too."""
+    """The bound itself is a promise, so it is tested too, with the values that blend.py names."""
     for seed in range(10):
         shares = random_shares(corpora, seed)
         names = {f"c{number}": share for number, share in enumerate(shares)}
         found = blend(dict.fromkeys(names, 50), names)
-        assert found.error_bound < (1 if corpora <= SEARCHED else 1.5)
+        assert found.error_bound < (1 if corpora <= 4 else 1.1 if corpora <= SEARCHED else 1.5)
         assert worst_deviation(found.locate(np.arange(20_000))[0], shares) <= found.error_bound
 
 
@@ -73,7 +73,7 @@ def test_many_random_shares(corpora):
         shares = random_shares(corpora, seed)
         names = {f"c{number}": share for number, share in enumerate(shares)}
         found = blend(dict.fromkeys(names, 50), names)
-        assert found.error_bound < 1, shares
+        assert found.error_bound < (1 if corpora <= 4 else 1.1), shares
         assert worst_deviation(found.locate(np.arange(200_000))[0], shares) <= found.error_bound
 
 
