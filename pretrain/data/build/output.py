@@ -9,6 +9,7 @@ is answered by the record and by the files themselves.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
@@ -20,6 +21,7 @@ import xxhash
 from pretrain.rundir.files import Json, flush_directory, read_json, replace_json
 
 RECORD = "record.json"
+_SEAL = "xxh3_128"
 _HIDDEN = ".partial"
 _CHUNK = 1 << 22
 
@@ -47,7 +49,8 @@ class Output:
             flush_file(path)
         for directory in {path.parent for path in files} - {self.path}:
             flush_directory(directory)
-        replace_json(self.path / RECORD, record | {"files": described}, durable=True)
+        content = record | {"files": described}
+        replace_json(self.path / RECORD, content | {_SEAL: _seal(content)}, durable=True)
         flush_directory(self.path)
         try:
             self.path.rename(self.final)
@@ -74,9 +77,10 @@ def output(final: Path) -> Iterator[Output]:
 
 def is_done(final: Path) -> bool:
     """Return True if a task's output is there and every file is as it was written."""
-    files = read_json(final / RECORD).get("files")
-    if not isinstance(files, dict):
+    record = read_json(final / RECORD)
+    if record.pop(_SEAL, None) != _seal(record):
         return False
+    files = record["files"]
     try:
         return all(
             (final / name).stat().st_size == size and digest(final / name) == expected
@@ -84,6 +88,11 @@ def is_done(final: Path) -> bool:
         )
     except OSError:
         return False
+
+
+def _seal(record: Json) -> str:
+    """Return a digest of a record, so that a damaged number is not believed."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(record).encode())
 
 
 def clear(final: Path) -> None:

@@ -232,7 +232,7 @@ def saved_inputs(folder: BuildFolder) -> Json:
 
 
 # ---- comparing -----------------------------------------------------------------------------------
-def differences(recorded: Json, plan: Plan) -> list[str]:
+def differences(recorded: Json | None, plan: Plan) -> list[str]:
     """Return in words how a plan differs from recorded inputs; [] if they give the same bytes.
 
     A file is the same if its content is, whatever its name and its time. Only those whose size and
@@ -243,8 +243,10 @@ def differences(recorded: Json, plan: Plan) -> list[str]:
         plan: The plan.
     """
     try:
-        before = {split: [File(*each) for each in recorded["files"][split]] for split in SPLITS}
-        settings = dict(recorded["settings"])
+        before = {
+            split: [File(*each) for each in (recorded or {})["files"][split]] for split in SPLITS
+        }
+        settings = dict((recorded or {})["settings"])
     except (LookupError, TypeError, ValueError):
         return ["the record of its inputs cannot be read"]
     # As JSON gives them back.

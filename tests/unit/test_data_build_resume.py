@@ -1,0 +1,345 @@
+"""Test that a build goes on where it was interrupted, trusts nothing damaged, and has one owner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, RunFailed
+from pretrain.config.errors import NoSpace
+from pretrain.data.build import build, command
+from pretrain.data.build.folder import BuildFolder, locked
+from pretrain.data.build.work import Work
+from pretrain.data.verify import verify
+from tests.conftest import mark_torture
+from tests.unit.test_data_build import config, contents, refused, write_text
+
+
+class Killed(BaseException):
+    """The process is dead; nothing that it still tries happens."""
+
+
+TASKS = 4
+"""Those that the text is cut into."""
+CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "fsync")
+
+
+class Machine:
+    """Counts the calls by which a build changes the disk, and dies at one of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, error: int | None = None) -> None:
+        self.count, self.dies_at, self.error = 0, -1, error
+        for name in CALLS:
+            patch.setattr(os, name, self._shim(getattr(os, name)))
+
+    def _shim(self, real):
+        def shim(*args, **kwargs):
+            self.count += 1
+            if 0 <= self.dies_at < self.count:
+                if self.error is None:
+                    raise Killed
+                if self.count == self.dies_at + 1:
+                    raise OSError(self.error, os.strerror(self.error), str(args[0]))
+            return real(*args, **kwargs)
+
+        return shim
+
+    def revive(self) -> None:
+        self.count, self.dies_at = 0, -1
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    root = write_text(tmp_path_factory.mktemp("built"))
+    build(config(root))
+    return root
+
+
+@pytest.fixture
+def text(built, tmp_path):
+    """Return a config that builds the same data set elsewhere."""
+    return config(built, directory=str(tmp_path / "data"))
+
+
+def tasks_begun(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return a list that gets (stage, task) of every task that begins in this process."""
+    begun: list[tuple[str, int]] = []
+    real = Work.begin
+
+    def begin(self, rank):
+        begun.append((self.stage, rank))
+        real(self, rank)
+
+    patch.setattr(Work, "begin", begin)
+    return begun
+
+
+def interrupted(settings, patch: pytest.MonkeyPatch) -> BuildFolder:
+    """Build until all tasks are done, and die before the data set is put together."""
+    with patch.context() as now:
+        now.setattr(command, "note_finished", lambda *args: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            build(settings)
+    return BuildFolder.beside(settings.data_directory)
+
+
+# ---- interruptions -------------------------------------------------------------------------------
+def count_calls(settings, root: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(patch)
+        build(settings)
+        return machine.count
+
+
+SHARES = [(n / 60,) for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("share",), mark_torture(SHARES, core={SHARES[n] for n in (0, 7, 18, 29, 37, 44, 50, 55, 58)})
+)
+@pytest.mark.parametrize("error", [None, errno.ENOSPC], ids=["killed", "full"])
+def test_a_build_that_dies_anywhere_goes_on_to_the_same_bytes(built, text, share, error):
+    """It is killed, or the disk is full, before one of the calls that change the disk."""
+    expected, root = contents(built / "data"), text.data_directory.parent
+    calls = count_calls(text, root)
+    shutil.rmtree(text.data_directory)
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(patch, error)
+        machine.dies_at = int(calls * share)
+        try:
+            build(text)
+            # The error was one that costs nothing, such as a line of progress.
+            assert error is not None
+        except Killed:
+            assert error is None
+        except NoSpace as full:
+            assert "cannot be written (No space left on device" in str(full)
+        assert machine.count > machine.dies_at
+    if text.data_directory.exists():
+        # Only the removal of the build's folder is left.
+        assert contents(text.data_directory) == expected
+    build(text)
+    assert contents(text.data_directory) == expected
+    assert sorted(path.name for path in root.iterdir()) == ["data"]
+
+
+def test_what_is_done_is_not_done_again(built, text, monkeypatch):
+    folder = interrupted(text, monkeypatch)
+    assert not text.data_directory.exists()
+    begun = tasks_begun(monkeypatch)
+    build(text)
+    assert begun == [] and contents(text.data_directory) == contents(built / "data")
+    assert not folder.path.exists()
+
+
+OUTPUTS = {
+    "scan/000002/documents.npy": [("scan", 2)],
+    "scan/000001/record.json": [("scan", 1)],
+    "merge/tokenizer.model": [],
+    "merge/record.json": [],
+    "tokens/train-000001/text-000001-000.tar": [("tokenize", 1)],
+    "tokens/train-000003/documents.npy": [("tokenize", 3)],
+    "tokens/train-000002/record.json": [("tokenize", 2)],
+    "tokens/validation-000000/text-000000.checksums": [("tokenize", TASKS)],
+}
+"""A file of each kind -> the tasks that are done again when it is damaged."""
+DAMAGES = ["a flipped bit", "a cut end", "missing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    mark_torture(
+        [(name, damage) for name in OUTPUTS for damage in DAMAGES],
+        core={(name, DAMAGES[i % 3]) for i, name in enumerate(OUTPUTS)}
+        | {("scan/000001/record.json", "a flipped bit")},
+    ),
+)
+def test_a_damaged_output_is_made_again(built, text, monkeypatch, name, damage):
+    folder = interrupted(text, monkeypatch)
+    path = folder.path / name
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "a cut end":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 3] ^= 4
+        path.write_bytes(content)
+    begun = tasks_begun(monkeypatch)
+    build(text)
+    assert begun == OUTPUTS[name]
+    assert contents(text.data_directory) == contents(built / "data")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch, workers):
+    write_text(tmp_path)
+    bad = tmp_path / "08.txt"
+    good = bad.read_text()
+    bad.write_bytes("caf\u00e9".encode("latin1") * 100)
+    with refused(r"08\.txt:0: byte 3 of this document is not UTF-8"):
+        build(config(tmp_path), workers)
+    done = [p for p in (tmp_path / ".building-data/scan").iterdir() if not p.name.startswith(".")]
+    assert not (tmp_path / "data").exists() and (workers > 1 or done)
+    bad.write_text(good)
+    # Its size is another one, so the plan is as well; nothing is deleted unasked.
+    with refused(
+        r"holds an unfinished build from other inputs: .*08\.txt has \d+ bytes.*start over"
+    ):
+        build(config(tmp_path), workers)
+    assert (tmp_path / ".building-data/scan").is_dir()
+    shutil.rmtree(tmp_path / ".building-data")
+    build(config(tmp_path), workers)
+    verify(tmp_path / "data")
+
+
+def test_a_file_that_is_repaired_in_place_is_read_where_the_build_stopped(tmp_path, monkeypatch):
+    """Nothing was made of a file that could not be read, so repairing it changes no input."""
+    write_text(tmp_path)
+    bad = tmp_path / "08.txt"
+    good = bad.read_bytes()
+    bad.write_bytes(b"\xe9" + good[1:])
+    with refused(r"08\.txt:0: "):
+        build(config(tmp_path))
+    done = {p.name for p in (tmp_path / ".building-data/scan").glob("0*")}
+    bad.write_bytes(good)
+    begun = tasks_begun(monkeypatch)
+    build(config(tmp_path))
+    assert done and not {f"{rank:06d}" for stage, rank in begun if stage == "scan"} & done
+
+
+def test_a_file_that_changes_between_scan_and_tokenize_is_named(tmp_path, monkeypatch):
+    write_text(tmp_path)
+    target = tmp_path / "05.txt"
+    real = command.merge
+
+    def merge(*args):
+        found = real(*args)
+        target.write_text(target.read_text()[::-1])
+        return found
+
+    monkeypatch.setattr(command, "merge", merge)
+    with refused(r"05\.txt:0: has changed since the build began\. Remove .*\.building-data"):
+        build(config(tmp_path))
+
+
+def test_an_unfinished_build_of_other_settings_is_kept(built, text, monkeypatch):
+    folder = interrupted(text, monkeypatch)
+    before = contents(folder.path)
+    other = config(built, directory=str(text.data_directory), tokens_per_block=2048)
+    with refused(
+        r"\.building-data: holds an unfinished build from other inputs: data\.tokens_per_block was "
+        r"1024, is 2048\. Nothing was changed\. .*remove .*\.building-data to start over"
+    ):
+        build(other)
+    assert {k: v for k, v in contents(folder.path).items() if k != "lock"} == {
+        k: v for k, v in before.items() if k != "lock"
+    }
+
+
+def test_an_unfinished_build_goes_on_after_the_corpus_was_moved(tmp_path, monkeypatch):
+    write_text(tmp_path)
+    interrupted(config(tmp_path), monkeypatch)
+    (tmp_path / "moved").mkdir()
+    for path in tmp_path.glob("*.txt"):
+        path.rename(tmp_path / "moved" / path.name)
+    begun = tasks_begun(monkeypatch)
+    build(config(tmp_path, paths=[str(tmp_path / "moved/*.txt")]))
+    assert begun == []
+    verify(tmp_path / "data")
+
+
+# ---- one builder ---------------------------------------------------------------------------------
+def test_a_second_builder_is_refused_with_the_name_of_the_first(text):
+    folder = BuildFolder.beside(text.data_directory)
+    program = f"""
+import sys, time
+from pathlib import Path
+from pretrain.data.build.folder import BuildFolder, locked
+with locked(BuildFolder(Path({str(folder.path)!r}))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with refused(
+            rf"is being built by process {holder.pid} of .* on {re.escape(os.uname()[1])}"
+        ):
+            build(text)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    # A holder that was killed is no obstacle.
+    build(text)
+    verify(text.data_directory)
+
+
+def test_a_lock_whose_folder_was_removed_is_not_taken_for_the_new_one(tmp_path):
+    folder = BuildFolder(tmp_path / ".building-data")
+    with locked(folder):
+        shutil.rmtree(folder.path)
+        with locked(folder), pytest.raises(ConfigError, match="is being built by"), locked(folder):
+            pass
+
+
+def test_leftovers_of_a_finished_build_are_removed(built, text, monkeypatch, capsys):
+    with monkeypatch.context() as now:
+        now.setattr(command, "remove_build", lambda folder: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            build(text)
+    folder = BuildFolder.beside(text.data_directory)
+    assert folder.path.exists() and contents(text.data_directory) == contents(built / "data")
+    build(text)
+    assert "nothing to do" in capsys.readouterr().out and not folder.path.exists()
+
+
+# ---- workers -------------------------------------------------------------------------------------
+def test_a_worker_that_is_killed_ends_the_build_with_what_to_do(built, text, tmp_path):
+    """As the system does when memory runs out. The builder must not wait for it for ever."""
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pretrain.data.build import steps
+class Dying(steps.CleanDocuments):
+    def run(self, data, rank=0, world_size=1):
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(data, rank, world_size)
+from pretrain.data.build import executor
+executor.CleanDocuments = Dying
+from pathlib import Path
+from tests.unit.test_data_build import config
+from pretrain.data.build import build
+if __name__ == "__main__":
+    from pretrain.config import RunFailed
+    try:
+        build(config(Path({str(built)!r}), directory={str(text.data_directory)!r}), workers=2)
+    except RunFailed as error:
+        print(error)
+"""
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=120
+    )
+    assert "a worker process was killed, often because memory ran out" in done.stdout, done.stderr
+    build(text)
+    assert contents(text.data_directory) == contents(built / "data")
+
+
+def test_an_error_that_is_no_users_mistake_keeps_its_type(text, monkeypatch):
+    monkeypatch.setattr(
+        "pretrain.data.build.steps.load_tokenizer",
+        lambda path: (_ for _ in ()).throw(ZeroDivisionError()),
+    )
+    with pytest.raises(ZeroDivisionError):
+        build(text)
+    assert not issubclass(ZeroDivisionError, RunFailed)
