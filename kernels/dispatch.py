@@ -100,9 +100,7 @@ def attention(
     if backend == "folded":
         return folded.attention_folded(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "sdpa":
-        return sdpa.attention_sdpa(
-            q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, document_starts
-        )
+        return sdpa.attention_sdpa(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, document_starts)
     if backend == "reference":
         return attention_reference(
             q_SBHD,

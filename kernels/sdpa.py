@@ -256,8 +256,8 @@ def _with_equal_heads(
     """Return q, k and v, with key heads repeated where torch's kernel cannot share them.
 
     The memory-efficient kernel, which serves masks, fp32, heads wider than 256 and GPUs below
-    compute capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the kernels
-    for fewer queries than keys.
+    compute capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the
+    kernels for fewer queries than keys.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].

@@ -274,6 +274,11 @@ class DataSection(Section):
     tokens_per_shard: int = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
 
+    per_document_attention: bool = False
+    """Train on each document of a sample as if it stood alone: tokens attend within their own
+    document, and positions restart with it. false trains on samples as one text, as the paper does;
+    evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
+
     num_workers: int = Field(default=0, ge=0)
     """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
     data."""

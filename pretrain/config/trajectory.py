@@ -76,6 +76,9 @@ EFFECTS: dict[str, Effect] = {
     "data.tokenizer_training_bytes": FREE,
     "data.tokens_per_block": FREE,
     "data.tokens_per_shard": FREE,
+    # What a sample shows the model. The weights fit either way, and an exported or evaluated model
+    # computes the same function of a text.
+    "data.per_document_attention": TRAJECTORY,
     "data.num_workers": FREE,
     "optimizer": TRAJECTORY,
     # The scale at step 0; the present one is in the checkpoint.

@@ -148,7 +148,7 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     step = run.state.step
     rate = learning_rate(run.config, step)
     seed_step(run.config, run.topology, step)
-    losses = forward_backward(run.chunks, run.optimizer, micro_batches)
+    losses = forward_backward(run.chunks, run.optimizer, micro_batches, run.eos_id)
     norm, total = update(run, losses, rate)
     run.state = TrainerState(
         step + 1, run.state.consumed_samples + run.config.batch.global_batch_size

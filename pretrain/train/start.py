@@ -25,7 +25,9 @@ from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.trajectory import TOKENIZER, TRAINING, VALIDATION, Difference
+from pretrain.data import manifest
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
@@ -120,6 +122,8 @@ class Run:
     """What the next save records about where its state comes from."""
     spikes: SpikeWatch | None = None
     """Judges every step by train.spike_policy; None if that is "none"."""
+    eos_id: int | None = None
+    """End-of-document token, if data.per_document_attention; else None."""
 
 
 def prepare(
@@ -244,7 +248,13 @@ def load_run(
         reporter,
         start_point.origin(),
         None if config.train.spike_policy == "none" else SpikeWatch(config, state.spikes),
+        _eos_id(config) if config.data.per_document_attention else None,
     )
+
+
+def _eos_id(config: RunConfig) -> int:
+    """Return the end-of-document token of the data set."""
+    return Tokenizer(config.data_directory / manifest.TOKENIZER).eos_id
 
 
 def _load(

@@ -123,8 +123,8 @@ def test_backends_without_the_mask_refuse_and_are_never_chosen():
         assert choose_backend(on_gpu._replace(bias=bias, capability=None)).backend == "sdpa"
     for backend in ("flash2", "flash4", "flex", "folded"):
         assert REFUSALS[backend](on_gpu) == "it has no mask by document"
-    qkv, arguments = make([[9]], None, torch.float32)
-    with pytest.raises(ValueError, match="flex.*no mask by document"):
+    qkv, _ = make([[9]], None, torch.float32)
+    with pytest.raises(ValueError, match=r"flex.*no mask by document"):
         attention(*qkv, document_starts=starts_of([[9]]), backend="flex")
 
 
@@ -138,7 +138,7 @@ def test_backends_without_the_mask_refuse_and_are_never_chosen():
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):
-    qkv, arguments = make([[4, 5]], None, torch.float32)
+    qkv, _ = make([[4, 5]], None, torch.float32)
     with pytest.raises(ValueError, match=message):
         attention(*qkv, **({"document_starts": starts_of([[4, 5]])} | change))
 
