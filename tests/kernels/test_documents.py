@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.choice import choose_backend
 from pretrain.kernels.dispatch import REFUSALS, attention
-from pretrain.kernels.reference import attention_reference
+from pretrain.kernels.flash.host import attention_triton, visited_tiles
+from pretrain.kernels.flash.schedules import Blocks, Schedule
+from pretrain.kernels.reference import attention_reference, dropout_keep
 from tests.kernels.test_choice import ALIBI
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, run
 
@@ -147,3 +150,127 @@ def test_fewer_queries_than_keys_are_refused():
     q, k, v = make([[9]], None, torch.float32)[0]
     with pytest.raises(ValueError, match="5 queries and 9 keys"):
         attention(q[4:], k, v, document_starts=starts_of([[5]]))
+
+
+# Small blocks, so that few tokens have blocks of every kind: whole, cut by the causal mask, by a
+# border of documents, by both, hidden and skipped.
+SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)
+TRITON = {
+    "several": [[23, 1, 1, 40, 18], [83]],
+    "at tile borders": [[32, 32, 6], [16, 54]],
+    "one token each": [[1] * 39 + [2]],
+    "begins in the last block": [[65, 3]],
+}
+
+
+def triton(q, k, v, skip=True, dropout_p=0.0, schedule=SMALL, document_starts=None, **arguments):
+    """Return the kernel's output with small blocks."""
+    bias = ScoreBias(
+        arguments.get("slopes"),
+        arguments.get("relative_attention_bias"),
+        arguments.get("relative_attention_max_distance", 128),
+        True,
+    )
+    return attention_triton(
+        q, k, v, bias, None, dropout_p, skip, schedule, document_starts=document_starts
+    )
+
+
+def assert_triton_is_exact(documents, added, dtype, trained=True, **options):
+    qkv, arguments = make(documents, added, dtype, heads=2, groups=1)
+    if added == "slopes" and not trained:
+        arguments["slopes"] = arguments["slopes"].detach()
+    arguments["document_starts"] = starts_of(documents)
+    exact = run(attention_reference, qkv, arguments)
+    plain = run(attention_reference, qkv, arguments, dtype=dtype)
+    ours = run(triton, qkv, arguments, **options)
+    assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+
+
+@pytest.mark.parametrize("added", BIASES)
+@pytest.mark.parametrize("case", TRITON)
+def test_triton_is_exact_forward_and_backward(case, added):
+    assert_triton_is_exact(TRITON[case], added, torch.float32)
+
+
+@pytest.mark.parametrize("added", BIASES)
+def test_triton_is_exact_in_half_precision(added):
+    assert_triton_is_exact([[23, 1, 1, 40]], added, torch.bfloat16)
+
+
+def test_triton_drops_the_weights_of_the_same_pairs():
+    documents, dropout_p = [[21, 29]], 0.3
+    qkv, arguments = make(documents, "slopes", torch.float32, heads=2, groups=1)
+    arguments["document_starts"] = starts_of(documents)
+    torch.manual_seed(5)
+    keep = dropout_keep(int(torch.randint(2**62, (1,))), (1, 2, 50, 50), dropout_p)
+    options = {"dropout_p": dropout_p, "keep": keep}
+    exact = run(attention_reference, qkv, arguments, **options)
+    plain = run(attention_reference, qkv, arguments, **options, dtype=torch.float32)
+    torch.manual_seed(5)
+    ours = run(triton, qkv, arguments, dropout_p=dropout_p)
+    assert_as_good_as_plain_torch(ours, plain, exact, torch.float32)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("added", BIASES)
+def test_triton_loads_nothing_of_tiles_in_other_documents(added, skip):
+    """Fill other documents with NaN, of which a single load would show: 0 times NaN is NaN.
+
+    Borders lie between blocks of every kernel, so that no block belongs to two documents.
+    """
+    documents = [[32, 64, 32]]
+    qkv, arguments = make(documents, added, torch.float32, heads=2, groups=2)
+    arguments["document_starts"] = starts_of(documents)
+    towards = torch.randn(128, 1, 2, 16, generator=torch.Generator().manual_seed(1))
+    middle, others = slice(32, 96), [*range(32), *range(96, 128)]
+    clean = triton(*qkv, skip=skip, **arguments)
+    expected = torch.autograd.grad((clean * towards)[middle].sum(), qkv)
+
+    with torch.no_grad():
+        for x in qkv:
+            x[others] = torch.nan
+    towards[others] = torch.nan
+    out = triton(*qkv, skip=skip, **arguments)
+    gradients = torch.autograd.grad(out, qkv, towards)
+    assert torch.equal(out[middle], clean[middle])
+    for name, x, y in zip("qkv", gradients, expected):
+        assert torch.equal(x[middle], y[middle]), name
+    assert out[others].isnan().all()
+
+
+@torch.no_grad()
+def test_lists_of_tiles_hold_the_tiles_of_the_document():
+    """With slopes so shallow that ALiBi hides nothing, what is left out is what documents hide."""
+    documents = [[70, 58], [1, 96, 31]]
+    (q, k, v), _ = make(documents, None, torch.float32, heads=2, groups=2)
+    starts = starts_of(documents)
+    visited, _ = visited_tiles(
+        q, k, v, torch.full((2,), 1e-6), schedule=SMALL, document_starts=starts
+    )
+    query, key = torch.arange(128)[:, None], torch.arange(128)
+    seen = (key <= query) & (key >= starts[:, :, None])
+    tiles = seen.view(2, 4, 32, 4, 32).any(dim=4).any(dim=2)
+    assert torch.equal(visited, tiles[:, None].expand(-1, 2, -1, -1))
+
+
+@torch.no_grad()
+def test_skipping_within_documents_loses_nothing_and_sees_nothing_later():
+    """Steep slopes skip tiles of long documents; later tokens then move no bit of earlier ones."""
+    documents = [[30, 162]]
+    (q, k, v), _ = make(documents, None, torch.float32, heads=2, groups=2)
+    slopes, starts = torch.tensor([1.0, 0.5]), starts_of(documents)
+    arguments = {"slopes": slopes, "document_starts": starts}
+    exact = attention_reference(q, k, v, **arguments)
+    out = triton(q, k, v, **arguments)
+    assert (out - exact).abs().max() < 1e-5
+    steep, shallow = (
+        visited_tiles(q, k, v, some, schedule=SMALL, document_starts=starts)[0].sum(dim=(2, 3))
+        for some in (slopes, slopes * 1e-6)
+    )
+    assert (steep < shallow).all(), (steep, shallow)
+    for position in (100, 191):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[position:] *= 50
+        assert torch.equal(triton(*changed, **arguments)[:position], out[:position])
