@@ -179,7 +179,7 @@ def forward_kernel(
             own_first, own_end, key_tiles, num_keys, first_start,
             KEY_TILE, BLOCK_M, D, BLOCK_D, TRAINED_SLOPES, CAUSAL, DOCUMENTS,
         )  # fmt: skip
-        # The list leaves out what begins before the first query's document.
+        # The list leaves out the tiles that end before the first query's document.
         begin = 0
     # Without a causal mask the list may contain the ragged last tile, hence the mask.
     acc, row_sum, row_max = attend_to_keys(
@@ -290,7 +290,7 @@ def attend_to_keys(
                 scores = tl.where(key[None, :] < num_keys, scores, float("-inf"))
         if DOCUMENTS:
             scores = tl.where(key[None, :] >= doc_starts[:, None], scores, float("-inf"))
-        # Every row sees the first key of its own tiles or, where DOCUMENTS may hide that, begins with
+        # Every row sees the first key of its own tiles or, where DOCUMENTS may hide it, starts with
         # a finite row_max. So new_max is finite for finite inputs, and the differences below are
         # never inf - inf.
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))

@@ -158,7 +158,7 @@ SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2
 TRITON = {
     "several": [[23, 1, 1, 40, 18], [83]],
     "at tile borders": [[32, 32, 6], [16, 54]],
-    "one token each": [[1] * 39 + [2]],
+    "one token each": [[1] * 20 + [21]],
     "begins in the last block": [[65, 3]],
 }
 
