@@ -26,6 +26,10 @@ EOS = 2
 ENDS = [[], [0], [31], [32], [9, 20], [4, 5, 6], [0, 1, 15, 31, 32], [16]]
 
 
+# For Triton's interpreter.
+SMALL = {"model": {"num_layers": 1, "num_attention_heads": 2}}
+
+
 def sample_tokens() -> Tensor:
     """Return token ids [8, 33] in which EOS stands where ENDS says, and nowhere else."""
     tokens = torch.randint(3, 512, (8, 33), generator=torch.Generator().manual_seed(5))
@@ -36,7 +40,9 @@ def sample_tokens() -> Tensor:
 
 def config_of(variant: str, parallel: dict, **sections: dict) -> RunConfig:
     """Return the config of a variant of test_parallel_equals_dense, with the key set."""
-    sections |= {name: dict(keys) for name, keys in VARIANTS[variant].items()}
+    settings = SMALL if variant.endswith("small") else VARIANTS[variant]
+    for name, keys in settings.items():
+        sections[name] = {**keys, **sections.get(name, {})}
     sections.setdefault("position", {})["method"] = variant.split("-")[0]
     return tiny_config(parallel=parallel, data={"per_document_attention": True}, **sections)
 
@@ -78,6 +84,12 @@ def test_packed_documents_give_what_each_gives_alone(pools, variant, layout):
 def test_recomputation_hides_the_same_keys(pools, granularity):
     config = config_of("alibi", {}, train={"recompute_granularity": granularity})
     assert_as_alone(pools(1), "alibi", config)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_other_backends_part_documents_in_the_model(pools, backend):
+    config = config_of("alibi-small", {}, model={"attention_backend": backend})
+    assert_as_alone(pools(1), "alibi-small", config)
 
 
 @pytest.mark.parametrize("variant", METHODS)
