@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import RunConfig
+from pretrain.data.manifest import TOKENIZER
+from pretrain.data.tokenizer import Tokenizer
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import document_tasks
 from tests.distributed.test_parallel_equals_dense import TOLERANCE, VARIANTS
@@ -118,3 +120,21 @@ def assert_as_alone(pool, variant: str, config: RunConfig) -> None:
         torch.testing.assert_close(
             actual[name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("parted", [True, False])
+def test_a_run_parts_documents_at_its_tokenizers_end_token(pools, tiny_data, tmp_path, parted):
+    data = {"directory": str(tiny_data), "per_document_attention": parted}
+    config = tiny_config(run={"directory": str(tmp_path)}, data=data)
+    eos_id = Tokenizer(tiny_data / TOKENIZER).eos_id
+    expected = [eos_id] if parted else [None]
+    assert pools(1).run(document_tasks.eos_id_in_a_step, config)[0] == expected
+
+
+def test_a_run_whose_attention_ignores_the_documents_is_not_started(pools):
+    """The check at the start of every run compares attention with two documents, too."""
+    config = config_of("alibi", {})
+    assert pools(1).run(document_tasks.refusal_without_mask, config)[0] == (
+        None,
+        "position.method = alibi: attention differs from the dense reference",
+    )
