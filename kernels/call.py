@@ -18,6 +18,10 @@ PACKAGES = ("triton", "flash_attn", "flash_attn.cute")
 """Optional packages that backends need: Triton, FlashAttention-2 and FlashAttention-4."""
 
 
+NO_DOCUMENTS = "it has no mask by document"
+"""The reason of the backends that cannot keep a query within its own document."""
+
+
 class Call(NamedTuple):
     """The properties of an attention call on which the choice of a backend depends."""
 
@@ -36,6 +40,8 @@ class Call(NamedTuple):
     """Compute capability of the GPU; None on a CPU."""
     installed: frozenset[str]
     """Which of PACKAGES are installed."""
+    documents: bool = False
+    """Queries see no key before the start of their own document."""
 
     @property
     def is_cuda(self) -> bool:
@@ -59,7 +65,9 @@ class Call(NamedTuple):
         return self.capability is not None and self.capability < (major, minor)
 
 
-def describe_call(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias, dropout_p: float) -> Call:
+def describe_call(
+    q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias, dropout_p: float, documents: bool = False
+) -> Call:
     """Return the description of an attention call.
 
     Args:
@@ -67,6 +75,7 @@ def describe_call(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias, dropout_p: fl
         k_SBGD: Keys, [keys, B, G, D].
         bias: Score bias and causality.
         dropout_p: Probability that a weight is dropped.
+        documents: Queries see no key before the start of their own document.
     """
     capability = torch.cuda.get_device_capability(q_SBHD.device) if q_SBHD.is_cuda else None
     return Call(
@@ -81,6 +90,7 @@ def describe_call(q_SBHD: Tensor, k_SBGD: Tensor, bias: ScoreBias, dropout_p: fl
         dropout=dropout_p > 0,
         capability=capability,
         installed=installed_packages(),
+        documents=documents,
     )
 
 

@@ -44,14 +44,11 @@ def choose_backend(call: Call) -> Choice:
             f"attention in {call.dtype_name} on this GPU: {refusal}. Choose fp32 or fp16, or the "
             "backend reference, which is slow"
         )
-    if call.bias == "none":
+    if call.bias == "none" and not call.documents:
         return Choice("sdpa", _unbiased_reason(call))
     triton = _triton_refusal(call)
     if triton is None:
-        return Choice(
-            "triton",
-            "it makes the bias inside the kernel; " + _products(call) + ", bias in fp32",
-        )
+        return Choice("triton", _triton_reason(call))
     if flash2.refusal(call) is None:
         return Choice(
             "flash2",
@@ -65,6 +62,12 @@ def choose_backend(call: Call) -> Choice:
             f"ALiBi stands in extra columns of q and k, exact in {call.dtype_name}, so that "
             f"torch's fused kernel needs no mask, and the Triton kernel cannot serve, {triton}; "
             + _products(call),
+        )
+    if call.bias == "none":
+        return Choice(
+            "sdpa",
+            f"with a mask by document in blocks; {_products(call)}{_padding(call)}. The Triton "
+            f"kernel cannot serve, {triton}",
         )
     cast = "" if call.dtype == torch.float32 else f" q, k and v are cast from {call.dtype_name},"
     return Choice(
@@ -88,6 +91,14 @@ def _triton_refusal(call: Call) -> str | None:
     return None
 
 
+def _triton_reason(call: Call) -> str:
+    """Return the reason for the Triton kernel, which has everything but q k^T v inside."""
+    documents = "it hides other documents' keys inside the kernel; " if call.documents else ""
+    if call.bias == "none":
+        return documents + _products(call)
+    return f"it makes the bias inside the kernel; {documents}{_products(call)}, bias in fp32"
+
+
 def _products(call: Call) -> str:
     """Return in which dtypes a fused kernel on a GPU multiplies and adds."""
     return f"products of {call.dtype_name} numbers are added in fp32"
@@ -102,7 +113,8 @@ def _padding(call: Call) -> str:
 
 
 def _cpu_reason(call: Call) -> str:
-    if call.bias == "none" and (call.num_queries == call.num_keys or not call.causal):
+    whole = call.num_queries == call.num_keys or not call.causal
+    if call.bias == "none" and whole and not call.documents:
         return f"torch's kernel for CPUs, which needs no mask here; q, k and v in {call.dtype_name}"
     return (
         f"torch's kernel for CPUs with an fp32 mask in blocks; q, k and v in {call.dtype_name}; no "

@@ -37,6 +37,7 @@ def attention(
     relative_attention_bias: Tensor | None = None,
     relative_attention_max_distance: int = 128,
     causal: bool = True,
+    document_starts: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
@@ -56,6 +57,10 @@ def attention(
         relative_attention_bias: T5's table for this rank's heads, [H, num_buckets].
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
         causal: Apply a causal mask.
+        document_starts: For each query, the position of the first token of its document, int32 [B,
+            queries]: query i sees keys document_starts[i] .. i. Needs a causal mask and as many
+            queries as keys. The values are not checked: each must be at most i, and they must not
+            fall from one query to the next. None: queries see every key up to their own position.
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
@@ -73,15 +78,18 @@ def attention(
             cannot serve them.
     """
     _check_arguments(q_SBHD, k_SBGD, v_SBGD, slopes, relative_attention_bias, causal, dropout_p)
+    _check_documents(q_SBHD, k_SBGD, document_starts, causal)
     bias = ScoreBias(slopes, relative_attention_bias, relative_attention_max_distance, causal)
-    call = describe_call(q_SBHD, k_SBGD, bias, dropout_p)
+    call = describe_call(q_SBHD, k_SBGD, bias, dropout_p, document_starts is not None)
     if backend == "auto":
         backend, reason = choose_backend(call)
         _log_once(f"attention through {backend}: {reason}")
     elif backend in REFUSALS:
         _raise_refusal(backend, REFUSALS[backend](call))
     if backend == "triton":
-        return _attention_triton(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip)
+        return _attention_triton(
+            q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts
+        )
     if backend == "flash2":
         return flash2.attention_flash2(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "flash4":
@@ -92,7 +100,7 @@ def attention(
     if backend == "folded":
         return folded.attention_folded(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "sdpa":
-        return sdpa.attention_sdpa(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
+        return sdpa.attention_sdpa(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, document_starts)
     if backend == "reference":
         return attention_reference(
             q_SBHD,
@@ -102,6 +110,7 @@ def attention(
             relative_attention_bias=relative_attention_bias,
             relative_attention_max_distance=relative_attention_max_distance,
             causal=causal,
+            document_starts=document_starts,
             scale=scale,
             dropout_p=dropout_p,
         ).to(q_SBHD.dtype)
@@ -119,6 +128,7 @@ def _attention_triton(
     scale: float | None,
     dropout_p: float,
     skip: bool | None,
+    document_starts: Tensor | None,
 ) -> Tensor:
     """Call the Triton kernel, or raise ValueError if it cannot serve.
 
@@ -130,6 +140,7 @@ def _attention_triton(
         scale: Factor of the products q k^T.
         dropout_p: Probability that a weight is dropped.
         skip: As in `attention`.
+        document_starts: As in `attention`.
     """
     if "triton" not in installed_packages():
         _raise_refusal("triton", "the package triton is not installed")
@@ -137,7 +148,9 @@ def _attention_triton(
     from pretrain.kernels.flash.host import attention_triton, refusal
 
     _raise_refusal("triton", refusal(q_SBHD))
-    return attention_triton(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip)
+    return attention_triton(
+        q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts=document_starts
+    )
 
 
 def _raise_refusal(backend: str, refusal: str | None) -> None:
@@ -200,4 +213,24 @@ def _check_arguments(
     if table is not None and (table.dim() != 2 or table.shape[0] != q[2]):
         raise ValueError(
             f"relative_attention_bias {tuple(table.shape)}: expected [{q[2]} heads, num_buckets]"
+        )
+
+
+def _check_documents(
+    q_SBHD: Tensor, k_SBGD: Tensor, document_starts: Tensor | None, causal: bool
+) -> None:
+    """Raise ValueError if document_starts does not fit the other arguments of `attention`."""
+    if document_starts is None:
+        return
+    queries, batch = q_SBHD.shape[:2]
+    if not causal or queries != len(k_SBGD):
+        raise ValueError(
+            f"document_starts with causal = {causal}, {queries} queries and {len(k_SBGD)} keys: it "
+            "needs a causal mask and as many queries as keys"
+        )
+    kind = (tuple(document_starts.shape), document_starts.dtype, document_starts.device)
+    if kind != ((batch, queries), torch.int32, q_SBHD.device):
+        raise ValueError(
+            f"document_starts {kind[0]} {kind[1]} on {kind[2]}: expected ({batch}, {queries}) "
+            f"torch.int32 on {q_SBHD.device}"
         )

@@ -9,11 +9,13 @@ import importlib
 from torch import Tensor
 
 from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call
 
 
 def refusal(call: Call) -> str | None:
     """Return the reason why FlashAttention-2 cannot serve this call, or None if it can."""
+    if call.documents:
+        return NO_DOCUMENTS
     if not call.is_cuda:
         return "it runs on CUDA only"
     if "flash_attn" not in call.installed:

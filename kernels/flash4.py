@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.block_lists import KEY_TILE, BlockLists, causal_lists, skipping_lists
-from pretrain.kernels.call import Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call
 from pretrain.kernels.flex import compiled_flex_attention, scalar
 
 MIN_SKIP_KEYS = 4096
@@ -32,6 +32,8 @@ some thirty operations that read q, k and v once more."""
 
 def refusal(call: Call) -> str | None:
     """Return the reason why FlashAttention-4 cannot serve this call, or None if it can."""
+    if call.documents:
+        return NO_DOCUMENTS
     if call.capability is None or call.capability[0] not in (9, 10):
         return "it needs a GPU of compute capability 9.x or 10.x"
     if "flash_attn.cute" not in call.installed:

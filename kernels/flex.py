@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call
 
 
 def refusal(call: Call) -> str | None:
     """Return the reason why FlexAttention cannot serve this call, or None if it can."""
+    if call.documents:
+        return NO_DOCUMENTS
     if not call.is_cuda:
         return "it has no backward on CPU (torch 2.13)"
     if "triton" not in call.installed:

@@ -45,7 +45,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensorMode
 
 from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call
 from pretrain.kernels.sdpa import ALIGNMENT, aligned, causal_sdpa, only_fused
 
 QUERY_CHUNK = 2048
@@ -65,6 +65,8 @@ MAX_POSITION = 60_000
 
 def refusal(call: Call) -> str | None:
     """Return the reason why folding cannot serve this call, or None if it can."""
+    if call.documents:
+        return NO_DOCUMENTS
     if call.dtype not in POSITION_BASES:
         return f"it serves fp16 and bf16, this is {call.dtype_name}"
     if call.bias != "slopes":

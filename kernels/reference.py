@@ -23,6 +23,7 @@ def attention_reference(
     relative_attention_bias: Tensor | None = None,
     relative_attention_max_distance: int = 128,
     causal: bool = True,
+    document_starts: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     keep: Tensor | None = None,
@@ -41,6 +42,8 @@ def attention_reference(
         relative_attention_bias: T5's table, [H, num_buckets].
         relative_attention_max_distance: Distance at which the last bucket of the table begins.
         causal: Apply a causal mask.
+        document_starts: For each query, the position of the first token of its document, [B,
+            queries]; keys before it are hidden. None hides none.
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
         keep: Weights that dropout keeps, [B, H, queries, keys]; drawn from torch's generator if
@@ -67,6 +70,10 @@ def attention_reference(
         scores = scores + relative_attention_bias.to(score_dtype)[:, buckets]
     if causal:
         scores = scores.masked_fill(distance < 0, -torch.inf)
+    if document_starts is not None:
+        key_position = torch.arange(num_keys, device=q.device)
+        before_BHSS = key_position < document_starts[:, None, :, None]
+        scores = scores.masked_fill(before_BHSS, -torch.inf)
     weights = scores.softmax(dim=-1)
     if keep is None:
         weights = torch.nn.functional.dropout(weights, dropout_p)

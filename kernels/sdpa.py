@@ -39,6 +39,7 @@ def attention_sdpa(
     bias: ScoreBias,
     scale: float | None,
     dropout_p: float,
+    document_starts: Tensor | None = None,
 ) -> Tensor:
     """Compute attention by torch's fused kernels, a block of queries at a time.
 
@@ -54,6 +55,7 @@ def attention_sdpa(
         bias: Bias of this rank's heads, and whether attention is causal.
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped.
+        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
 
     Returns:
         The output, [queries, B, H, D] in the dtype of q.
@@ -63,16 +65,18 @@ def attention_sdpa(
         # The default scale is that of the heads, not of the padded ones.
         scale = width**-0.5 if scale is None else scale
         q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
-        return attention_sdpa(q, k, v, bias, scale, dropout_p)[..., :width]
-    if not needs_mask(q_SBHD, k_SBGD, bias):
+        return attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts)[..., :width]
+    if document_starts is None and not needs_mask(q_SBHD, k_SBGD, bias):
         return _without_mask(q_SBHD, k_SBGD, v_SBGD, bias.causal, scale, dropout_p)
     dtype = q_SBHD.dtype
-    if q_SBHD.is_cuda:
+    biased = bias.slopes is not None or bias.table is not None
+    if q_SBHD.is_cuda and biased:
         # On CUDA the fused kernel for masks needs mask and q in one dtype, and a mask in half
         # precision cannot tell far keys apart. On a CPU it takes an fp32 mask with half-precision q
         # (torch 2.13, FlashAttentionKernel.cpp).
         q_SBHD, k_SBGD, v_SBGD = q_SBHD.float(), k_SBGD.float(), v_SBGD.float()
-    q, k, v = (x.permute(1, 2, 0, 3) for x in _with_equal_heads(q_SBHD, k_SBGD, v_SBGD))
+    heads = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in heads)
     attend = partial(
         scaled_dot_product_attention,
         scale=scale,
@@ -87,9 +91,13 @@ def attention_sdpa(
     added = bias.at(distances)
     if bias.causal:
         added = added.masked_fill(distances < 0, -torch.inf)
+    if q.is_cuda:
+        # Without a bias the mask is made of 0 and -inf, which every dtype holds.
+        added = added.to(q.dtype)
     if num_queries <= QUERY_BLOCK:
         # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
+        mask = _within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(dtype)
     reversed_q, blocks = q.flip(2), []
     for start in range(0, num_queries, QUERY_BLOCK):
@@ -97,12 +105,31 @@ def attention_sdpa(
         # The first of the reversed queries stands at position num_keys - 1 - start.
         keys = num_keys - start if bias.causal else num_keys
         mask = added[:, start : start + queries + keys - 1].unfold(-1, keys, 1)[None]
+        if document_starts is not None:
+            of_block = document_starts.flip(1)[:, start : start + queries]
+            mask = _within_documents(mask, of_block)
         if q.is_cuda:
             # The CUDA kernel needs aligned rows, which an overlapping view does not have.
             mask = mask.contiguous()
         block = reversed_q[:, :, start : start + queries]
         blocks.append(attend(block, k[:, :, :keys], v[:, :, :keys], attn_mask=mask))
     return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3).to(dtype)
+
+
+def _within_documents(mask_BHSS: Tensor, document_starts: Tensor | None) -> Tensor:
+    """Return a mask in which each query no longer sees the keys before its own document.
+
+    Args:
+        mask_BHSS: What is added to scores, [1, H or 1, queries, keys].
+        document_starts: Of these queries, [B, queries]; None leaves the mask as it is.
+
+    Returns:
+        [B, H or 1, queries, keys].
+    """
+    if document_starts is None:
+        return mask_BHSS
+    key = torch.arange(mask_BHSS.shape[3], device=mask_BHSS.device)
+    return mask_BHSS.masked_fill(key < document_starts[:, None, :, None], -torch.inf)
 
 
 def aligned(width: int) -> int:
@@ -223,21 +250,25 @@ def _without_mask(
         return out.permute(2, 0, 1, 3)
 
 
-def _with_equal_heads(q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, ...]:
+def _with_equal_heads(
+    q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, masked: bool = False
+) -> tuple[Tensor, ...]:
     """Return q, k and v, with key heads repeated where torch's kernel cannot share them.
 
-    The memory-efficient kernel, which serves fp32, heads wider than 256 and GPUs below compute
-    capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the kernels
-    for fewer queries than keys.
+    The memory-efficient kernel, which serves masks, fp32, heads wider than 256 and GPUs below
+    compute capability 8.0, has no grouped queries (torch 2.13, sdp_utils.cpp), and neither have the
+    kernels for fewer queries than keys.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
         k_SBGD: Keys, [keys, B, G, D].
         v_SBGD: Values, [keys, B, G, D].
+        masked: The kernel is given a mask.
     """
     repeats = q_SBHD.shape[2] // k_SBGD.shape[2]
     shares = not q_SBHD.is_cuda or (
-        q_SBHD.dtype in (torch.float16, torch.bfloat16)
+        not masked
+        and q_SBHD.dtype in (torch.float16, torch.bfloat16)
         and q_SBHD.shape[3] <= 256
         and q_SBHD.shape[0] == k_SBGD.shape[0]
         and torch.cuda.get_device_capability(q_SBHD.device) >= (8, 0)

@@ -64,6 +64,13 @@ see a NaN or an infinity does visit it.
 visited (an attention sink, often key 0) costs one tile. The backward pass visits the same tiles as
 the forward pass.
 
+**Documents.** Where queries see no key before the start of their own document, the bound is that of
+the keys that a query sees: floors are made of these alone, so they are lower, and |q|, |k| and |v|
+are taken over whole tiles, so they are larger. A query that sees any key before its own tiles sees
+all of its document from there on, the position of the tile's first query included, and so the own
+value and key in `need` are its own. What a token of another document contains can decide whether a
+tile is skipped on which both documents lie, and thereby move an output by the 2^-24 above.
+
 **Causality.** Under a causal mask and with finite q, k and v, no output depends on a later token by
 a single bit, though a tile of queries decides as one. (Keys after a query get the weight 0, and 0
 times an infinity or a NaN among their values is NaN, as in every backend.) The own value and key in

@@ -16,6 +16,7 @@ from pretrain.kernels.flash.device import (
     add_bias,
     dot,
     dropout_keeps,
+    load_starts,
     load_tile,
     store_tile,
 )
@@ -33,6 +34,7 @@ def dkdv_kernel(
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
     HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
     KeyNorms,  # [B, G, key tiles], fp32
     RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
@@ -71,6 +73,7 @@ def dkdv_kernel(
     BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
     SKIP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
     UPCAST: tl.constexpr,  # see dot
 ):
     """Compute dk and dv of one block of keys, summed over all query heads that share them.
@@ -96,6 +99,11 @@ def dkdv_kernel(
     query_tiles = tl.cdiv(num_queries, QUERY_TILE)
     # Keys before the first query: query i stands at position i + earlier_keys.
     earlier_keys = num_keys - num_queries
+    # Queries before this one: those after it belong to documents that begin after these keys.
+    last_query = num_queries
+    if DOCUMENTS:
+        DocumentStarts += tl.cast(batch, tl.int64) * num_queries
+        last_query = count_starts(DocumentStarts, key_start + BLOCK_N - 1, num_queries)
 
     for member in range(0, HEADS_PER_GROUP):
         head = group * HEADS_PER_GROUP + member
@@ -111,7 +119,7 @@ def dkdv_kernel(
         # list if SKIP.
         WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
         begin = 0
-        stop = num_queries
+        stop = last_query
         begin_whole = 0
         if CAUSAL:
             begin = tl.maximum(key_start - earlier_keys, 0) // BLOCK_M * BLOCK_M
@@ -128,7 +136,7 @@ def dkdv_kernel(
             if CAUSAL:
                 # The first tile of queries that does not have these keys among its own tiles.
                 first = tl.cdiv(tl.maximum((key_tile + 1) * KEY_TILE - earlier_keys, 0), QUERY_TILE)
-                begin_whole = tl.minimum(first * QUERY_TILE, num_queries)
+                begin_whole = tl.minimum(first * QUERY_TILE, last_query)
             thresholds = tl.cast(batch_head, tl.int64) * query_tiles * key_tiles
             lists = tl.cast(batch_head * key_blocks + key_start // BLOCK_N, tl.int64)
             stop = QUERY_TILE * list_query_tiles(
@@ -150,25 +158,40 @@ def dkdv_kernel(
         if CAUSAL:
             dk, dv = accumulate_over_queries(
                 dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-                RowBounds, thresholds_at, lists_at, key_norm,
+                DocumentStarts, RowBounds, thresholds_at, lists_at, key_norm,
                 begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
                 row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
                 True, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-                CAUSAL, BIAS, False, DROPOUT, UPCAST,
+                CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
             )  # fmt: skip
         dk, dv = accumulate_over_queries(
             dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
-            RowBounds, thresholds_at, lists_at, key_norm,
+            DocumentStarts, RowBounds, thresholds_at, lists_at, key_norm,
             begin_listed, stop, key_start, batch_head, slope, BiasRowHead,
             row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
             False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
-            CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
+            CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
 
     # d score / d k is scale * q: the scale is applied once, to the sum.
     offset = tl.cast(batch, tl.int64) * dk_stride_b + tl.cast(group, tl.int64) * dk_stride_h
     store_tile(DK + offset, dk * scale, key_start, dk_stride_s, num_keys, BLOCK_N, D, BLOCK_D)
     store_tile(DV + offset, dv, key_start, dk_stride_s, num_keys, BLOCK_N, D, BLOCK_D)
+
+
+@triton.jit
+def count_starts(DocumentStarts, position, num_queries):
+    """Return how many queries of a sequence belong to documents that begin at or before a position.
+
+    These are the first queries, because the starts never fall from one query to the next.
+    """
+    count = 0
+    for chunk in range(0, num_queries, 1024):
+        query = chunk + tl.arange(0, 1024)
+        starts = load_starts(DocumentStarts, 0, query, num_queries, True)
+        seen = (query < num_queries) & (starts <= position)
+        count += tl.sum(seen.to(tl.int32), axis=0)
+    return count
 
 
 @triton.jit
@@ -183,6 +206,7 @@ def accumulate_over_queries(
     d_out_stride_s,
     Lse,
     Delta,
+    DocumentStarts,  # [queries], of this batch; read if DOCUMENTS
     RowBounds,  # this and the next three are read if LISTED
     Thresholds,  # those of this tile of keys: one for every key_tiles elements
     QueryTiles,
@@ -211,6 +235,7 @@ def accumulate_over_queries(
     BIAS: tl.constexpr,
     LISTED: tl.constexpr,  # go through the tiles in QueryTiles
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Add the contributions of queries begin .. stop to dk and dv, and return (dk, dv).
@@ -248,6 +273,9 @@ def accumulate_over_queries(
         weights = tl.math.exp2(scores - lse[None, :])
         if MASKED:
             weights = tl.where(position[None, :] >= key[:, None], weights, 0.0)
+        if DOCUMENTS:
+            doc_starts = load_starts(DocumentStarts, 0, query, num_queries, DOCUMENTS)
+            weights = tl.where(key[:, None] >= doc_starts[None, :], weights, 0.0)
         d_out = load_tile(DOut, start, d_out_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
         d_weights = dot(v, tl.trans(d_out), UPCAST)
         kept = weights

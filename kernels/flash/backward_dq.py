@@ -16,6 +16,7 @@ from pretrain.kernels.flash.device import (
     add_bias,
     dot,
     dropout_keeps,
+    load_starts,
     load_tile,
     store_tile,
 )
@@ -65,6 +66,7 @@ def dq_kernel(
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
     HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
     KeyNorms,  # [B, G, key tiles], fp32
     RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
@@ -104,6 +106,7 @@ def dq_kernel(
     BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
     SKIP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
     UPCAST: tl.constexpr,  # see dot
 ):
     """Compute dq of one block of queries and, if BIAS_GRAD, its share of the gradient of the bias.
@@ -153,6 +156,8 @@ def dq_kernel(
     if WHOLE_BIAS == ROW_END:
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
         stop_whole = tl.minimum(stop_far, stop_whole)
+    begin = 0
+    doc_starts = load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS)
     # The keys of the first loop: along the list if SKIP, from key 0 if not.
     count = stop_whole
     row_floor = lse
@@ -176,27 +181,34 @@ def dq_kernel(
             reaches = tl.cast(batches * heads, tl.int64) * num_queries
             row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
             norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
+    begin_masked = stop_whole
+    if DOCUMENTS:
+        # As in forward_kernel.
+        first_start = tl.load(DocumentStarts + tl.cast(batch, tl.int64) * num_queries + start)
+        begin_masked = tl.maximum(stop_whole, first_start // BLOCK_N * BLOCK_N)
+        if not SKIP:
+            begin = first_start // BLOCK_N * BLOCK_N
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
     mean_distance = tl.zeros([BLOCK_M], dtype=tl.float32)
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        0, count,
-        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        begin, count,
+        query, doc_starts, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
         num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
         SKIP and not CAUSAL, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
-        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
+        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
     # stop_whole is never below 0. The maximum keeps ptxas from merging the counters of the loops,
     # after which it would serialise every wgmma (C7515).
     dq, sums, sums_after, mean_distance = accumulate_over_keys(
         dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
-        tl.maximum(stop_whole, 0), stop,
-        query, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        tl.maximum(begin_masked, 0), stop,
+        query, doc_starts, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
         num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
         True, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
-        CAUSAL, BIAS, False, DROPOUT, UPCAST,
+        CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
 
     DQ += tl.cast(batch, tl.int64) * dq_stride_b + tl.cast(head, tl.int64) * dq_stride_h
@@ -229,6 +241,7 @@ def accumulate_over_keys(
     begin,  # first key, a multiple of BLOCK_N; if LISTED, counted along the list of tiles
     stop,
     query,  # [BLOCK_M]
+    doc_starts,  # [BLOCK_M], int32: position of the first token of each query's document
     batch_head,
     slope,  # times log2(e)
     BiasRow,  # of this head
@@ -253,6 +266,7 @@ def accumulate_over_keys(
     BIAS: tl.constexpr,
     LISTED: tl.constexpr,  # go through the tiles in KeyTiles
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Add the contributions of keys begin .. stop and return (dq, sums, sums_after, mean_distance).
@@ -280,9 +294,9 @@ def accumulate_over_keys(
         k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
         d_scores, weights = score_gradients(
-            q, k, v, d_out, row_lse, delta, position, key, query[:, None], batch_head,
-            slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
-            MASKED, CAUSAL, BIAS, DROPOUT, UPCAST,
+            q, k, v, d_out, row_lse, delta, position, key, query[:, None], doc_starts[:, None],
+            batch_head, slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
+            MASKED, CAUSAL, BIAS, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
         dq += dot(d_scores.to(k.dtype), k, UPCAST)
         if BIAS_GRAD:
@@ -310,6 +324,7 @@ def score_gradients(
     position,  # [queries, 1]
     key,  # [1, keys]
     query,  # [queries, 1]
+    doc_starts,  # [queries, 1]
     batch_head,
     slope,
     BiasRow,
@@ -322,6 +337,7 @@ def score_gradients(
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Return (d loss / d score, weights), both [queries, keys] in fp32.
@@ -336,6 +352,8 @@ def score_gradients(
         if CAUSAL:
             seen &= position >= key
         weights = tl.where(seen, weights, 0.0)
+    if DOCUMENTS:
+        weights = tl.where(key >= doc_starts, weights, 0.0)
     d_weights = dot(d_out, tl.trans(v), UPCAST)
     if DROPOUT:
         keep = dropout_keeps(Seed, batch_head, query, key, dropout_p)

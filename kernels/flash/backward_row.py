@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pretrain.kernels.flash.backward_dq import score_gradients
-from pretrain.kernels.flash.device import LOG2E, load_tile
+from pretrain.kernels.flash.device import LOG2E, load_starts, load_tile
 
 
 @triton.jit
@@ -20,9 +20,10 @@ def row_gradient_kernel(
     DOut,  # [queries, B, H, D], dense
     Lse,  # [B, H, queries], fp32, base 2
     Delta,  # [B, H, queries], fp32, from delta_kernel
-    Slopes,  # not read: the first fourteen arguments are those of all backward kernels
+    Slopes,  # not read: the first fifteen arguments are those of all backward kernels
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e)
     Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
     HeadOrder,  # not read
     KeyNorms,  # not read
     RowBounds,  # not read
@@ -57,6 +58,7 @@ def row_gradient_kernel(
     BIAS: tl.constexpr,
     SKIP: tl.constexpr,  # not read: only slopes skip
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
     UPCAST: tl.constexpr,  # see dot
 ):
     """Sum d_score over all queries, for every distance below row_reach.
@@ -106,10 +108,11 @@ def row_gradient_kernel(
         )  # fmt: skip
         lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
         delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
+        doc_starts = load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS)
         d_scores, _ = score_gradients(
-            q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None], batch_head,
-            0.0, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p, num_keys,
-            True, CAUSAL, BIAS, DROPOUT, UPCAST,
+            q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None],
+            doc_starts[:, None], batch_head, 0.0, BiasRow, row_reach, Seed, scale * LOG2E,
+            dropout_p, num_keys, True, CAUSAL, BIAS, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
         acc += d_scores
 

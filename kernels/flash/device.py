@@ -127,6 +127,20 @@ def add_bias(
 
 
 @triton.jit
+def load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS: tl.constexpr):
+    """Return the position of the first token of each query's document, 0 without DOCUMENTS.
+
+    Queries past the last one get 0. The starts never fall from one query to the next, so the first
+    of a block is the smallest.
+    """
+    starts = tl.zeros_like(query)
+    if DOCUMENTS:
+        pointers = DocumentStarts + tl.cast(batch, tl.int64) * num_queries + query
+        starts = tl.load(pointers, mask=query < num_queries, other=0)
+    return starts
+
+
+@triton.jit
 def dropout_keeps(Seed, batch_head, query, key, dropout_p):
     """Return which weights dropout keeps, as booleans of the shape of query and key broadcast.
 

@@ -16,6 +16,7 @@ from pretrain.kernels.flash.device import (
     add_bias,
     dot,
     dropout_keeps,
+    load_starts,
     load_tile,
     store_tile,
 )
@@ -37,6 +38,7 @@ def forward_kernel(
     Slopes,  # [H], fp32; read if BIAS is SLOPES
     BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
     Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
     KeyNorms,  # [B, G, key tiles], fp32; this and all below are read or written if SKIP
     ValueNorms,  # [B, G, key tiles], fp32
     HeadOrder,  # [H + G], int32: query heads by ascending slope, then key heads
@@ -71,6 +73,7 @@ def forward_kernel(
     BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
     SKIP: tl.constexpr,  # skip tiles of keys that cannot matter
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
     UPCAST: tl.constexpr,  # see dot
 ):
     """Compute one tile of queries: its output, its logsumexp and, if SKIP, the tiles it visits.
@@ -115,22 +118,35 @@ def forward_kernel(
     if WHOLE_BIAS == ROW_END:
         stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
         near = tl.minimum(near, stop_far)
+    # Keys before the first query's document are hidden from all queries: neither loop begins before
+    # the block of keys in which that document begins.
+    begin = 0
+    begin_near = near
+    first_start = 0
+    doc_starts = load_starts(DocumentStarts, batch, queries, num_queries, DOCUMENTS)
+    if DOCUMENTS:
+        first_start = tl.load(DocumentStarts + tl.cast(batch, tl.int64) * num_queries + start)
+        begin = first_start // BLOCK_N * BLOCK_N
+        begin_near = tl.maximum(near, begin)
 
     q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
     # The accumulators are fp32 whatever the inputs are: thousands of terms are added to them.
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if DOCUMENTS:
+        # Below every finite score, and finite: the first keys may all be hidden from a row.
+        row_max = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32)
     # The own tiles come first. They hold the diagonal, where ALiBi's weights are largest, so their
     # logsumexp is a good lower bound of the whole row's and decides what else must be visited. They
     # are also the only tiles that a causal mask cuts, so all loops below run without that mask.
     acc, row_sum, row_max = attend_to_keys(
-        acc, row_sum, row_max, q, K, V, near, stop, k_stride_s, v_stride_s,
-        start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+        acc, row_sum, row_max, q, K, V, begin_near, stop, k_stride_s, v_stride_s,
+        start, first_position, doc_starts, slope, BiasRow, row_reach, Seed, batch_head,
         num_keys, score_scale, dropout_p,
         KeyNorms, Thresholds, KeyTiles, row_max, row_max,
         True, BLOCK_M, BLOCK_N, KEY_TILE, COLUMN_BIAS, D, BLOCK_D,
-        CAUSAL, BIAS, False, DROPOUT, UPCAST,
+        CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
 
     # The other keys: those in the list if SKIP, else those before and after. They are `count`
@@ -160,26 +176,28 @@ def forward_kernel(
         count = KEY_TILE * list_key_tiles(
             Thresholds, KeyTiles, K, V, k_stride_s, v_stride_s, KeyNorms, ValueNorms + norms,
             floor, tl.abs(score_scale) * longest_row_norm(q), slope, first_position, last_position,
-            own_first, own_end, key_tiles, num_keys,
-            KEY_TILE, BLOCK_M, D, BLOCK_D, TRAINED_SLOPES, CAUSAL,
+            own_first, own_end, key_tiles, num_keys, first_start,
+            KEY_TILE, BLOCK_M, D, BLOCK_D, TRAINED_SLOPES, CAUSAL, DOCUMENTS,
         )  # fmt: skip
+        # The list leaves out the tiles that end before the first query's document.
+        begin = 0
     # Without a causal mask the list may contain the ragged last tile, hence the mask.
     acc, row_sum, row_max = attend_to_keys(
-        acc, row_sum, row_max, q, K, V, 0, count, k_stride_s, v_stride_s,
-        start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+        acc, row_sum, row_max, q, K, V, begin, count, k_stride_s, v_stride_s,
+        start, first_position, doc_starts, slope, BiasRow, row_reach, Seed, batch_head,
         num_keys, score_scale, dropout_p,
         KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
         SKIP and not CAUSAL, BLOCK_M, BLOCK_N, KEY_TILE, COLUMN_BIAS, D, BLOCK_D,
-        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, UPCAST,
+        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
     )  # fmt: skip
     if not CAUSAL and not SKIP:
         acc, row_sum, row_max = attend_to_keys(
             acc, row_sum, row_max, q, K, V, stop, num_keys, k_stride_s, v_stride_s,
-            start, first_position, slope, BiasRow, row_reach, Seed, batch_head,
+            start, first_position, doc_starts, slope, BiasRow, row_reach, Seed, batch_head,
             num_keys, score_scale, dropout_p,
             KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
             True, BLOCK_M, BLOCK_N, KEY_TILE, COLUMN_BIAS, D, BLOCK_D,
-            CAUSAL, BIAS, False, DROPOUT, UPCAST,
+            CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
         )  # fmt: skip
 
     weight = 1 / row_sum
@@ -210,6 +228,7 @@ def attend_to_keys(
     v_stride_s,
     start,  # index of the first query
     first_position,  # position of the first query
+    doc_starts,  # [BLOCK_M], int32: position of the first token of each query's document
     slope,  # times log2(e)
     BiasRow,  # of this head
     row_reach,
@@ -234,6 +253,7 @@ def attend_to_keys(
     BIAS: tl.constexpr,
     LISTED: tl.constexpr,  # go through the tiles in KeyTiles
     DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Continue the running softmax over keys begin .. stop and return (acc, row_sum, row_max).
@@ -268,8 +288,11 @@ def attend_to_keys(
                 )
             else:
                 scores = tl.where(key[None, :] < num_keys, scores, float("-inf"))
-        # Every row sees the first key of its own tiles, so new_max is finite for finite inputs, and
-        # the differences below are never inf - inf.
+        if DOCUMENTS:
+            scores = tl.where(key[None, :] >= doc_starts[:, None], scores, float("-inf"))
+        # Every row sees the first key of its own tiles or, where DOCUMENTS may hide it, starts with
+        # a finite row_max. So new_max is finite for finite inputs, and the differences below are
+        # never inf - inf.
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         relative_to = new_max
         if LISTED and CAUSAL:

@@ -52,6 +52,7 @@ def attention_triton(
     dropout_p: float,
     skip: bool | None = None,
     schedule: Schedule | None = None,
+    document_starts: Tensor | None = None,
 ) -> Tensor:
     """Compute attention by the flash-attention kernel, differentiable in q, k, v and the bias.
 
@@ -69,6 +70,7 @@ def attention_triton(
         skip: Skip tiles of keys that cannot matter: True at any length, False never, None from
             MIN_SKIP_KEYS keys on. Only slopes make tiles skippable.
         schedule: Block sizes; chosen by dtype, width and GPU if None.
+        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
 
     Returns:
         The output, [queries, B, H, D] in the dtype of q.
@@ -92,7 +94,8 @@ def attention_triton(
         skip=skip and bias.slopes is not None,
         schedule=schedule or choose_schedule(q_SBHD),
     )
-    out: Tensor = _FlashAttention.apply(q, k, v, bias.slopes, bias_row, seed, options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    inputs = Inputs(q, k, v, bias.slopes, bias_row, seed, document_starts)
+    out: Tensor = _FlashAttention.apply(*inputs, options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     return out
 
 
@@ -104,6 +107,7 @@ def visited_tiles(
     causal: bool = True,
     scale: float | None = None,
     schedule: Schedule | None = None,
+    document_starts: Tensor | None = None,
 ) -> tuple[Tensor, Schedule]:
     """Run the forward pass with skipping and return the tiles it visited, for reports and tests.
 
@@ -115,6 +119,7 @@ def visited_tiles(
         causal: Apply a causal mask.
         scale: Factor of the products q k^T; 1 / sqrt(D) if None.
         schedule: Block sizes; chosen by dtype, width and GPU if None.
+        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
 
     Returns:
         Which tiles of keys each tile of queries visited, bool [B, H, query tiles, key tiles], as
@@ -128,7 +133,8 @@ def visited_tiles(
         skip=True,
         schedule=schedule or choose_schedule(q_SBHD),
     )
-    _, _, plan = run_forward(Inputs(q_SBHD, k_SBGD, v_SBGD, slopes, None, None), options)
+    inputs = Inputs(q_SBHD, k_SBGD, v_SBGD, slopes, None, None, document_starts)
+    _, _, plan = run_forward(inputs, options)
     query_tile, key_tile = options.schedule.forward.queries, options.schedule.key_tile
     visited = skipping.own_tiles(len(q_SBHD), len(k_SBGD), query_tile, key_tile)
     visited = visited.to(q_SBHD.device).expand_as(plan.thresholds).clone()
@@ -152,9 +158,10 @@ class _FlashAttention(torch.autograd.Function):
         slopes: Tensor | None,
         bias_row: Tensor | None,
         seed: Tensor | None,
+        document_starts: Tensor | None,
         options: Options,
     ) -> Tensor:
-        inputs = Inputs(q, k, v, slopes, bias_row, seed)
+        inputs = Inputs(q, k, v, slopes, bias_row, seed, document_starts)
         trained_slopes = slopes is not None and ctx.needs_input_grad[3]
         options = options._replace(trained_slopes=trained_slopes)
         out, lse, plan = run_forward(inputs, options)
@@ -171,4 +178,4 @@ class _FlashAttention(torch.autograd.Function):
         gradients = run_backward(
             Inputs(*inputs), ctx.options, out, lse, TilePlan(*plan), d_out, row_wants_grad
         )
-        return *gradients, None, None
+        return *gradients, None, None, None

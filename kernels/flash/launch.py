@@ -33,6 +33,8 @@ class Inputs(NamedTuple):
     """[H, 2 * reach + 1], fp32: biases for distances -reach .. reach, or None."""
     seed: Tensor | None
     """[1], int64: seed of the dropout, or None."""
+    document_starts: Tensor | None = None
+    """[B, S], int32: position of the first token of each query's document, or None."""
 
 
 class Options(NamedTuple):
@@ -75,7 +77,7 @@ def run_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, TileP
         The output [S, B, H, D] in the dtype of q, the logsumexp of each row of scores in base 2
         [B, H, S] in fp32, and the tiles that were visited.
     """
-    q, k, v, slopes, bias_row, _ = inputs
+    q, k, v, slopes, bias_row, *_ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
     blocks, key_tile = options.schedule.forward, options.schedule.key_tile
     query_tiles = triton.cdiv(num_queries, blocks.queries)
@@ -149,7 +151,7 @@ def run_backward(
         The gradients of q, k, v, slopes [H] and bias rows; None for the last two if not wanted.
         Those of q, k and v are slices of one tensor if q, k and v are: see `_allocate_gradients`.
     """
-    q, k, v, _, bias_row, _ = inputs
+    q, k, v, _, bias_row, *_ = inputs
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = q.shape, k.shape
     d_out = d_out.contiguous()
     delta = torch.empty_like(lse)
@@ -243,7 +245,7 @@ def _lies_like(x: Tensor, first: Tensor, gradient: Tensor) -> bool:
 
 
 def _row_gradient(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Any, ...],
     scalars: tuple[int | float, ...],
     constants: dict[str, Any],
     bias_row: Tensor,
@@ -297,16 +299,20 @@ def _row_gradient(
     return d_row
 
 
-def _bias_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slopes, the bias row in base 2, and the seed.
+def _bias_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the slopes, the bias row in base 2, the seed and the document starts.
 
-    A kernel needs a pointer for each, so q stands in for those that its variant does not read.
+    A kernel needs a pointer for each, so q stands in for those that its variant does not read. Only
+    the starts may be missing: Triton then compiles kernels without that argument, the very ones
+    that there would be if attention by document did not exist.
     """
     q, slopes, bias_row, seed = inputs.q_SBHD, inputs.slopes, inputs.bias_row, inputs.seed
+    starts = inputs.document_starts
     return (
         q if slopes is None else slopes.contiguous(),
         q if bias_row is None else (bias_row.detach() * skipping.LOG2E).contiguous(),
         q if seed is None else seed,
+        None if starts is None else starts.contiguous(),
     )
 
 
@@ -323,6 +329,7 @@ def _variant(inputs: Inputs, options: Options) -> dict[str, Any]:
         "BIAS": bias.value,
         "SKIP": options.skip,
         "DROPOUT": options.dropout_p > 0,
+        "DOCUMENTS": inputs.document_starts is not None,
         "UPCAST": INTERPRETED and q.dtype == torch.bfloat16,
     }
 

@@ -150,12 +150,14 @@ def list_key_tiles(
     own_end,
     key_tiles,  # how many there are
     num_keys,
+    first_start,  # if DOCUMENTS, the position where the document of the tile's first query begins
     KEY_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
     CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """List the tiles of keys, other than its own, that a tile of queries visits; return how many.
 
@@ -211,6 +213,8 @@ def list_key_tiles(
         # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a
         # tile with a NaN anywhere in its terms is visited.
         skipped = floor - reach * key * NORM_SLACK > threshold + ABSOLUTE_SLACK
+        if DOCUMENTS:
+            skipped |= (tile + 1) * KEY_TILE <= first_start
         threshold = tl.where(skipped, float("-inf"), threshold)
         tl.store(Thresholds + tile, threshold, mask=inside)
         listed = inside & (skipped == 0) & (own == 0)

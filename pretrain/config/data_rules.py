@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
 
+DOCUMENT_BACKENDS = ("auto", "triton", "sdpa", "reference")
+"""Values of model.attention_backend that serve data.per_document_attention."""
+
+
 def check_data(c: RunConfig) -> Iterator[Refusal]:
     """Check that every corpus has the files it needs, and that a shard holds a block."""
     d = c.data
@@ -34,6 +38,14 @@ def check_data(c: RunConfig) -> Iterator[Refusal]:
             d.tokens_per_shard,
             f"less than one block of data.tokens_per_block = {d.tokens_per_block}",
             f"Choose {d.tokens_per_block} or more, or lower data.tokens_per_block",
+        )
+    backend = c.model.attention_backend
+    if d.per_document_attention and backend not in DOCUMENT_BACKENDS:
+        yield Refusal(
+            "data.per_document_attention",
+            True,
+            f'model.attention_backend = "{backend}" has no mask by document',
+            'Set model.attention_backend = "auto" or "triton", or remove the key',
         )
 
 

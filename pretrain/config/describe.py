@@ -25,6 +25,8 @@ def describe(config: RunConfig) -> str:
     vocabulary = f"{config.data.vocab_size:,} padded to {config.padded_vocab_size:,}"
     lengths = ", ".join(str(length) for length in config.evaluation_lengths)
     trained = f"trained at {config.data.sequence_length} tokens"
+    if config.data.per_document_attention:
+        trained += " within documents"
     rows = [
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
         ("positions", f"{config.position.method}, {trained}, evaluated at {lengths}"),

@@ -291,6 +291,11 @@ class DataSection(Section):
     from all shards in random order, so a cache that is smaller than the data set fetches whole
     shards over and over."""
 
+    per_document_attention: bool = False
+    """Train on each document of a sample as if it stood alone: tokens attend within their own
+    document, and positions restart with it. false trains on samples as one text, as the paper does;
+    evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
+
     num_workers: int = Field(default=0, ge=0)
     """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
     data."""

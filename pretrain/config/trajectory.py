@@ -79,6 +79,9 @@ EFFECTS: dict[str, Effect] = {
     "data.tokens_per_shard": FREE,
     "data.cache_directory": FREE,
     "data.cache_bytes": FREE,
+    # What a sample shows the model. The weights fit either way, and an exported or evaluated model
+    # computes the same function of a text.
+    "data.per_document_attention": TRAJECTORY,
     "data.num_workers": FREE,
     "optimizer": TRAJECTORY,
     # The scale at step 0; the present one is in the checkpoint.

@@ -63,6 +63,7 @@ def model_card(
         "Parameters": f"{num_parameters(config):,}",
         "Layers, hidden size, heads": f"{m.num_layers}, {m.hidden_size}, {m.num_attention_heads}",
         "Training length": f"{length} tokens",
+        **_documents(config),
         "Exported for": f"up to {max_length} tokens",
         "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
         **facts,
@@ -86,6 +87,15 @@ def model_card(
         "",
     ]
     return "\n".join(lines + _curve_table(curve))
+
+
+def _documents(config: RunConfig) -> dict[str, str]:
+    """Return the row that says that training parted documents; empty if it did not."""
+    if not config.data.per_document_attention:
+        return {}
+    return {
+        "Documents": "each was trained on as if it stood alone, so give the model one at a time"
+    }
 
 
 def _note(config: RunConfig, target: Target) -> str:

@@ -154,10 +154,12 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             query: [S, B, heads, D].
             key: [S, B, groups, D].
             value: [S, B, groups, D].
-            attention_mask: Not used: the kernels apply the causal mask themselves.
+            attention_mask: Where each token's document begins, int32 [B, S], or None: the
+                document_starts of `pretrain.kernels.dispatch.attention`. Megatron hands it to every
+                layer as it is; the kernels apply the causal mask themselves.
             attn_mask_type: Not used, as in `__init__`.
             attention_bias: Not used: the position method provides the bias.
-            packed_seq_params: Not used: sequences are not packed.
+            packed_seq_params: Not used: Megatron's way to part documents.
             **unused: Further arguments of Megatron's interface.
         """
         dropout = self.dropout if self.training else 0.0
@@ -170,6 +172,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
                 query,
                 key,
                 value,
+                document_starts=attention_mask,
                 scale=self.scale,
                 dropout_p=dropout,
                 backend=self.backend,

@@ -50,9 +50,10 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         return
     query, key, value = _random_inputs(config)
     terms = _expected_terms(config, chunks[0])
-    expected = attention_reference(query, key, value, **terms).float()
-    without_terms = attention_reference(query, key, value).float()
-    actual = _attend(config, layers[0], query, key, value).view(expected.shape).float()
+    starts = _document_starts(config)
+    expected = attention_reference(query, key, value, **terms, document_starts=starts).float()
+    without_terms = attention_reference(query, key, value, document_starts=starts).float()
+    actual = _attend(config, layers[0], query, key, value, starts).view(expected.shape).float()
     error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
     # Written with "not", so that a NaN fails.
     if not error <= tolerance:
@@ -65,7 +66,12 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
 
 
 def _attend(
-    config: RunConfig, core: CoreAttention, query: Tensor, key: Tensor, value: Tensor
+    config: RunConfig,
+    core: CoreAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
 ) -> Tensor:
     """Return what a layer's core attention computes without dropout.
 
@@ -75,6 +81,7 @@ def _attend(
         query: [S, B, heads, D].
         key: [S, B, groups, D].
         value: [S, B, groups, D].
+        starts: Where each token's document begins, int32 [B, S], or None.
 
     Returns:
         [S, B, heads * D].
@@ -86,8 +93,8 @@ def _attend(
     try:
         # Some backends have no dropout. The call with dropout is made only to see it refused.
         if core.dropout:
-            core.train()(query, key, value)
-        out: Tensor = core.eval()(query, key, value)
+            core.train()(query, key, value, starts)
+        out: Tensor = core.eval()(query, key, value, starts)
         return out
     except ValueError as error:
         raise ConfigError(
@@ -110,6 +117,15 @@ def _random_inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
         for count in (heads, groups, groups)
     )
     return query, key, value
+
+
+def _document_starts(config: RunConfig) -> Tensor | None:
+    """Return the starts of two documents of unequal lengths if the run parts them, int32 [1, S]."""
+    if not config.data.per_document_attention:
+        return None
+    index = torch.arange(LENGTH, dtype=torch.int32, device=platform.device())
+    first = LENGTH // 3
+    return torch.where(index < first, 0, first)[None].int()
 
 
 def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> fl
     operations, and the backward pass costs twice the forward pass, hence 6 N. The second term is
     the product of queries and keys and the product of scores and values. Recomputed activations
     are not counted: this is the work that the model requires, not the work that the hardware does.
+    data.per_document_attention needs less of the second term, by how much the text decides; it is
+    counted whole.
 
     Args:
         config: The run's config.

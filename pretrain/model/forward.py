@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -33,6 +34,7 @@ def run_schedule(
     forward_only: bool = False,
     schedule_module: nn.Module | None = None,
     scored: list[int] | None = None,
+    eos_id: int | None = None,
 ) -> list[Any]:
     """Run every micro batch through the pipeline.
 
@@ -47,6 +49,8 @@ def run_schedule(
         scored: For each micro batch, the number n of tokens at its end whose losses are wanted;
             the loss function then gets [B, n]. None means all. Logits are the widest tensors of
             the model, and those of unscored tokens are not computed.
+        eos_id: End-of-document token, if each document is to be computed as if it stood alone;
+            see `document_starts`.
 
     Returns:
         What `loss_function` kept of each micro batch; [] except on the last pipeline stage.
@@ -58,7 +62,7 @@ def run_schedule(
         tokens, last = next(batch_iterator)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
             tokens = platform.to_device(tokens)
-            return call_model(schedule_module or chunk, tokens, last), loss_function
+            return call_model(schedule_module or chunk, tokens, last, eos_id), loss_function
 
     micro_batch_size, length = batches[0].shape[0], batches[0].shape[1] - 1
     # Under sequence parallelism each tensor rank holds another part of the sequence, so the last
@@ -80,21 +84,45 @@ def run_schedule(
     return kept
 
 
-def call_model(model: nn.Module, tokens: Tensor, last: int) -> Tensor:
+def call_model(model: nn.Module, tokens: Tensor, last: int, eos_id: int | None = None) -> Tensor:
     """Run one chunk on a micro batch.
 
     Args:
         model: The chunk, or what is called in its place.
         tokens: Token ids, int64 [B, S + 1], on the model's device.
         last: Number of tokens at the end whose losses are wanted.
+        eos_id: As in `run_schedule`.
 
     Returns:
         On the last pipeline stage the losses [B, last] in nats, else the hidden states.
     """
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, -last:].contiguous()
-    # The attention mask is None: core attention is causal by itself.
-    out: Tensor = model(inputs, _position_ids(inputs), None, labels=labels)
+    positions = _position_ids(inputs)
+    starts = None
+    if eos_id is not None:
+        starts = document_starts(inputs, eos_id)
+        positions = positions - starts
+    # In the place of the attention mask, since core attention is causal by itself.
+    out: Tensor = model(inputs, positions, starts, labels=labels)
     return out
+
+
+def document_starts(inputs: Tensor, eos_id: int) -> Tensor:
+    """Return the index of the first token of each token's document.
+
+    A document ends with its end-of-document token, which therefore belongs to it; the next token
+    begins another one. A document that began before the first token counts from there.
+
+    Args:
+        inputs: Token ids, int64 [B, S].
+        eos_id: End-of-document token.
+
+    Returns:
+        int32 [B, S].
+    """
+    begins = F.pad(inputs[:, :-1] == eos_id, (1, 0))
+    index = torch.arange(inputs.shape[1], dtype=torch.int32, device=inputs.device)
+    return torch.where(begins, index, 0).cummax(dim=1).values
 
 
 @contextlib.contextmanager

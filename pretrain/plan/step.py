@@ -88,6 +88,8 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
         start_point=StartPoint(),
         requests=Requests(),
         reporter=AttemptReporter(),
+        # Which token ends a document changes no count.
+        eos_id=0 if config.data.per_document_attention else None,
     )
     with _markers(counter, optimizer):
         batches = _token_batches(config, topology.layout.num_microbatches, counter)

@@ -155,7 +155,7 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     step = run.state.step
     rate = learning_rate(run.config, step)
     seed_step(run.config, run.topology, step)
-    losses = forward_backward(run.chunks, run.optimizer, micro_batches)
+    losses = forward_backward(run.chunks, run.optimizer, micro_batches, run.eos_id)
     norm, total = update(run, losses, rate)
     before = run.state
     size = run.config.batch_size_at(before.consumed_samples)

@@ -122,6 +122,8 @@ class Run:
     """What the next save records about where its state comes from."""
     spikes: SpikeWatch | None = None
     """Judges every step by train.spike_policy; None if that is "none"."""
+    eos_id: int | None = None
+    """End-of-document token, if data.per_document_attention; else None."""
 
     @property
     def blend(self) -> Blend:
@@ -247,6 +249,7 @@ def load_run(
         reporter,
         start_point.origin(),
         None if config.train.spike_policy == "none" else SpikeWatch(config, state.spikes),
+        streams[0].eos_id if config.data.per_document_attention else None,
     )
 
 

@@ -22,7 +22,10 @@ from pretrain.train.stopping import NUM_VOTES, Requests
 
 
 def forward_backward(
-    chunks: list[GPTModel], optimizer: ZeroOptimizer, batches: list[Tensor]
+    chunks: list[GPTModel],
+    optimizer: ZeroOptimizer,
+    batches: list[Tensor],
+    eos_id: int | None = None,
 ) -> list[Tensor]:
     """Accumulate the gradients of the mean loss over a step's micro batches. All ranks together.
 
@@ -30,12 +33,15 @@ def forward_backward(
         chunks: This rank's model chunks.
         optimizer: Their optimizer, which says what the schedule has to call.
         batches: Token ids of each micro batch, int64 [B, S + 1].
+        eos_id: End-of-document token, if attention stays within documents; else None.
 
     Returns:
         The mean loss in nats of each micro batch, on the last pipeline stage; [] elsewhere.
     """
     optimizer.begin_step(len(batches))
-    return run_schedule(chunks, batches, _mean_loss, schedule_module=optimizer.schedule_module)
+    return run_schedule(
+        chunks, batches, _mean_loss, schedule_module=optimizer.schedule_module, eos_id=eos_id
+    )
 
 
 def average_loss(losses: list[Tensor], topology: Topology) -> float:

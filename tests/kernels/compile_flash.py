@@ -45,6 +45,8 @@ class Variant(NamedTuple):
     length: int = 2048
     """Number of queries, and of keys."""
     heads: int = 2
+    documents: bool = False
+    """Attention stays within documents."""
 
 
 class NoDevice:
@@ -117,7 +119,10 @@ def main(variant: Variant) -> None:
     elif variant.bias == "table":
         table = torch.zeros(variant.heads, 32).requires_grad_()
     bias = ScoreBias(slopes, table, 128, variant.causal)
-    out = host.attention_triton(q, k, v, bias, None, variant.dropout_p, skip=variant.skip)
+    starts = torch.zeros(1, variant.length, dtype=torch.int32) if variant.documents else None
+    out = host.attention_triton(
+        q, k, v, bias, None, variant.dropout_p, skip=variant.skip, document_starts=starts
+    )
     out.sum().backward()
 
 

@@ -30,6 +30,16 @@ VARIANTS = {
     "table": (Variant(90, 128, bias="table"), {"dkdv_kernel": 448}),
     "table, width 64": (Variant(90, 64, bias="table"), {}),
     "default, sm_80": (Variant(80, 128), {"forward_kernel": 256, "dkdv_kernel": 64}),
+    "documents": (Variant(90, 128, documents=True), {"dkdv_kernel": 640}),
+    "documents, nothing added": (
+        Variant(90, 64, bias="none", documents=True),
+        {},
+    ),
+    "documents, table": (
+        Variant(90, 128, bias="table", documents=True),
+        {"dkdv_kernel": 320},
+    ),
+    "documents, sm_80": (Variant(80, 128, documents=True), {}),
 }
 
 
@@ -53,9 +63,10 @@ def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
     variant, may_spill = VARIANTS[case]
     kernels = compile_kernels(variant, tmp_path)
     table = variant.bias == "table"
+    slopes = variant.bias in ("slopes", "trained")
     products = {"forward_kernel", "dkdv_kernel", "dq_kernel"}
     products |= {"row_gradient_kernel"} if table else set()
-    skips = variant.skip and not table
+    skips = variant.skip and slopes
     others = {"delta_kernel"} | ({"norms_kernel"} if skips else set())
     assert kernels.keys() == products | others
 

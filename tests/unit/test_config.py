@@ -55,6 +55,12 @@ def message(path, *overrides, world_size: int | None = None) -> str:
 # ---- refusals: (overrides, key and value, part of the reason and remedy) -------------------------
 REFUSALS = [
     (
+        ["data.per_document_attention=true", "model.attention_backend=flex"],
+        "data.per_document_attention = true",
+        'model.attention_backend = "flex" has no mask by document. Set model.attention_backend = '
+        '"auto" or "triton", or remove the key',
+    ),
+    (
         ["train.spike_policy=skip", "parallel.zero_stage=2"],
         "train.spike_policy = skip",
         'Choose "rollback" or "stop", or set parallel.zero_stage = 1',

@@ -47,6 +47,7 @@ def test_the_classes_are_those_that_the_documentation_promises():
         "parallel.gradient_reduce_dtype",
         "batch.global_batch_size",
         "data.sequence_length",
+        "data.per_document_attention",
         "train.precision",
         *(key for key in KEYS if key.startswith(("optimizer.", "schedule."))),
     } - {"optimizer.initial_loss_scale_power"}
