@@ -25,32 +25,34 @@ LENGTHS = {
     "longer than a block of queries": [[200, 5, 95], [3, 297]],
 }
 BIASES = ["slopes", "table", None]
+# Where the Triton kernel runs: compiled on a GPU, else in its interpreter.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def starts_of(documents):
+def starts_of(documents, device="cpu"):
     """Return document_starts, int32 [B, S], of the lengths of each sequence's documents."""
     rows = []
     for lengths in documents:
         first = torch.tensor([0, *lengths]).cumsum(0)[:-1]
         rows.append(first.repeat_interleave(torch.tensor(lengths)))
-    return torch.stack(rows).int()
+    return torch.stack(rows).int().to(device)
 
 
-def make(documents, added, dtype, heads=4, groups=2, width=16):
+def make(documents, added, dtype, heads=4, groups=2, width=16, device="cpu"):
     """Return (q, k, v) and the bias arguments, all leaves that require gradients."""
     length, generator = sum(documents[0]), torch.Generator().manual_seed(3)
     qkv = [
         torch.randn(length, len(documents), count, width, generator=generator)
-        .to(dtype)
+        .to(device, dtype)
         .requires_grad_()
         for count in (heads, groups, groups)
     ]
     arguments = {}
     if added == "slopes":
-        arguments["slopes"] = alibi_slopes(heads).requires_grad_()
+        arguments["slopes"] = alibi_slopes(heads).to(device).requires_grad_()
     if added == "table":
         table = torch.randn(heads, 32, generator=generator)
-        arguments["relative_attention_bias"] = table.requires_grad_()
+        arguments["relative_attention_bias"] = table.to(device).requires_grad_()
         arguments["relative_attention_max_distance"] = 40
     return qkv, arguments
 
@@ -176,14 +178,12 @@ def triton(q, k, v, skip=True, dropout_p=0.0, schedule=SMALL, document_starts=No
     )
 
 
-def assert_triton_is_exact(documents, added, dtype, trained=True, **options):
-    qkv, arguments = make(documents, added, dtype, heads=2, groups=1)
-    if added == "slopes" and not trained:
-        arguments["slopes"] = arguments["slopes"].detach()
-    arguments["document_starts"] = starts_of(documents)
+def assert_triton_is_exact(documents, added, dtype):
+    qkv, arguments = make(documents, added, dtype, heads=2, groups=1, device=DEVICE)
+    arguments["document_starts"] = starts_of(documents, DEVICE)
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=dtype)
-    ours = run(triton, qkv, arguments, **options)
+    ours = run(triton, qkv, arguments)
     assert_as_good_as_plain_torch(ours, plain, exact, dtype)
 
 
@@ -200,10 +200,12 @@ def test_triton_is_exact_in_half_precision(added):
 
 def test_triton_drops_the_weights_of_the_same_pairs():
     documents, dropout_p = [[21, 29]], 0.3
-    qkv, arguments = make(documents, "slopes", torch.float32, heads=2, groups=1)
-    arguments["document_starts"] = starts_of(documents)
+    qkv, arguments = make(documents, "slopes", torch.float32, heads=2, groups=1, device=DEVICE)
+    arguments["document_starts"] = starts_of(documents, DEVICE)
     torch.manual_seed(5)
-    keep = dropout_keep(int(torch.randint(2**62, (1,))), (1, 2, 50, 50), dropout_p)
+    keep = dropout_keep(
+        int(torch.randint(2**62, (1,), device=DEVICE)), (1, 2, 50, 50), dropout_p
+    ).to(DEVICE)
     options = {"dropout_p": dropout_p, "keep": keep}
     exact = run(attention_reference, qkv, arguments, **options)
     plain = run(attention_reference, qkv, arguments, **options, dtype=torch.float32)
@@ -220,9 +222,9 @@ def test_triton_loads_nothing_of_tiles_in_other_documents(added, skip):
     Borders lie between blocks of every kernel, so that no block belongs to two documents.
     """
     documents = [[32, 64, 32]]
-    qkv, arguments = make(documents, added, torch.float32, heads=2, groups=2)
-    arguments["document_starts"] = starts_of(documents)
-    towards = torch.randn(128, 1, 2, 16, generator=torch.Generator().manual_seed(1))
+    qkv, arguments = make(documents, added, torch.float32, heads=2, groups=2, device=DEVICE)
+    arguments["document_starts"] = starts_of(documents, DEVICE)
+    towards = torch.randn(128, 1, 2, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     middle, others = slice(32, 96), [*range(32), *range(96, 128)]
     clean = triton(*qkv, skip=skip, **arguments)
     expected = torch.autograd.grad((clean * towards)[middle].sum(), qkv)
@@ -243,12 +245,13 @@ def test_triton_loads_nothing_of_tiles_in_other_documents(added, skip):
 def test_lists_of_tiles_hold_the_tiles_of_the_document():
     """With slopes so shallow that ALiBi hides nothing, what is left out is what documents hide."""
     documents = [[70, 58], [1, 96, 31]]
-    (q, k, v), _ = make(documents, None, torch.float32, heads=2, groups=2)
-    starts = starts_of(documents)
+    (q, k, v), _ = make(documents, None, torch.float32, heads=2, groups=2, device=DEVICE)
+    starts = starts_of(documents, DEVICE)
     visited, _ = visited_tiles(
-        q, k, v, torch.full((2,), 1e-6), schedule=SMALL, document_starts=starts
+        q, k, v, torch.full((2,), 1e-6, device=DEVICE), schedule=SMALL, document_starts=starts
     )
-    query, key = torch.arange(128)[:, None], torch.arange(128)
+    key = torch.arange(128, device=DEVICE)
+    query = key[:, None]
     seen = (key <= query) & (key >= starts[:, :, None])
     tiles = seen.view(2, 4, 32, 4, 32).any(dim=4).any(dim=2)
     assert torch.equal(visited, tiles[:, None].expand(-1, 2, -1, -1))
@@ -258,8 +261,8 @@ def test_lists_of_tiles_hold_the_tiles_of_the_document():
 def test_skipping_within_documents_loses_nothing_and_sees_nothing_later():
     """Steep slopes skip tiles of long documents; later tokens then move no bit of earlier ones."""
     documents = [[30, 162]]
-    (q, k, v), _ = make(documents, None, torch.float32, heads=2, groups=2)
-    slopes, starts = torch.tensor([1.0, 0.5]), starts_of(documents)
+    (q, k, v), _ = make(documents, None, torch.float32, heads=2, groups=2, device=DEVICE)
+    slopes, starts = torch.tensor([1.0, 0.5], device=DEVICE), starts_of(documents, DEVICE)
     arguments = {"slopes": slopes, "document_starts": starts}
     exact = attention_reference(q, k, v, **arguments)
     out = triton(q, k, v, **arguments)
