@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -138,7 +139,8 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
 def _remove_leftovers(folder: BuildFolder) -> None:
     """Remove what a build left that was killed after its data set got its name."""
     if folder.path.is_dir():
-        with writing(folder.path), locked(folder):
+        # Whoever holds the lock is about to remove it.
+        with contextlib.suppress(ConfigError), writing(folder.path), locked(folder):
             if is_leftover(folder):
                 remove_build(folder)
 
