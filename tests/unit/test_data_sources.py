@@ -281,6 +281,7 @@ def test_a_plan_covers_every_byte_once_in_order(tmp_path, bytes_per_task):
     data = section("blank_lines", tmp_path / "*", bytes_per_task=bytes_per_task)
     tasks = sources.plan(data)["train"]
     assert [task.number for task in tasks] == [*range(len(tasks))]
+    assert all(task.pieces for task in tasks)
     pieces = [piece for task in tasks for piece in task.pieces]
     assert [p for p, _ in itertools.groupby(piece.path for piece in pieces)] == sorted(
         str(path) for path in tmp_path.iterdir()
