@@ -237,7 +237,6 @@ def test_a_flipped_bit_in_the_data(refused, config, data_copy):
     flip(shard)
     flip(checksums)
     refused(["data", "verify", config, *setting], f"{checksums}: damaged", "Restore it")
-    refused(["train", config, *setting], f"{checksums}: damaged", "Restore it")
 
 
 def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_path):
