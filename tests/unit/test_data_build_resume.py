@@ -392,3 +392,19 @@ def test_progress_counts_tasks_documents_and_the_time_that_is_left(tmp_path, mon
             path.write_text(f'{{"documents": 1500, "bytes": {size}}}')
         # Half of what was to do when this command began took 10 s.
         assert shown.line() == "scan: 2/4 tasks, 3,000 documents, 1.5 MB/s, 0:10 left"
+
+
+def test_a_users_file_in_the_folder_of_a_build_stays(text):
+    folder = BuildFolder.beside(text.data_directory)
+    folder.path.mkdir()
+    (folder.path / "thesis.txt").write_text("precious")
+    (folder.path / "tasks.jsonl").write_text("of a build that was killed while it planned")
+    build(text)
+    verify(text.data_directory)
+    assert contents(folder.path) == {"thesis.txt": b"precious"}
+
+
+def test_a_name_that_leads_nowhere_yet_is_built(built, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build(config(built, directory="new/../data"))
+    assert contents(tmp_path / "data") == contents(built / "data")
