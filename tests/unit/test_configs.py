@@ -30,11 +30,22 @@ PAPER = {
 }
 
 
+def flat(table: dict, prefix: str = "") -> dict[str, object]:
+    """Return the values of nested tables by their dotted keys."""
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values
+
+
 def marked_values(path: Path) -> dict[str, tuple[object, str]]:
     """Return key -> (value, the first word of the comment behind it)."""
     values, section = {}, ""
     for line in path.read_text().splitlines():
-        if header := re.fullmatch(r"\[(\w+)\]", line):
+        if header := re.fullmatch(r"\[([\w.]+)\]", line):
             section = header[1]
         elif line and not line.startswith("#"):
             pair = re.fullmatch(r"(\w+ = .*?)  # (\w+)(: .+)?", line)
@@ -56,9 +67,7 @@ def test_every_value_of_the_replica_says_where_it_comes_from():
     values = marked_values(CC100)
     assert {mark for _, mark in values.values()} == {"paper", "inferred", "chosen"}
     parsed = tomllib.loads(CC100.read_text())
-    assert {key: value for key, (value, _) in values.items()} == {
-        f"{section}.{key}": value for section, keys in parsed.items() for key, value in keys.items()
-    }
+    assert {key: value for key, (value, _) in values.items()} == flat(parsed)
 
 
 def test_an_inferred_value_says_from_what():
