@@ -222,7 +222,11 @@ def _in_words(live: dict[str, set[str]], is_ours: bool) -> str:
         return "waiting for slurmctld, which does not answer; the jobs go on"
     if not is_ours:
         return f"job {ids}: left by an earlier command. Waiting for its end; Ctrl-C cancels it"
-    return "" if "RUNNING" in reasons else f"job {ids}: waits in the queue ({', '.join(reasons)})"
+    # Slurm has not yet looked at a job whose reason is None.
+    waits_for = sorted(reasons - {"None"})
+    if not waits_for or "RUNNING" in waits_for:
+        return ""
+    return f"job {ids}: waits in the queue ({', '.join(waits_for)})"
 
 
 def _cancel(name: str) -> None:
