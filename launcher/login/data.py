@@ -176,7 +176,7 @@ def run_array(job: Job, stop: Path) -> None:
             f"job {job_id}: {job.repeats} array tasks, at most {job.concurrent} at the same time. "
             "Ctrl-C cancels it"
         )
-    is_wanted = _wait(job.name, stop, is_ours=job_id is not None)
+    is_wanted = _wait(job.name, stop, job_id)
     ends = slurm.array_ends(job_id) if job_id else {}
     if bad := {state: count for state, count in ends.items() if state != "COMPLETED"}:
         say(f"job {job_id}: {', '.join(f'{n} tasks {state}' for state, n in bad.items())}")
@@ -185,61 +185,63 @@ def run_array(job: Job, stop: Path) -> None:
         raise SystemExit(ExitCode.INTERRUPTED)
 
 
-def _wait(name: str, stop: Path, is_ours: bool) -> bool:
+def _wait(name: str, stop: Path, ours: str | None) -> bool:
     """Wait until no job of a name is in the queue. Return False if stdin was closed before.
 
     Args:
         name: The jobs' name.
         stop: The file with which a task says that it has failed.
-        is_ours: False if the jobs were left by an earlier command.
+        ours: The job that was submitted here; None for those that an earlier command left.
     """
     pause, said = FIRST_LOOK_SECONDS, ""
-    while live := _look(name):
-        line = _in_words(live, is_ours)
+    seen = {ours} if ours else set()
+    while (live := slurm.jobs_named(name)) != {}:
+        seen |= set(live or ())
+        line = _in_words(live, ours)
         if line and line != said:
             say(line)
         said = line
         # Nobody writes to it, so it is readable at its end alone.
         is_closed = bool(select.select([sys.stdin], [], [], pause)[0])
         if is_closed or stop.exists():
-            _cancel(name)
+            _cancel(name, seen)
             return not is_closed
         pause = min(pause * 1.2, LONGEST_LOOK_SECONDS)
     return True
 
 
-def _look(name: str) -> dict[str, set[str]]:
-    """Return the jobs of a name; a made-up one while slurmctld does not answer."""
-    live = slurm.jobs_named(name)
-    return {"": {"slurmctld does not answer"}} if live is None else live
-
-
-def _in_words(live: dict[str, set[str]], is_ours: bool) -> str:
+def _in_words(live: dict[str, set[str]] | None, ours: str | None) -> str:
     """Say what is worth knowing about the jobs; nothing about a job of ours that runs."""
+    if live is None:
+        return "slurmctld does not answer; it is asked again, and jobs go on meanwhile"
     ids = ", ".join(sorted(live))
-    reasons = set().union(*live.values())
-    if not ids:
-        return "waiting for slurmctld, which does not answer; the jobs go on"
-    if not is_ours:
+    if not ours:
         return f"job {ids}: left by an earlier command. Waiting for its end; Ctrl-C cancels it"
     # Slurm has not yet looked at a job whose reason is None.
-    waits_for = sorted(reasons - {"None"})
+    waits_for = sorted(set().union(*live.values()) - {"None"})
     if not waits_for or "RUNNING" in waits_for:
         return ""
     return f"job {ids}: waits in the queue ({', '.join(waits_for)})"
 
 
-def _cancel(name: str) -> None:
-    """End the jobs of a name, and wait until they are gone."""
+def _cancel(name: str, seen: set[str]) -> None:
+    """End jobs, and wait until they are gone.
+
+    Args:
+        name: Their name.
+        seen: Their ids. The jobs of a command that was started meanwhile have the same name.
+    """
     deadline = time.monotonic() + CANCEL_SECONDS
     asked: set[str] = set()
-    while live := _look(name):
-        for job_id in live.keys() - asked - {""}:
+    while time.monotonic() < deadline:
+        live = slurm.jobs_named(name)
+        if live is not None and not live.keys() & seen:
+            return
+        # Whatever the queue shows: it may not show yet what sbatch took a moment ago.
+        for job_id in seen - asked:
             with contextlib.suppress(slurm.SlurmError):
                 slurm.cancel(job_id)
                 asked.add(job_id)
                 say(f"job {job_id}: cancelled")
-        if time.monotonic() > deadline:
-            say(f"`squeue --me --name={name}` still shows jobs; the next command waits for them")
-            return
         time.sleep(FIRST_LOOK_SECONDS)
+    say(f"`squeue --me --name={name}` still shows jobs; the next command waits for them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -23,7 +24,7 @@ from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.data import data_job
 from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, wait_for
 from tests.slurm.cluster import Cluster
-from tests.unit.test_data_build import DOCUMENTS, config, contents, write_jsonl, write_text
+from tests.unit.test_data_build import DOCUMENTS, LETTERS, config, contents, write_jsonl, write_text
 
 SITE = """
 name = "tests"
@@ -269,8 +270,10 @@ def test_a_disturbed_build_goes_on(builds: Builds, disturb: str) -> None:
 
 @pytest.mark.torture
 def test_more_than_a_thousand_tasks(builds: Builds, tmp_path: Path) -> None:
+    draw = random.Random(1)
     for number in range(1100):
-        (tmp_path / f"{number:04d}.txt").write_text(DOCUMENTS[number % 12][: 300 + number])
+        words = (f"{draw.randrange(10**6):06d}".translate(LETTERS) for _ in range(60))
+        (tmp_path / f"{number:04d}.txt").write_text(" ".join(words))
     made = {"paths": [str(tmp_path / "*.txt")], "bytes_per_task": 300}
     build(config(tmp_path, **made))
     options = [f"--set=data.{key}={json.dumps(value)}" for key, value in made.items()]

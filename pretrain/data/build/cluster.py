@@ -216,12 +216,14 @@ def tasks_per_job(tasks: int, workers: int, array_size: int) -> int:
     """
     least = math.ceil(tasks / array_size)
 
-    def rounds(each: int) -> int:
-        return math.ceil(math.ceil(tasks / each) / workers) * each
+    def time_of(each: int) -> int:
+        jobs = math.ceil(tasks / each)
+        rounds, beside_the_last = divmod(jobs - 1, workers)
+        return rounds * each + (each if beside_the_last else tasks - (jobs - 1) * each)
 
-    # So many each leave one round, which is no more than the tasks a worker has to do at least.
+    # So many leave one round, which is no longer than some worker needs at least.
     most = max(least, math.ceil(tasks / workers))
-    return min(range(least, most + 1), key=rounds)
+    return min(range(least, most + 1), key=time_of)
 
 
 def run_on_cluster(folder: BuildFolder, stage: Stage, tasks: int, cluster: Cluster) -> None:
