@@ -184,7 +184,7 @@ def data_build(
 
 @data.command("verify")
 def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
-    """Compare every shard with its recorded SHA-256.
+    """Read every byte of a data set and name every file that is damaged.
 
     `pretrain data build` records the digests when it writes the shards.
 

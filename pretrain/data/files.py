@@ -76,6 +76,19 @@ class Folder:
         """
         return Path(self.location, name)
 
+    def descriptor(self, name: str, size: int, digest: str) -> int:
+        """Open a local file with the content of `name`; the arguments are those of `local`.
+
+        Raises:
+            FileNotFoundError: if it is missing.
+            OSError: if it cannot be opened.
+        """
+        return os.open(self.local(name, size, digest), os.O_RDONLY | os.O_CLOEXEC)
+
+    def remedy(self, name: str, digest: str) -> str:
+        """Return what to do about a damaged file that a stream has open."""
+        return rebuild_advice(self.where(name))
+
     def next(self, file: BinaryIO, name: str, size: int) -> bytes:
         """Return up to `size` bytes more of a file that `open` returned; b"" at its end."""
         with self._reading(name):
@@ -128,26 +141,44 @@ class RemoteFolder(Folder):
             return cast(BinaryIO, system.open(f"{path}/{name}", "rb"))
 
     def local(self, name: str, size: int, digest: str) -> Path:
-        """Return the path of the file in the cache, after fetching it if it is not there.
+        """Return the path of the file in the cache, after fetching it if it is not there."""
+        os.close(self.descriptor(name, size, digest))
+        return self._kept(name, digest)
 
-        Files are kept under their digest, so that a data set which was replaced at its URL is
-        never mixed with the old one, and copies of one data set share what was fetched.
+    def descriptor(self, name: str, size: int, digest: str) -> int:
+        """Open the file in the cache, after fetching it if it is not there.
+
+        The file is opened before another process can evict it.
         """
-        path = self._cache / f"{digest}-{name}"
+        path = self._kept(name, digest)
         with writing(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             # One process of a node fetches and the others wait. The kernel releases the lock of a
             # process that dies.
             with (self._cache / f".{path.name}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not (path.is_file() and path.stat().st_size == size):
-                    self._fetch(path, name, size, digest)
+                try:
+                    found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    found = self._fetch(path, name, size, digest)
                 # What was used last is evicted last.
-                os.utime(path)
-        return path
+                os.utime(found)
+        return found
 
-    def _fetch(self, path: Path, name: str, size: int, digest: str) -> None:
-        """Copy a file into the cache, check it on the way, and make room for it."""
+    def remedy(self, name: str, digest: str) -> str:
+        """Return what to do about a damaged file: it was sound when it arrived."""
+        return f"Remove its copy {self._kept(name, digest)}, which is what is damaged, and go on"
+
+    def _kept(self, name: str, digest: str) -> Path:
+        """Return where a file is kept.
+
+        Under its digest, so that a data set which was replaced at its URL is never mixed with the
+        old one, and copies of one data set share what was fetched.
+        """
+        return self._cache / f"{digest}-{name}"
+
+    def _fetch(self, path: Path, name: str, size: int, digest: str) -> int:
+        """Copy a file into the cache, checked on the way, and return a descriptor of it."""
         self._make_room(size)
         partial = self._cache / f".{path.name}.{uuid.uuid4().hex}{PARTIAL}"
         found, received = xxhash.xxh3_128(), 0
@@ -163,11 +194,13 @@ class RemoteFolder(Folder):
                     f"{found.hexdigest()} arrived, but the manifest says {size} bytes with "
                     f"{digest}. {rebuild_advice(self.where(name))}"
                 )
+            descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
             partial.replace(path)
         except FileNotFoundError:
             raise missing(self.where(name)) from None
         finally:
             partial.unlink(missing_ok=True)
+        return descriptor
 
     def _make_room(self, size: int) -> None:
         """Remove what was used longest ago, until `size` more bytes fit.

@@ -98,7 +98,11 @@ class Candidates:
         return digest
 
     def save(self, path: Path) -> None:
-        """Write the candidates to a file: one line of JSON, then their UTF-8 without separators."""
+        """Write the candidates to a file.
+
+        It has one line with the XXH3-64 of the following JSON, and then the texts in UTF-8 without
+        separators. Each text is proved by its hash when it is read.
+        """
         kept = self._front.kept()
         head = _Head(
             max_bytes=self._front.max_bytes,
@@ -109,7 +113,8 @@ class Candidates:
             sizes=[size for _, size, _ in kept],
         )
         with path.open("wb") as file:
-            file.write(json.dumps(head._asdict()).encode() + b"\n")
+            line = json.dumps(head._asdict()).encode()
+            file.write(xxhash.xxh3_64_hexdigest(line).encode() + b" " + line + b"\n")
             file.writelines(data for _, _, data in kept)
 
 
@@ -170,10 +175,10 @@ def choose_held_out(paths: Sequence[Path], fraction: float) -> list[HeldOutText]
 
 
 def _read_head(file: BinaryIO, path: Path) -> _Head:
-    try:
-        return _Head(**json.loads(file.readline()))
-    except (ValueError, TypeError) as error:
-        raise _damaged(path, str(error)) from None
+    checksum, _, line = file.readline().removesuffix(b"\n").partition(b" ")
+    if xxhash.xxh3_64_hexdigest(line).encode() != checksum:
+        raise _damaged(path, "the checksum of its first line differs")
+    return _Head(**json.loads(line))
 
 
 def _read_text(digest: int, size: int, path: Path, offset: int) -> HeldOutText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -15,6 +16,14 @@ from pretrain.config import ConfigError
 from pretrain.data.words import Hashes, sequence_hashes
 
 SEQUENCE_WORDS = 13
+
+
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, EOFError, SyntaxError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+)
+"""Errors of numpy.load for a damaged .npz file: of its zip archive, its compression, and the
+headers of its arrays, which are Python text."""
 
 
 class Overlap(NamedTuple):
@@ -83,7 +92,7 @@ class HeldOut:
         try:
             with np.load(path, allow_pickle=False) as file:
                 sequences, documents = file["sequences"], file["documents"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except _DAMAGE as error:
             raise ConfigError(f"{path}: is damaged ({error}). Delete it and build again") from None
         return cls(sequences, documents)
 

@@ -39,7 +39,7 @@ MAX_OPEN_SHARDS = 256
 _SCRATCH_PIECES = 128
 """Pieces that one system call reads at most. It takes no more than 1,024 (IOV_MAX)."""
 
-_CHECKSUMS = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
+_UNPACK = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
 
 xxh3_64 = xxhash.xxh3_64_intdigest
 
@@ -174,8 +174,9 @@ class TokenStream:
                 f"{self.directory}: tokens {first} to {first + count} of a stream of {len(self)}"
             )
         tokens = np.empty((len(starts), count), dtype=np.int64)
+        scratch = self._scratch
         for row, start in zip(tokens, starts.tolist()):
-            self._fill(row, start, count)
+            self._fill(row, start, count, scratch)
         if tokens.size and int(tokens.max()) >= self.vocab_size:
             # Sound by its checksum: whoever wrote the data set did not check the ids.
             raise ConfigError(
@@ -195,9 +196,16 @@ class TokenStream:
             CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
             for c, start in zip(m.corpora, starts)
         )
-        self._layout = m.layout
+        layout = m.layout
+        self._sizes = (
+            layout.tokens_per_piece,
+            layout.tokens_per_block,
+            layout.pieces_per_block,
+            layout.block_bytes,
+            layout.dtype.itemsize,
+        )
         self._starts = list(accumulate((shard.tokens for shard in m.shards), initial=0))
-        pieces = [self._layout.pieces(shard.tokens) for shard in m.shards]
+        pieces = [layout.pieces(shard.tokens) for shard in m.shards]
         self._first_piece = list(accumulate(pieces, initial=0))
         self._seeds = []
         task_piece = 0
@@ -212,89 +220,100 @@ class TokenStream:
         self._open = functools.lru_cache(max_open_shards())(
             functools.partial(_open_shard, self._folder, m.shards)
         )
-        self._open_checksums = functools.lru_cache(1)(
-            functools.partial(_open_checksums, self._folder, m)
-        )
-        self._scratch = _Scratch(self._layout.dtype)
+        self._checksums: _Descriptor | None = None
+        self._scratch = _Scratch(layout.dtype)
 
-    def _fill(self, row: np.ndarray, start: int, count: int) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream."""
-        layout, scratch = self._layout, self._scratch
-        per_piece, per_block = layout.tokens_per_piece, layout.tokens_per_block
-        done = 0
+    def _fill(self, row: np.ndarray, start: int, count: int, scratch: _Scratch) -> None:
+        """Fill `row` with `count` tokens from `start`, which lie in the stream.
+
+        Whole pieces are read into the scratch and compared with their checksums. This is where
+        reading spends its time: plain integers and lists are faster here than arrays are.
+        """
+        per_piece, per_block, pieces_per_block, block_bytes, itemsize = self._sizes
+        starts, done = self._starts, 0
         while done < count:
-            shard = bisect_right(self._starts, start) - 1
-            within = start - self._starts[shard]
-            block, first = divmod(within, per_block)
+            shard = bisect_right(starts, start) - 1
+            block, first = divmod(start - starts[shard], per_block)
             piece, skip = divmod(first, per_piece)
-            block_end = min(per_block, self._starts[shard + 1] - start + first)
-            # Up to the end of what is wanted, of the block and of the scratch.
-            last = min(first + count - done, block_end)
-            pieces = min(-(-last // per_piece) - piece, _SCRATCH_PIECES)
-            taken = min(last, (piece + pieces) * per_piece) - first
-            size = min(pieces * per_piece, block_end - piece * per_piece) * layout.dtype.itemsize
-            self._read_pieces(shard, block, piece, pieces, size)
+            # Up to the end of the block, of what is wanted, and of the scratch.
+            end = min(per_block, starts[shard + 1] - start + first)
+            last = min(first + count - done, end)
+            pieces = -(-last // per_piece) - piece
+            if pieces > _SCRATCH_PIECES:
+                pieces, last = _SCRATCH_PIECES, (piece + _SCRATCH_PIECES) * per_piece
+            lacking = (piece + pieces) * per_piece - end
+            if lacking <= 0:
+                size, (target, views) = pieces * PIECE_BYTES, scratch.whole[pieces]
+            else:
+                size = pieces * PIECE_BYTES - lacking * itemsize
+                target, views = scratch.views(size)
+            offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
+            number = block * pieces_per_block + piece
+            try:
+                file = self._open(shard)
+                received = os.preadv(file.number, target, offset)
+                # A network file system may return less than there is. Nothing at all is the end.
+                while 0 < received < size and (
+                    more := os.preadv(file.number, [target[0][received:]], offset + received)
+                ):
+                    received += more
+            except OSError as error:
+                raise unreadable(self._where(shard), error) from error
+            if received != size:
+                problem = f"truncated: {received} of {size} bytes"
+                raise self._damaged(shard, block, offset, problem)
+            seed = self._seeds[shard] + number
+            checksums = self._expected(self._first_piece[shard] + number, pieces)
+            for view, checksum in zip(views, checksums):
+                if xxh3_64(view, seed) != checksum:
+                    self._check_checksums()
+                    offset += (seed - number - self._seeds[shard]) * PIECE_BYTES
+                    raise self._damaged(shard, block, offset, "its checksum differs")
+                seed += 1
+            taken = last - first
             row[done : done + taken] = scratch.tokens[skip : skip + taken]
             done += taken
             start += taken
 
-    def _read_pieces(self, shard: int, block: int, piece: int, pieces: int, size: int) -> None:
-        """Read whole pieces of a block into the scratch and compare them with their checksums.
-
-        Args:
-            shard: Number of the shard.
-            block: Number of the block in the shard.
-            piece: Number of the first piece in the block.
-            pieces: How many.
-            size: Their bytes.
-        """
-        scratch = self._scratch
-        views = scratch.of_size(size)
-        offset = block * self._layout.block_bytes + HEADER_BYTES + piece * PIECE_BYTES
-        number = block * self._layout.pieces_per_block + piece
-        index = self._first_piece[shard] + number
+    def _expected(self, first: int, count: int) -> tuple[int, ...]:
+        """Return checksums [first, first + count)."""
+        size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
         try:
-            received = os.preadv(self._open(shard).number, views, offset)
-        except OSError as error:
-            raise unreadable(self._where(shard), error) from error
-        try:
-            content = os.pread(
-                self._open_checksums().number, pieces * CHECKSUM_BYTES, index * CHECKSUM_BYTES
-            )
+            file = self._checksums or self._opened_checksums()
+            content = os.pread(file.number, size, offset)
         except OSError as error:
             raise unreadable(self._folder.where(CHECKSUMS), error) from error
-        if received != size:
-            raise self._damaged(shard, offset, f"truncated: {received} of {size} bytes", block)
-        if len(content) != pieces * CHECKSUM_BYTES:
-            raise ConfigError(
-                f"{self._folder.where(CHECKSUMS)}: truncated at byte {index * CHECKSUM_BYTES}. "
-                f"{rebuild_advice(self._folder.where(CHECKSUMS))}"
+        if len(content) != size:
+            where = self._folder.where(CHECKSUMS)
+            raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
+        return _UNPACK[count](content)
+
+    def _opened_checksums(self) -> _Descriptor:
+        m = self.manifest
+        if self._checksums is None:
+            self._checksums = _Descriptor(
+                self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
             )
-        seed = self._seeds[shard] + number
-        for place, (view, expected) in enumerate(zip(views, _CHECKSUMS[pieces](content))):
-            if xxh3_64(view, seed + place) != expected:
-                self._check_checksums()
-                position = offset + place * PIECE_BYTES
-                raise self._damaged(shard, position, "its checksum differs", block)
+        return self._checksums
 
     def _check_checksums(self) -> None:
         """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
         digest, offset = xxhash.xxh3_128(), 0
-        while chunk := os.pread(self._open_checksums().number, 1 << 22, offset):
+        while chunk := os.pread(self._opened_checksums().number, 1 << 22, offset):
             digest.update(chunk)
             offset += len(chunk)
         if digest.hexdigest() != self.manifest.checksums_xxh3_128:
-            where = self._folder.where(CHECKSUMS)
+            expected = self.manifest.checksums_xxh3_128
             raise ConfigError(
-                f"{where}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
-                f"{self.manifest.checksums_xxh3_128}. {rebuild_advice(where)}"
+                f"{self._folder.where(CHECKSUMS)}: damaged: its XXH3-128 is {digest.hexdigest()}, "
+                f"but the manifest says {expected}. {self._folder.remedy(CHECKSUMS, expected)}"
             )
 
-    def _damaged(self, shard: int, offset: int, problem: str, block: int) -> ConfigError:
-        where = self._where(shard)
+    def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
+        name, digest = self.manifest.shards[shard].name, self.manifest.shards[shard].xxh3_128
         return ConfigError(
-            f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
-            f"{rebuild_advice(where)}"
+            f"{self._folder.where(name)}: damaged: block {block}, {PIECE_BYTES} bytes from byte "
+            f"{offset}: {problem}. {self._folder.remedy(name, digest)}"
         )
 
     def _where(self, shard: int) -> str:
@@ -313,8 +332,11 @@ class TokenStream:
 class _Descriptor:
     """An open file, closed when the last one who uses it lets go."""
 
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, files: Folder, name: str, size: int, digest: str) -> None:
+        try:
+            self.number = files.descriptor(name, size, digest)
+        except FileNotFoundError:
+            raise missing(files.where(name)) from None
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
@@ -329,16 +351,14 @@ class _Scratch(threading.local):
         self.tokens = content.view(dtype)
         self._all = content.data
         self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-        # Lists for the usual numbers of pieces, made once.
-        self._whole = [self._pieces[:n] for n in range(_SCRATCH_PIECES + 1)]
+        self.whole = [self.views(n * PIECE_BYTES) for n in range(_SCRATCH_PIECES + 1)]
+        """Number of pieces -> `views` of so many whole ones, made once."""
 
-    def of_size(self, size: int) -> list[memoryview]:
-        """Return views of the first `size` bytes, cut into pieces."""
+    def views(self, size: int) -> tuple[list[memoryview], list[memoryview]]:
+        """Return the first `size` bytes as one buffer to read into, and cut into pieces."""
         whole, rest = divmod(size, PIECE_BYTES)
-        if not rest:
-            return self._whole[whole]
-        end = whole * PIECE_BYTES
-        return [*self._whole[whole], self._all[end : end + rest]]
+        pieces = self._pieces[:whole]
+        return [self._all[:size]], [*pieces, self._pieces[whole][:rest]] if rest else pieces
 
 
 def max_open_shards() -> int:
@@ -350,21 +370,7 @@ def max_open_shards() -> int:
 
 def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
     shard = shards[number]
-    return _open_file(files, shard.name, shard.bytes, shard.xxh3_128)
-
-
-def _open_checksums(files: Folder, m: Manifest) -> _Descriptor:
-    return _open_file(files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128)
-
-
-def _open_file(files: Folder, name: str, size: int, digest: str) -> _Descriptor:
-    """Open a file of a split; one that was evicted from the cache meanwhile is fetched again."""
-    for _ in range(3):
-        try:
-            return _Descriptor(files.local(name, size, digest))
-        except FileNotFoundError:
-            continue
-    raise missing(files.where(name))
+    return _Descriptor(files, shard.name, shard.bytes, shard.xxh3_128)
 
 
 def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:

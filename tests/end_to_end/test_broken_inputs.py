@@ -198,8 +198,8 @@ def test_data_that_is_not_built(refused, config, run, tmp_path):
 
 def test_a_truncated_shard(refused, config, run, data_copy):
     setting = ["--set", f"data.directory={data_copy}"]
-    for split, last in (("train", "shard-000010.tar"), ("validation", "shard-000000.tar")):
-        shard = data_copy / split / last
+    for split, last in (("train", 10), ("validation", 0)):
+        shard = data_copy / split / f"shakespeare-{last:06d}.tar"
         whole = shard.read_bytes()
         replace(shard, whole[:-512])
         words = (
@@ -215,7 +215,7 @@ def test_a_truncated_shard(refused, config, run, data_copy):
 
 
 @pytest.mark.parametrize(
-    "name", ["train/shard-000003.tar", "validation/index.npy", "train/manifest.json"]
+    "name", ["train/shakespeare-000003.tar", "validation/checksums.bin", "train/manifest.json"]
 )
 def test_a_missing_file_of_the_data(refused, config, data_copy, name):
     (data_copy / name).unlink()
@@ -228,13 +228,15 @@ def test_a_missing_file_of_the_data(refused, config, data_copy, name):
 
 def test_a_flipped_bit_in_the_data(refused, config, data_copy):
     setting = ["--set", f"data.directory={data_copy}"]
-    shard, index = data_copy / "train/shard-000005.tar", data_copy / "validation/index.npy"
+    shard = data_copy / "train/shakespeare-000005.tar"
+    checksums = data_copy / "validation/checksums.bin"
     flip(shard)
-    refused(["data", "verify", config, *setting], f"{shard}: damaged: its SHA-256 is", "Restore it")
+    refused(
+        ["data", "verify", config, *setting], f"{shard}: damaged: its XXH3-128 is", "Restore it"
+    )
     flip(shard)
-    flip(index)
-    refused(["data", "verify", config, *setting], f"{index}: damaged", "Restore it")
-    refused(["train", config, *setting], f"{index}: damaged", "Restore it")
+    flip(checksums)
+    refused(["data", "verify", config, *setting], f"{checksums}: damaged", "Restore it")
 
 
 def test_the_tokenizer_of_another_data_set(refused, config, run, data_copy, tmp_path):

@@ -199,6 +199,7 @@ BAD_MEMBERS = {
     "hard link": (special("x.txt", tarfile.LNKTYPE), "is a link"),
     "device": (special("x.txt", tarfile.CHRTYPE), "is a link, a device"),
     "fifo": (special("x.txt", tarfile.FIFOTYPE), "is a link, a device"),
+    "sparse": (special("x.txt", tarfile.GNUTYPE_SPARSE), "is a link, a device or a sparse file"),
     "pickle": (("x.pickle", b"cos\nsystem\n"), "is a pickle, which runs code"),
     "torch pickle": (("x.data.PTH", b"x"), "is a pickle, which runs code"),
     "no text": (("x.jpg", b"x"), r"the sample 'x' has no member \.txt"),
@@ -279,6 +280,25 @@ def test_a_tar_cannot_ask_for_memory_by_its_headers(tmp_path):
         texts(section("webdataset", tmp_path / "y.tar"))
 
 
+def test_a_tar_cannot_lead_backwards(tmp_path):
+    header = tarfile.TarInfo("x.txt")
+    header.size = -1024
+    (tmp_path / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + b"\0" * 5000)
+    with pytest.raises(ConfigError, match=r"x\.tar:0: .*a member of -1024 bytes"):
+        texts(section("webdataset", tmp_path / "x.tar"))
+
+
+def test_the_members_of_a_tar_are_not_kept(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar_bytes(*[(f"{i}.txt", b"") for i in range(4000)]))
+    (task,), corpus = planned(section("webdataset", tmp_path / "x.tar"))
+    tracemalloc.start()
+    assert sum(1 for _ in sources.read(task, corpus, None)) == 4000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # A header is about a kilobyte.
+    assert peak < 1_500_000
+
+
 def test_a_damaged_compressed_tar_is_reported_once(tmp_path):
     write_tar(
         tmp_path / "x.tar.gz",
@@ -314,6 +334,16 @@ def test_bad_rows_and_columns_of_parquet(tmp_path):
     packed.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(ConfigError, match=r"y\.parquet\.gz: Parquet files are compressed inside"):
         sources.plan(section("parquet", packed))
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_long_row_of_parquet_is_skipped(tmp_path):
+    rows = ["é" * 10_000, "é" * 10_001, "x"]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
+    skipped = []
+    read = texts(section("parquet", tmp_path / "x.parquet"), skip=skipped.append)
+    assert read == [rows[0], rows[2]]
+    assert len(skipped) == 1 and "x.parquet:1: the document is longer than 20000" in skipped[0]
 
 
 def test_a_damaged_row_group_loses_its_rows_alone(tmp_path):

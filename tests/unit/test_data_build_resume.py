@@ -14,7 +14,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command
+from pretrain.data.build import build, command, progress
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.work import Work
 from pretrain.data.verify import verify
@@ -26,7 +26,7 @@ class Killed(BaseException):
     """The process is dead; nothing that it still tries happens."""
 
 
-TASKS = 5
+TASKS = 4
 """Those that the text is cut into."""
 CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "fsync")
 
@@ -343,3 +343,68 @@ def test_an_error_that_is_no_users_mistake_keeps_its_type(text, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         build(text)
     assert not issubclass(ZeroDivisionError, RunFailed)
+
+
+def test_a_pipeline_travels_to_another_process_pickled(built, text, monkeypatch, tmp_path):
+    """As SlurmPipelineExecutor sends it (datatrove/executor/slurm.py), with dill."""
+    import dill
+
+    from pretrain.data.build.executor import LocalExecutor, pipeline
+
+    folder = interrupted(text, monkeypatch)
+    for rank in (1, 3):
+        shutil.rmtree(folder.tokens("train", rank))
+    executor = LocalExecutor(
+        pipeline=pipeline(Work(folder, "tokenize")),
+        tasks=TASKS + 1,
+        logging_dir=str(folder.logs / "elsewhere"),
+    )
+    assert executor.get_incomplete_ranks() == [1, 3]
+    (tmp_path / "executor.pik").write_bytes(dill.dumps(executor, fmode=dill.CONTENTS_FMODE))
+    program = "import dill, sys; dill.load(open(sys.argv[1], 'rb')).run()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "executor.pik")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert executor.get_incomplete_ranks() == []
+    # datatrove makes no folder where the program runs.
+    (tmp_path / "executor.pik").unlink()
+    build(text)
+    assert contents(text.data_directory) == contents(built / "data")
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_progress_counts_tasks_documents_and_the_time_that_is_left(tmp_path, monkeypatch):
+    folder = BuildFolder(tmp_path)
+    finals = [folder.scan(rank) for rank in range(4)]
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    finals[0].mkdir(parents=True)
+    with progress.Progress(folder, "scan", finals, [10_000_000] * 4) as shown:
+        clock[0] += 10
+        finals[1].mkdir()
+        for rank, size in ((1, 10_000_000), (2, 5_000_000)):
+            path = folder.progress / f"scan-{rank:06d}.json"
+            path.write_text(f'{{"documents": 1500, "bytes": {size}}}')
+        # Half of what was to do when this command began took 10 s.
+        assert shown.line() == "scan: 2/4 tasks, 3,000 documents, 1.5 MB/s, 0:10 left"
+
+
+def test_a_users_file_in_the_folder_of_a_build_stays(text):
+    folder = BuildFolder.beside(text.data_directory)
+    folder.path.mkdir()
+    (folder.path / "thesis.txt").write_text("precious")
+    (folder.path / "tasks.jsonl").write_text("of a build that was killed while it planned")
+    build(text)
+    verify(text.data_directory)
+    assert contents(folder.path) == {"thesis.txt": b"precious"}
+
+
+def test_a_name_that_leads_nowhere_yet_is_built(built, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build(config(built, directory="new/../data"))
+    assert contents(tmp_path / "data") == contents(built / "data")

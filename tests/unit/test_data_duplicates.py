@@ -209,6 +209,13 @@ def test_damaged_keys_are_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"keys: is damaged .*Delete it and build again"):
             find_duplicates([path])
+    for at in range(128):  # the header of the file, each bit of it
+        for bit in range(8):
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+            try:
+                assert find_duplicates([path])[0].tolist() == [False] + [True] * 99
+            except ConfigError as error:
+                assert str(path) in str(error)
     for array in (np.zeros(3, np.uint64), np.zeros((3, 1), np.int32)):
         with path.open("wb") as file:
             np.save(file, array)

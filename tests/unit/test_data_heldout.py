@@ -91,7 +91,7 @@ def test_a_file_of_candidates_holds_no_more_text_than_may_be_held_out(tmp_path: 
     candidates.save(tmp_path / "task")
     head, _, text = (tmp_path / "task").read_bytes().partition(b"\n")
     assert len(text) == 1000
-    assert len(json.loads(head)["places"]) == 10
+    assert len(json.loads(head.partition(b" ")[2])["places"]) == 10
     for number in range(300):
         candidates.add("x" * (5000 + number))
     candidates.save(tmp_path / "task")
@@ -116,6 +116,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     good = path.read_bytes()
     start = good.index(b"\n") + 1
     bad = [b"", good[: start // 2], good[:start], good[: start + 40], b"[]\n", b'{"a": 1}\n']
+    # Any byte of the first line, and a byte of a text that is chosen.
+    bad += [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(start)]
     bad += [good[:at] + b"\xff" + good[at + 1 :] for at in (start, start + 5, start + 29)]
     for content in bad:
         path.write_bytes(content)

@@ -2,6 +2,7 @@
 
 import bz2
 import codecs
+import glob
 import gzip
 import io
 import itertools
@@ -11,6 +12,8 @@ import os
 import random
 import re
 import tarfile
+import tomllib
+from pathlib import Path
 
 import fsspec
 import pyarrow
@@ -21,7 +24,7 @@ from pyarrow import parquet
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection, DataSection
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task
+from pretrain.data.sources import Corpus, Piece, Task, found, locations, plain
 from pretrain.data.sources.locations import find
 from pretrain.data.sources.shakespeare import HELD_OUT, shakespeare_files
 
@@ -225,6 +228,35 @@ def test_every_document_is_read_once_whatever_the_cuts(tmp_path, source, make, n
         check_cuts(tmp_path / "x", source, naive, raw, cuts)
 
 
+@pytest.mark.parametrize(
+    ("source", "make"), [("blank_lines", random_text), ("jsonl", random_jsonl)]
+)
+def test_cuts_do_not_change_what_is_skipped(tmp_path, monkeypatch, source, make):
+    """Documents are too long, broken or fine, and longer than what is read at once."""
+    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", 12)
+    monkeypatch.setattr(plain, "_CHUNK_BYTES", 3)
+    rng = random.Random(2)
+    path = tmp_path / "x"
+    total = 0
+    for _ in range(400):
+        raw = bytearray(make(rng))
+        for _ in range(rng.randrange(3)):
+            if raw:
+                raw[rng.randrange(len(raw))] = rng.choice([0xFF, 10, 32, 97])
+        path.write_bytes(raw)
+        cuts = sorted(rng.choices(range(len(raw) + 1), k=rng.randrange(6)))
+        whole_skipped, cut_skipped = [], []
+        whole = read_pieces(path, source, [0, len(raw)], whole_skipped.append)
+        cut = read_pieces(path, source, [0, *cuts, len(raw)], cut_skipped.append)
+        assert [(d.text, d.offset) for d in cut] == [(d.text, d.offset) for d in whole], (raw, cuts)
+        assert cut_skipped == whole_skipped, (raw, cuts)
+        total += len(cut_skipped)
+        if source == "blank_lines":
+            groups = re.split(rb"(?:(?<=\n)|^)[ \t\r]*(?:\n|$)", raw.removeprefix(codecs.BOM_UTF8))
+            assert len(whole) + len(whole_skipped) == len([g for g in groups if g]), raw
+    assert total > 100
+
+
 @pytest.mark.parametrize("source", ["blank_lines", "jsonl"])
 def test_every_document_is_read_once_cut_at_every_byte(tmp_path, source):
     raw, naive = b"\xef\xbb\xbf \n ab\r\nc\n \t\r\n \n\nd\n \n", naive_blank_lines
@@ -249,6 +281,7 @@ def test_a_plan_covers_every_byte_once_in_order(tmp_path, bytes_per_task):
     data = section("blank_lines", tmp_path / "*", bytes_per_task=bytes_per_task)
     tasks = sources.plan(data)["train"]
     assert [task.number for task in tasks] == [*range(len(tasks))]
+    assert all(task.pieces for task in tasks)
     pieces = [piece for task in tasks for piece in task.pieces]
     assert [p for p, _ in itertools.groupby(piece.path for piece in pieces)] == sorted(
         str(path) for path in tmp_path.iterdir()
@@ -298,6 +331,39 @@ def test_a_file_is_read_once_under_all_its_names(tmp_path):
     (tmp_path / "again").symlink_to("real")
     data = section("text", tmp_path / "**/*.gz", tmp_path / "*/b.txt", tmp_path / "again/*.gz")
     assert sorted(texts(data)) == ["b", "linked", "packed"]
+
+
+def test_links_in_circles_are_followed_once(tmp_path):
+    """With two of them, glob would list 2^40 directories."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x.txt").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/y.txt").write_text("y")
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    (tmp_path / "a/again").symlink_to("../a")
+    (tmp_path / "a/out").symlink_to("../other")
+    for pattern in ("**/*.txt", "**", "a/**", "*/**/*.txt", "**/a/**/**/*.txt"):
+        paths = [location.path for location in find("data.paths", (str(tmp_path / pattern),))]
+        assert sorted(os.path.basename(path) for path in paths) == ["x.txt", "y.txt"], pattern
+
+
+def test_patterns_match_what_the_module_glob_matches(tmp_path):
+    rng = random.Random(4)
+    for _ in range(60):
+        parts = [rng.choice(["a", "b", ".h", "ab", "a[1]"]) for _ in range(rng.randrange(1, 4))]
+        folder = tmp_path.joinpath(*parts)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in rng.sample(["x.txt", "y.txt", ".z.txt", "x.md"], 2):
+            (folder / name).touch()
+    choices = ["*", "**", "a", "a*", "?", "[ab]", "[!a]", ".*", ".", "a[[]1]"]
+    for _ in range(300):
+        parts = [rng.choice(choices) for _ in range(rng.randrange(3))]
+        pattern = str(tmp_path) + "/" + "/".join([*parts, rng.choice(["*.txt", "x.txt", "**"])])
+        expected = {os.path.abspath(p) for p in glob.iglob(pattern, recursive=True)}
+        found = {os.path.abspath(p) for p in locations._matches("/", pattern[1:].split("/"), None)}
+        assert {p for p in found if os.path.isfile(p)} == {
+            p for p in expected if os.path.isfile(p)
+        }, pattern
 
 
 def test_files_of_an_object_store_are_read(tmp_path):
@@ -357,12 +423,23 @@ def test_what_cannot_be_read_is_named_when_planning(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "c.txt")
     refused("*.txt", r"c\.txt cannot be read \(not a regular file")
     (tmp_path / "c.txt").unlink()
-    allowed = os.access
+    (tmp_path / "dir").symlink_to("gone")
+    for pattern in ("**/*.txt", "*/*.txt"):
+        refused(pattern, r"dir cannot be read \(a symlink to 'gone', which does not exist")
+    (tmp_path / "dir").unlink()
+    listing = os.scandir
+
+    def scandir(path):
+        if "sub" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for pattern in ("**/*.txt", "*/*.txt", "sub/*.txt"):
+        refused(pattern, r"sub cannot be read \(its files cannot be listed: Permission denied")
     monkeypatch.setattr(os, "access", lambda path, mode: "a.txt" not in path)
     refused("*.txt", r"a\.txt cannot be read \(no permission to read it")
-    monkeypatch.setattr(os, "access", lambda path, mode: "sub" not in path and allowed(path, mode))
-    refused("**/*.txt", r"sub cannot be read \(no permission to list this directory")
-    refused("*/*.txt", r"sub cannot be read \(no permission to list this directory")
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
     assert len(find("data.paths", (str(tmp_path / "*.txt"),))) == 1
 
 
@@ -460,3 +537,21 @@ def test_shakespeares_texts_carry_no_licence_or_header(shakespeare):
     for text in (*shakespeare[0], *shakespeare[1]):
         assert not boilerplate.search(text), text[:80]
         assert len(text) > 2_000
+
+
+def test_the_table_of_the_documented_corpora_is_a_config_that_reads_the_documented_layout(
+    tmp_path, monkeypatch
+):
+    text = (Path(__file__).parents[2] / "docs/corpora.md").read_text()
+    table = tomllib.loads(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])["data"]["corpora"]
+    monkeypatch.chdir(tmp_path)
+    for name in table:
+        (tmp_path / "corpora" / name).mkdir(parents=True)
+    (tmp_path / "corpora/cc100/en.txt").write_text("a\n\nb\n\n")
+    (tmp_path / "corpora/cc100/00000.txt.zst").write_bytes(PACK[".zst"](b"c"))
+    for name in ("books_wikipedia", "cc_news"):
+        (tmp_path / f"corpora/{name}/x.jsonl").write_text('{"text": "d"}')
+    write_tar(tmp_path / "corpora/openwebtext/x_data.xz", [("1-e.txt", b"e")], "w:xz")
+    (tmp_path / "corpora/stories/x.txt").write_text("f")
+    data = section("text", corpora={k: CorpusSection(**v) for k, v in table.items()})
+    assert texts(data) == ["c", "a", "b", "d", "d", "e", "f"]

@@ -325,3 +325,13 @@ def test_an_error_of_the_operating_system_names_the_file(open_run, monkeypatch):
     monkeypatch.setattr(stream_module.os, "preadv", stale)
     with pytest.raises(RunFailed, match=r"text-000000\.tar: cannot be read \(Stale file handle"):
         stream.read(0, 10)
+
+
+def test_a_file_system_that_returns_less_than_there_is(open_run, monkeypatch):
+    """As NFS and FUSE may: the rest is asked for again."""
+    stream, _ = open_run
+    whole = os.preadv
+    monkeypatch.setattr(
+        stream_module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
+    )
+    assert np.array_equal(stream.read(500, 9000), np.arange(500, 9500))

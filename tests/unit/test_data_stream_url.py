@@ -214,3 +214,20 @@ def test_a_config_reads_a_url_and_builds_none(remote, tmp_path, monkeypatch):
     path = stream.tokenizer_path
     assert path.read_bytes() == TOKENIZER and path.name.endswith("-tokenizer.model")
     assert hashlib.sha256(path.read_bytes()).hexdigest() == stream.tokenizer_sha256
+
+
+def test_damage_in_the_cache_is_told_from_damage_at_the_url(remote, tmp_path):
+    cache = Cache(str(tmp_path / "cache"), 10**9)
+    TokenStream(f"{remote}/train", cache).read(0, 10)
+    [copy] = (tmp_path / "cache").glob("*text-000000.tar")
+    content = bytearray(copy.read_bytes())
+    content[700] ^= 1
+    copy.write_bytes(content)
+    stream = TokenStream(f"{remote}/train", cache)
+    with pytest.raises(ConfigError, match=rf"Remove its copy {copy}, which is what is damaged"):
+        stream.read(0, 10)
+    os.truncate(copy, 100)
+    with pytest.raises(ConfigError, match=rf"truncated: 0 of 2000 bytes. Remove its copy {copy}"):
+        stream.read(0, 10)
+    copy.unlink()
+    assert np.array_equal(TokenStream(f"{remote}/train", cache).read(0, 10), TOKENS[:10])

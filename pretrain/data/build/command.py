@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +14,13 @@ from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.config.schema import DataSection
 from pretrain.data.build import report
 from pretrain.data.build.finish import BUILD_RECORD, finish, note_finished, with_digests
-from pretrain.data.build.folder import LOCK, BuildFolder, is_leftover, locked, remove_build
+from pretrain.data.build.folder import (
+    BuildFolder,
+    is_leftover,
+    locked,
+    own_files,
+    remove_build,
+)
 from pretrain.data.build.merge import merge
 from pretrain.data.build.merged import load_merge, token_tasks
 from pretrain.data.build.output import RECORD, is_done
@@ -57,13 +65,14 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         raise ConfigError(
             "pretrain data build: datatrove is not installed. Run `pip install 'pretrain[data]'`"
         )
-    directory = config.data_directory
+    # Not as it was given: a name such as new/../data leads nowhere before it is there.
+    directory, given = Path(os.path.abspath(config.data_directory)), config.data_directory
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
     folder = BuildFolder.beside(directory)
     if _is_up_to_date(directory, plan):
         _remove_leftovers(folder)
-        print(f"{directory}: up to date (same settings, same text), nothing to do")
+        print(f"{given}: up to date (same settings, same text), nothing to do")
         return
 
     def run_here(folder: BuildFolder, stage: Stage, tasks: int) -> None:
@@ -76,7 +85,7 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         if _is_up_to_date(directory, plan):
             # By another process, since the look above.
             remove_build(folder)
-            print(f"{directory}: up to date (same settings, same text), nothing to do")
+            print(f"{given}: up to date (same settings, same text), nothing to do")
             return
         _take_up(folder, plan)
         if not folder.finish.exists():
@@ -85,7 +94,7 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         remove_build(folder)
     shards = {split: len(read_manifest(directory / split).shards) for split in SPLITS}
     used = load_tokenizer(find_tokenizer(directory))
-    print("\n".join(report.lines(directory, used, content, shards)))
+    print("\n".join(report.lines(given, used, content, shards)))
 
 
 def build_on_cluster(
@@ -163,7 +172,8 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
 def _remove_leftovers(folder: BuildFolder) -> None:
     """Remove what a build left that was killed after its data set got its name."""
     if folder.path.is_dir():
-        with writing(folder.path), locked(folder):
+        # Whoever holds the lock is about to remove it.
+        with contextlib.suppress(ConfigError), writing(folder.path), locked(folder):
             if is_leftover(folder):
                 remove_build(folder)
 
@@ -175,9 +185,8 @@ def _take_up(folder: BuildFolder, plan: Plan) -> None:
         ConfigError: The folder holds a build from other inputs.
     """
     if not folder.plan.exists():
-        for path in folder.path.iterdir():
-            if path.name != LOCK:
-                remove(path)
+        for path in own_files(folder):
+            remove(path)
         _check_space(folder, plan)
         save_plan(plan, folder)
         return

@@ -2,8 +2,9 @@
 
 .building-NAME/
   lock             held by the process that builds; says which
-  plan.json        the settings, the tasks and the files of the corpus
+  plan.json        the settings and the sizes of the tasks; written when the plan is whole
   tasks.jsonl      one line a task
+  files.json       the files of the corpus, by split
   scan/TTTTTT/     what a task's documents are; record.json is written last
   merge/           tokenizer, held-out documents, duplicates; record.json
   tokens/SPLIT-TTTTTT/   the shards of a task; record.json
@@ -26,10 +27,18 @@ from pathlib import Path
 
 from pretrain.config import ConfigError
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.files import flush_directory, from_json, make_directory, read_json
+from pretrain.rundir.files import (
+    PARTIAL,
+    flush_directory,
+    from_json,
+    make_directory,
+    read_json,
+)
 from pretrain.rundir.holds import UNSUPPORTED
 
 LOCK, FINISH, PLAN, TASKS = "lock", "finish.json", "plan.json", "tasks.jsonl"
+FILES = "files.json"
+_OWN = (PLAN, TASKS, FILES, FINISH, "scan", "merge", "tokens", "data", "progress", "logs")
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,11 @@ class BuildFolder:
     def plan(self) -> Path:
         """The file of the settings and the files of the corpus."""
         return self.path / PLAN
+
+    @property
+    def files(self) -> Path:
+        """The file of the files of the corpus."""
+        return self.path / FILES
 
     @property
     def tasks(self) -> Path:
@@ -150,8 +164,8 @@ def remove_build(folder: BuildFolder) -> None:
 
     finish.json and the lock go last: killed half-way, a later call sees what is left as leftovers.
     """
-    for path in sorted(folder.path.iterdir()):
-        if path.name not in (FINISH, LOCK):
+    for path in own_files(folder):
+        if path.name != FINISH:
             # A worker that outlives its builder may still add files; they are nobody's.
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     folder.finish.unlink(missing_ok=True)
@@ -159,6 +173,15 @@ def remove_build(folder: BuildFolder) -> None:
     with contextlib.suppress(OSError):
         folder.path.rmdir()
         flush_directory(folder.path.parent)
+
+
+def own_files(folder: BuildFolder) -> list[Path]:
+    """Return what builds have put into the folder, the lock excepted: anything else is a user's."""
+    return [
+        path
+        for path in sorted(folder.path.iterdir())
+        if path.name in _OWN or (path.name.startswith(".") and path.name.endswith(PARTIAL))
+    ]
 
 
 def is_leftover(folder: BuildFolder) -> bool:

@@ -124,7 +124,7 @@ def save_plan(plan: Plan, folder: BuildFolder) -> None:
     for line in lines:
         starts.append(starts[-1] + len(line))
     replace_file(folder.tasks, b"".join(lines), durable=True)
-    replace_json(folder.path / "files.json", plan.files, durable=True)
+    replace_json(folder.files, plan.files, durable=True)
     content = {
         "settings": plan.settings,
         "data": plan.data.model_dump(mode="json"),
@@ -227,7 +227,7 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
 def saved_inputs(folder: BuildFolder) -> Json:
     """Return the inputs of an unfinished build, as `differences` takes them; {} for none."""
     plan = read_json(folder.plan)
-    files = read_json(folder.path / "files.json")
+    files = read_json(folder.files)
     return {"settings": plan["settings"], "files": files} if plan and files else {}
 
 

@@ -36,7 +36,7 @@ class Progress:
         self._folder.progress.mkdir(exist_ok=True)
         for path in self._folder.progress.iterdir():
             path.unlink(missing_ok=True)
-        self._before = {rank for rank, path in enumerate(self._finals) if path.exists()}
+        self._before = self._done()
         self._start = time.monotonic()
         # The stream as it is now: a task may redirect it.
         self._stream = sys.stderr
@@ -66,10 +66,21 @@ class Progress:
                 self._stream.write(line + "\n")
             self._stream.flush()
 
+    def _done(self) -> set[int]:
+        """Return the tasks whose output is there."""
+        # One listing instead of a question for each task, of which a file server gets thousands.
+        names = {
+            path
+            for parent in {path.parent for path in self._finals}
+            if parent.is_dir()
+            for path in parent.iterdir()
+        }
+        return {rank for rank, path in enumerate(self._finals) if path in names}
+
     def line(self) -> str:
         """Return how far the stage is, in one line."""
         seconds = max(time.monotonic() - self._start, 1e-3)
-        done = {rank for rank, path in enumerate(self._finals) if path.exists()}
+        done = self._done()
         documents = size = 0
         seen = sum(self._sizes[rank] for rank in done - self._before)
         for path in self._folder.progress.glob(f"{self._stage}-*.json"):

@@ -5,13 +5,15 @@ A location is an absolute path, or a URL that `fsspec` reads. No location ever s
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import io
 import os
 import re
 import stat
-from collections.abc import Iterator
-from functools import lru_cache
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import fsspec
@@ -27,6 +29,9 @@ given."""
 
 _BUFFER_BYTES = 2**18
 """Bytes that are read at once."""
+
+_Refused = Callable[[str, str], ConfigError]
+"""Returns the error for a path that cannot be read, and why."""
 
 
 class Location(NamedTuple):
@@ -54,10 +59,12 @@ def find(key: str, patterns: tuple[str, ...]) -> list[Location]:
         ConfigError: if a pattern matches nothing, or something that cannot be read.
     """
     found: dict[str, Location] = {}
+    # Files share few directories, and following the links in a path takes a call a part.
+    real_directory = cache(os.path.realpath)
     for pattern in patterns:
         scheme = re.match("([A-Za-z][A-Za-z0-9+.-]*):", pattern)
         if scheme is None or os.path.lexists(pattern):
-            matches = list(_find_here(key, pattern))
+            matches = list(_find_here(key, pattern, real_directory))
         elif scheme[1] in SCHEMES and pattern.startswith("://", len(scheme[1])):
             matches = list(_find_in_store(key, pattern))
         else:
@@ -121,17 +128,21 @@ def unreadable(path: str, error: OSError) -> ConfigError:
     )
 
 
-def _find_here(key: str, pattern: str) -> Iterator[Location]:
+def _find_here(key: str, pattern: str, real_directory: Callable[[str], str]) -> Iterator[Location]:
     """Yield the files of this machine that a pattern matches.
 
     A directory that a pattern with ** matches is passed over, because the files in it were within
     reach of the pattern too. Any other match that is no readable file is refused.
+
+    Args:
+        key: The config key of the pattern, for messages.
+        pattern: A file name or glob pattern.
+        real_directory: Returns a directory's path with its symlinks followed.
     """
     exact = os.path.lexists(pattern)
-    if not exact:
-        _check_directories(key, pattern)
-    names = [pattern] if exact else glob.iglob(pattern, recursive=True)
-    for name in names:
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    start = "/" if pattern.startswith("/") else "."
+    for name in [pattern] if exact else _matches(start, parts, partial(_refused, key, pattern)):
         path = os.path.abspath(name)
         try:
             status = os.stat(path)
@@ -148,42 +159,87 @@ def _find_here(key: str, pattern: str) -> Iterator[Location]:
             raise _refused(key, pattern, path, "not a regular file")
         if not os.access(path, os.R_OK):
             raise _refused(key, pattern, path, "no permission to read it")
-        yield Location(path, status.st_size, _real_path(path))
+        directory, last = os.path.split(path)
+        linked = os.path.islink(path)
+        real = os.path.realpath(path) if linked else os.path.join(real_directory(directory), last)
+        yield Location(path, status.st_size, real)
 
 
 def _refused(key: str, pattern: str, path: str, reason: str) -> ConfigError:
+    path = os.path.normpath(path)
     return ConfigError(
         f"{key} = {pattern!r}: {path} cannot be read ({reason}). Mend or remove it, or give a "
         'pattern that does not match it, such as "text/**/*.txt"'
     )
 
 
-def _check_directories(key: str, pattern: str) -> None:
-    """Refuse a pattern that would have to look into a directory which may not be listed.
+def _matches(folder: str, parts: list[str], refused: _Refused) -> Iterator[str]:
+    """Yield the paths below a folder that match the parts of a pattern.
 
-    `glob` passes over such a directory without a word, and its files would be missing.
+    The rules are those of the module glob: names that begin with a dot are matched by such parts
+    alone, and ** stands for any number of directories. But glob passes over directories that it may
+    not list without a word, and follows links that lead in a circle without end.
     """
-    parts = pattern.split("/")
-    for index, part in enumerate(parts):
-        if not glob.has_magic(part):
+    if not parts:
+        yield folder
+        return
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        for directory in _directories(folder, refused):
+            yield from _matches(directory, rest or ["*"], refused)
+    elif glob.has_magic(part):
+        for entry in _entries(folder, refused):
+            hidden = entry.name.startswith(".") and not part.startswith(".")
+            if hidden or not fnmatch.fnmatchcase(entry.name, part):
+                continue
+            if not rest or _is_directory(entry, refused):
+                yield from _matches(entry.path, rest, refused)
+    else:
+        path = os.path.join(folder, part)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise refused(path, str(error.strerror)) from None
+        yield from _matches(path, rest, refused)
+
+
+def _directories(folder: str, refused: _Refused) -> Iterator[str]:
+    """Yield a folder and all directories below it, each once, whatever links lead to it."""
+    waiting = deque([folder])
+    seen = set()
+    while waiting:
+        directory = waiting.popleft()
+        if not os.path.isdir(directory):
             continue
-        # The directories whose names are compared with this part; ** looks into all below, too.
-        upto = index + 1 if part == "**" else index
-        for directory in glob.iglob("/".join([*parts[:upto], ""]) or "./", recursive=True):
-            if not os.access(directory, os.R_OK | os.X_OK):
-                path = os.path.abspath(directory)
-                raise _refused(key, pattern, path, "no permission to list this directory")
+        status = os.stat(directory)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield directory
+        below = [e for e in _entries(directory, refused) if not e.name.startswith(".")]
+        # Names of their own come first, so that a file is known by its shortest one.
+        below.sort(key=lambda entry: entry.is_symlink())
+        waiting.extend(entry.path for entry in below if _is_directory(entry, refused))
 
 
-def _real_path(path: str) -> str:
-    """Return a path with its symlinks followed, looking at each directory once."""
-    if os.path.islink(path):
-        return os.path.realpath(path)
-    directory, name = os.path.split(path)
-    return os.path.join(_real_directory(directory), name)
+def _entries(folder: str, refused: _Refused) -> list[os.DirEntry[str]]:
+    """Return what a directory holds, sorted; nothing for what is no directory."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise refused(folder, f"its files cannot be listed: {error.strerror}") from None
 
 
-_real_directory = lru_cache(1024)(os.path.realpath)
+def _is_directory(entry: os.DirEntry[str], refused: _Refused) -> bool:
+    """Return True for a directory or a link to one; a link to nothing may have been one."""
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        raise refused(entry.path, f"a symlink to {os.readlink(entry.path)!r}, which does not exist")
+    return entry.is_dir()
 
 
 def _find_in_store(key: str, pattern: str) -> Iterator[Location]:
