@@ -17,6 +17,7 @@ from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher.cluster import load_site
+from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
@@ -45,7 +46,6 @@ app = typer.Typer(
     # The subcommands inherit this from the app.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(no_args_is_help=True, help="Build a data set on a Slurm cluster.")
 app.add_typer(data, name="data")
 
 
@@ -282,50 +282,6 @@ def evaluate_checkpoints(
     evaluations.evaluate_run(directory, load_site(site), options)
 
 
-# ---- data ----------------------------------------------------------------------------------------
-@data.command("build")
-def data_build(
-    config: Config,
-    site: SiteFile,
-    overrides: Overrides = [],  # noqa: B006  typer copies it
-    nodes: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="As many tasks run at the same time as so many nodes of the site have cores.",
-        ),
-    ] = 1,
-    time: TimeLimit = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the jobs, and estimate tokens, bytes and time; submit and write nothing.",
-        ),
-    ] = False,
-) -> None:
-    """Build a data set on many nodes of a Slurm cluster.
-
-    Builds exactly what `pretrain data build` does, in data.directory, which the nodes must share.
-    This command plans, trains the tokenizer and finishes; for reading and for tokenizing it submits
-    a job array, whose tasks have one core each, and waits for its end. Run it where it may go on
-    for hours, as in tmux on the login node.
-
-    Ctrl-C, SIGTERM and a lost terminal cancel the jobs. What is finished is kept, and the same
-    command goes on, also after a node, this command or the controller has died.
-
-    \b
-    Examples:
-      launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
-      launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
-    """
-    from pretrain.launcher.login import data as builds
-
-    run = load_config(config, overrides)
-    builds.build(config, overrides, run, site, load_site(site), nodes, time, dry_run)
-
-
 # ---- looking after runs --------------------------------------------------------------------------
 @app.command(epilog=GOODPUT)
 def status(
@@ -462,25 +418,6 @@ def evaluation(
     from pretrain.launcher.node.evaluation import run_job
 
     raise typer.Exit(run_job(run, checkpoint))
-
-
-@data.command("array", hidden=True)
-def data_array(
-    tasks: Annotated[int, typer.Argument(min=0)],
-    pickle: Path,
-    stop: Path,
-    site: SiteFile,
-    name: Annotated[str, typer.Option()],
-    concurrent: Annotated[int, typer.Option(min=1)],
-    time: TimeLimit = None,
-) -> None:
-    """Run a job array of a build of data, on the login node.
-
-    `launcher data build` has this command run by the process that builds.
-    """
-    from pretrain.launcher.login import data as builds
-
-    builds.run_array(builds.data_job(load_site(site), name, pickle, tasks, concurrent, time), stop)
 
 
 # ---- helpers -------------------------------------------------------------------------------------

@@ -237,7 +237,10 @@ def test_jobs_that_slurm_refuses_are_one_error(builds: Builds) -> None:
 
 # ---- long ones -----------------------------------------------------------------------------------
 @pytest.mark.torture
-@pytest.mark.parametrize("disturb", ["cancel", "requeue", "controller", "node", "watcher"])
+@pytest.mark.parametrize(
+    "disturb",
+    ["cancel", "requeue", "controller", "node", "watcher", "terminate", "kill", "kill a task"],
+)
 def test_a_disturbed_build_goes_on(builds: Builds, disturb: str) -> None:
     builds.hold_tasks("1", "2")
     process = builds.start(disturb)
@@ -257,12 +260,23 @@ def test_a_disturbed_build_goes_on(builds: Builds, disturb: str) -> None:
         node = (builds.hold / "begun.1").read_text().strip()
         builds.cluster.kill_node(node)
         builds.release()
+    elif disturb == "kill a task":
+        builds.kill_held(1)
+        builds.release()
+    elif disturb in ("terminate", "kill"):
+        # The builder alone. Whoever waits for the jobs cancels them.
+        os.kill(process.pid, signal.SIGTERM if disturb == "terminate" else signal.SIGKILL)
+        wait_for(lambda: builds.queued() == [])
     else:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
     done = ended(process)
-    if disturb in ("cancel", "watcher"):
+    if disturb in ("terminate", "kill"):
+        assert done.code < 0 and "cancelled" in done.err, done.text
+    elif disturb in ("cancel", "watcher", "kill a task"):
         assert done.code == 1 and "error: " in done.err, done.text
+        assert ("1 of 4 tasks" in done.err) == (disturb == "kill a task"), done.text
+    if done.code:
         builds.release()
         done = builds.run(disturb)
     builds.check(done, disturb)

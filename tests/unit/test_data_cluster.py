@@ -123,10 +123,18 @@ def test_the_error_of_the_first_task_is_raised(folder, kind, error, code):
         run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", f"exit {code}"), 1, 1))
 
 
-def test_tasks_without_a_result_are_an_error_that_counts_them(folder):
-    with pytest.raises(RunFailed, match=r"3 of 3 tasks of the stage scan .* task 0 "):
-        run_on_cluster(folder, "scan", 3, Cluster(("true",), 1, 10))
+def test_tasks_without_a_result_are_an_error_that_counts_them_and_ends_with_the_log(folder):
+    cluster = Cluster(("true",), 1, 10)
+    with pytest.raises(RunFailed, match=r"3 of 3 tasks of the stage scan .* no log"):
+        run_on_cluster(folder, "scan", 3, cluster)
     assert (folder.logs / "scan" / PICKLE).exists()
+    log = folder.logs / "scan" / "slurm-7_0.log"
+    log.touch()
+    with pytest.raises(RunFailed, match=r"slurm-7_0.log is empty"):
+        run_on_cluster(folder, "scan", 3, cluster)
+    log.write_text("a\nslurmstepd: error: CANCELLED\nDUE TO TIME LIMIT\n")
+    with pytest.raises(RunFailed, match=r"slurmstepd: error: CANCELLED DUE TO TIME LIMIT\. Run"):
+        run_on_cluster(folder, "scan", 3, cluster)
 
 
 def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(folder, capfd):

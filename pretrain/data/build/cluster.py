@@ -29,6 +29,8 @@ from pretrain.rundir.files import read_json, replace_json
 
 PICKLE, RANKS = "executor.pik", "ranks_to_run.json"
 """Files that datatrove's array tasks read (datatrove/executor/slurm.py)."""
+LAST_CHARACTERS = 300
+"""Of a log, in a message."""
 READERS = 8
 """Threads that look for finished outputs."""
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, NoSpace, RunFailed)}
@@ -101,9 +103,9 @@ class SlurmExecutor(ProvenCompletion, SlurmPipelineExecutor):  # type: ignore[mi
         if undone := self.get_incomplete_ranks(ranks):
             raise RunFailed(
                 f"{self.work.folder.path}: {len(undone)} of {len(ranks)} tasks of the stage "
-                f"{self.work.stage} ended without a result, task {undone[0]} for one. The jobs' "
-                f"logs are in {self._path('')}. Run the command again to go on; what is finished "
-                "is kept"
+                f"{self.work.stage} ended without a result. Of task {undone[0]}, "
+                f"{self._last_words(ranks.index(undone[0]) // self.tasks_per_job)}. Run the "
+                "command again to go on; what is finished is kept"
             )
 
     def get_incomplete_ranks(
@@ -145,6 +147,14 @@ class SlurmExecutor(ProvenCompletion, SlurmPipelineExecutor):  # type: ignore[mi
                 raise
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
+
+    def _last_words(self, index: int) -> str:
+        """Say how the newest log of an array task ends."""
+        logs = sorted(self._path("").glob(f"slurm-*_{index}.log"), key=lambda p: p.stat().st_mtime)
+        if not logs:
+            return "there is no log, so it was never started"
+        text = " ".join(logs[-1].read_text(errors="replace").split())[-LAST_CHARACTERS:]
+        return f"the log {logs[-1]} ends with: {text}" if text else f"the log {logs[-1]} is empty"
 
     def _path(self, name: str) -> Path:
         return self.work.folder.logs / self.work.stage / name
