@@ -220,7 +220,10 @@ def jobs_named(name: str) -> dict[str, set[str]] | None:
 
 
 def array_ends(job_id: str) -> Counter[str]:
-    """Return how many tasks of a job array have ended in each state, as far as Slurm remembers."""
+    """Return how many tasks of a job array have ended in each state, as far as Slurm remembers.
+
+    Nothing while slurmctld does not answer: this is for messages alone.
+    """
     try:
         answer = _run(
             "squeue",
@@ -228,7 +231,7 @@ def array_ends(job_id: str) -> Counter[str]:
         )
     except SlurmError:
         return Counter()
-    return Counter(answer.stdout.split())
+    return Counter(state for state in answer.stdout.split() if state in OVER)
 
 
 def array_size() -> int:

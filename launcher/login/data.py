@@ -92,7 +92,9 @@ def build_name(directory: Path) -> str:
         directory: data.directory, absolute.
     """
     digest = hashlib.sha256(os.fsencode(os.path.normpath(directory))).hexdigest()[:12]
-    return job_name(f"data-{directory.name[:40]}-{digest}")
+    # ASCII alone, because squeue looks for the jobs by this name.
+    readable = directory.name[:40].encode("ascii", "ignore").decode()
+    return job_name(f"data-{readable}-{digest}")
 
 
 def data_job(
