@@ -77,7 +77,7 @@ class Builds:
     ) -> subprocess.Popen[str]:
         """Start `launcher data build` of a data set called `name`, in a session of its own."""
         words = ["data", "build", self.config, "--site", self.site, "--nodes", nodes]
-        words += ["--set", f"data.directory={self.root / name}", *options]
+        words += ["--set", f"data.directory={json.dumps(str(self.root / name))}", *options]
         return subprocess.Popen(
             [*LAUNCHER, *map(str, words)],
             cwd=ROOT,
@@ -198,9 +198,10 @@ def arrays_of(builds: Builds, size: int) -> dict[str, str]:
 
 def test_more_tasks_than_an_array_takes(builds: Builds) -> None:
     # RUN_OFFSET is datatrove's way to tell arrays apart, and might be in anyone's shell.
-    done = builds.run("arrays", RUN_OFFSET="3", **arrays_of(builds, 2))
+    name = "é a,b $(touch x) %j '*"
+    done = builds.run(name, RUN_OFFSET="3", **arrays_of(builds, 2))
     assert re.findall(r"job \d+: (\d) array tasks", done.err) == ["2", "2"], done.text
-    builds.check(done, "arrays")
+    builds.check(done, name)
 
 
 def test_slurm_takes_the_largest_array_that_is_asked_for(
@@ -292,7 +293,7 @@ def test_the_builder_may_be_a_job_itself(builds: Builds) -> None:
     """Where login nodes must not be used. Its jobs must not see the variables of its own array."""
     words = ["data", "build", builds.config, "--site", builds.site, "--nodes", 4]
     command = [*LAUNCHER, *map(str, words), "--set", f"data.directory={builds.root / 'job'}"]
-    log = builds.root / "job.txt"
+    log = builds.root / "job.log"
     sent = builds.cluster.run(
         "sbatch",
         "--parsable",
