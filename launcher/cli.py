@@ -17,6 +17,7 @@ from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher.cluster import load_site
+from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
@@ -45,6 +46,7 @@ app = typer.Typer(
     # The subcommands inherit this from the app.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(data, name="data")
 
 
 @app.callback()

@@ -51,6 +51,8 @@ class Job:
     """Slurm sends SIGUSR1 to every rank this long before the time limit."""
     concurrent: int | None = None
     """Makes a job array, of which at most this many tasks run at once."""
+    repeats: int | None = None
+    """Makes a job array with so many tasks, which all run the only command."""
 
     @property
     def num_tasks(self) -> int:
@@ -71,7 +73,8 @@ class Job:
         log_name = "%A_%a" if self.is_array else "%j"
         # In a file name Slurm replaces %j and the like, and %% by a plain %.
         output = f"{str(self.logs).replace('%', '%%')}/slurm-{log_name}.log"
-        array = f"0-{len(self.commands) - 1}%{self.concurrent or len(self.commands)}"
+        length = self.repeats or len(self.commands)
+        array = f"0-{length - 1}%{self.concurrent or length}"
         options: dict[str, object] = {
             "job-name": self.name,
             "partition": site.partition,
@@ -153,7 +156,7 @@ class Job:
     @property
     def is_array(self) -> bool:
         """Return True if this is a job array."""
-        return self.concurrent is not None or len(self.commands) > 1
+        return bool(self.concurrent or self.repeats or len(self.commands) > 1)
 
     def _share(self) -> dict[str, object]:
         """Return the options that say which part of the cluster the job takes."""
@@ -184,7 +187,7 @@ class Job:
 
         exec replaces the shell, so that signals to the batch script reach the launcher.
         """
-        if not self.is_array:
+        if self.repeats or not self.is_array:
             return f"exec {shlex.join(self.commands[0])}"
         cases = [
             f"{index}) exec {shlex.join(command)} ;;" for index, command in enumerate(self.commands)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -193,6 +194,59 @@ def is_over(job_id: str) -> bool | None:
     """Return True if a job has ended or is forgotten, None if slurmctld does not answer."""
     states = jobs([job_id])
     return None if states is None else job_id not in states or states[job_id].is_over
+
+
+def jobs_named(name: str) -> dict[str, set[str]] | None:
+    """Ask Slurm for this user's jobs of a name that are not over; the tasks of an array are one.
+
+    Returns:
+        "RUNNING" or why the job waits, for each part of a job, by job id. None when slurmctld does
+        not answer.
+
+    Raises:
+        SlurmError: squeue failed for another reason.
+    """
+    query = ["--noheader", "--me", f"--name={name}", "--format=%F|%T|%r"]
+    try:
+        answer = _run("squeue", query)
+    except SlurmAway:
+        return None
+    found: dict[str, set[str]] = {}
+    for line in answer.stdout.splitlines():
+        if line.count("|") >= 2:
+            job_id, state, reason = line.strip().split("|", 2)
+            found.setdefault(job_id, set()).add(reason if state == "PENDING" else "RUNNING")
+    return found
+
+
+def array_ends(job_id: str) -> Counter[str]:
+    """Return how many tasks of a job array have ended in each state, as far as Slurm remembers.
+
+    Nothing while slurmctld does not answer: this is for messages alone.
+    """
+    try:
+        answer = _run(
+            "squeue",
+            ["--noheader", "--array", "--states=all", f"--jobs={job_id}", "--format=%T"],
+        )
+    except SlurmError:
+        return Counter()
+    return Counter(state for state in answer.stdout.split() if state in OVER)
+
+
+def array_size() -> int:
+    """Return how many tasks a job array may have on this cluster.
+
+    Raises:
+        SlurmError: scontrol failed, or the cluster has no job arrays.
+    """
+    answer = _run("scontrol", ["show", "config"])
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", answer.stdout, re.MULTILINE)
+    # The highest index is one less.
+    size = int(found[1]) if found else 0
+    if not size:
+        raise SlurmError("scontrol show config: MaxArraySize is 0, so this cluster has no arrays")
+    return size
 
 
 def requeue(job_id: str) -> None:

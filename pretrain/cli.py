@@ -9,6 +9,7 @@ refused at once.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,9 @@ def data_build(
             help="Estimate tokens, bytes and time from a sample of the corpus; write nothing.",
         ),
     ] = False,
+    # These two are for `launcher data build`.
+    job_array: Annotated[str | None, typer.Option(hidden=True)] = None,
+    array_size: Annotated[int, typer.Option(hidden=True, min=1)] = 1,
 ) -> None:
     """Train the tokenizer and write the token shards.
 
@@ -158,17 +162,22 @@ def data_build(
     the same command goes on with what is not done. Does nothing when the data set is there already
     and the corpus has not changed.
 
+    `launcher data build` builds the same data set on many nodes of a Slurm cluster.
+
     \b
     Example:
       pretrain data build configs/demo.toml --dry-run
       pretrain data build configs/demo.toml --workers 8
     """
     run = load_config(config, overrides)
-    from pretrain.data.build import build, estimate
+    from pretrain.data.build import build, build_on_cluster, estimate
 
     count = workers or len(os.sched_getaffinity(0))
     if dry_run:
         estimate(run, count)
+    elif job_array:
+        # `launcher data build` gives a command, as a JSON list.
+        build_on_cluster(run, json.loads(job_array), count, array_size)
     else:
         build(run, count)
 

@@ -40,6 +40,7 @@ LAUNCHER_FLOORS = [
         for name in ("terminal", "slurm", "cluster", "job", "evaluations", "options")
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
+    {f"{LAUNCHER}.data_cli"},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, writing
@@ -95,6 +95,31 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
     shards = {split: len(read_manifest(directory / split).shards) for split in SPLITS}
     used = load_tokenizer(find_tokenizer(directory))
     print("\n".join(report.lines(given, used, content, shards)))
+
+
+def build_on_cluster(
+    config: RunConfig, command: Sequence[str], workers: int, array_size: int
+) -> None:
+    """Build the same data set as `build`, with the tasks as job arrays on a cluster.
+
+    Args:
+        config: The config.
+        command: Runs a job array; see `cluster.Cluster`.
+        workers: The most tasks that run at the same time.
+        array_size: The most jobs of an array.
+
+    Raises:
+        ConfigError: as `build`.
+        RunFailed: if the cluster refused the jobs, or some ended without a result.
+    """
+
+    def run_there(folder: BuildFolder, stage: Stage, tasks: int) -> None:
+        # Here, because it imports datatrove, which not every installation has.
+        from pretrain.data.build.cluster import Cluster, run_on_cluster
+
+        run_on_cluster(folder, stage, tasks, Cluster(tuple(command), workers, array_size))
+
+    build(config, run_stage=run_there)
 
 
 def load_given_tokenizer(data: DataSection) -> Tokenizer | None:

@@ -1,0 +1,328 @@
+"""Test how a build of data runs job arrays, without a Slurm: tests/slurm has it with one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, RunFailed, dump_config
+from pretrain.data.build.cluster import (
+    PICKLE,
+    RANKS,
+    Cluster,
+    SlurmExecutor,
+    run_on_cluster,
+    tasks_per_job,
+)
+from pretrain.data.build.folder import BuildFolder
+from pretrain.data.build.work import Work
+from pretrain.launcher import slurm
+from pretrain.launcher.cluster import load_site, parse_site
+from pretrain.launcher.login import data
+from tests.conftest import mark_torture
+from tests.end_to_end.commands import LAUNCHER, ROOT
+from tests.unit.test_data_build import config, write_text
+from tests.unit.test_site import CPU, GPU
+
+
+# ---- how tasks are shared among jobs -------------------------------------------------------------
+def rounds(tasks: int, each: int, workers: int) -> int:
+    """Return how long tasks of one unit take when a free worker takes the next `each` of them."""
+    free = [0] * workers
+    for first in range(0, tasks, each):
+        free.sort()
+        free[0] += min(each, tasks - first)
+    return max(free)
+
+
+@pytest.mark.parametrize("array_size", [1, 2, 7, 40])
+@pytest.mark.parametrize("workers", [1, 3, 8, 50])
+def test_no_other_number_of_tasks_a_job_is_faster(workers, array_size):
+    for tasks in (1, 2, 5, 16, 41, 97, 200):
+        each = tasks_per_job(tasks, workers, array_size)
+        allowed = [n for n in range(1, tasks + 1) if math.ceil(tasks / n) <= array_size]
+        best = min(rounds(tasks, n, workers) for n in allowed)
+        assert each == min(n for n in allowed if rounds(tasks, n, workers) == best)
+
+
+def test_tasks_are_done_singly_where_the_array_has_room():
+    assert tasks_per_job(1001, 640, 1001) == 1
+    assert tasks_per_job(1002, 640, 1001) == 2
+    # With two a job, 640 workers would need two rounds of two for 1,800 tasks.
+    assert tasks_per_job(1800, 640, 1001) == 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = BuildFolder(tmp_path / "build")
+    for path in (made.progress, made.logs / "scan"):
+        path.mkdir(parents=True)
+    return made
+
+
+def executor(folder, tasks=1, command=("true",), workers=1, array_size=1):
+    return SlurmExecutor(Work(folder, "scan"), tasks, Cluster(tuple(command), workers, array_size))
+
+
+@pytest.mark.parametrize(
+    ("undone", "workers", "array_size"),
+    mark_torture([(7, 2, 3), (1, 1, 1), (100, 7, 10), (2500, 40, 1001)], {(7, 2, 3), (100, 7, 10)}),
+)
+def test_datatrove_does_every_undone_task_once(folder, monkeypatch, undone, workers, array_size):
+    """Its arithmetic (SlurmPipelineExecutor.run) over all tasks of the array that is submitted."""
+    made = executor(folder, undone * 2, (), workers, array_size)
+    ranks = list(range(0, undone * 2, 2))
+    arrays, done = [], []
+    monkeypatch.setattr(made, "_run_array", arrays.append)
+    monkeypatch.setattr(made, "get_incomplete_ranks", lambda asked=None: [] if asked else ranks)
+    monkeypatch.setattr("dill.dump", lambda *args, **options: None)
+    made.launch_job()
+    assert arrays[0] == 0 and arrays[1] <= array_size
+    assert json.loads((folder.logs / "scan" / RANKS).read_text()) == ranks
+    monkeypatch.setattr(made, "_run_for_rank", lambda rank, node_rank: done.append(rank))
+    monkeypatch.setenv("RUN_OFFSET", "4")
+    for index in range(arrays[1]):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
+        made.run()
+    assert done == ranks
+
+
+# ---- the command that runs an array --------------------------------------------------------------
+def fail(folder, rank, kind, message):
+    path = folder.progress / f"failed-{rank:06d}.json"
+    path.write_text(json.dumps({"kind": kind, "message": message}))
+
+
+def test_the_error_of_the_command_is_raised(folder):
+    command = ["sh", "-c", "echo going >&2; echo error: sbatch: no such partition >&2; exit 1"]
+    with pytest.raises(RunFailed, match=r"^sbatch: no such partition$"):
+        run_on_cluster(folder, "scan", 1, Cluster(tuple(command), 1, 1))
+
+
+def test_a_command_that_was_killed_is_an_error(folder):
+    with pytest.raises(RunFailed, match="was killed"):
+        run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", "kill -9 $$"), 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("ConfigError", ConfigError), ("RunFailed", RunFailed)]
+)
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_error_of_the_first_task_is_raised(folder, kind, error, code):
+    fail(folder, 11, "RunFailed", "later")
+    fail(folder, 2, kind, "a.jsonl:17: not JSON")
+    with pytest.raises(error, match=r"^a.jsonl:17: not JSON$"):
+        run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", f"exit {code}"), 1, 1))
+
+
+def test_tasks_without_a_result_are_an_error_that_counts_them_and_ends_with_the_log(folder):
+    cluster = Cluster(("true",), 1, 10)
+    with pytest.raises(RunFailed, match=r"3 of 3 tasks of the stage scan .* no log"):
+        run_on_cluster(folder, "scan", 3, cluster)
+    assert (folder.logs / "scan" / PICKLE).exists()
+    log = folder.logs / "scan" / "slurm-7_0.log"
+    log.touch()
+    with pytest.raises(RunFailed, match=r"slurm-7_0.log is empty"):
+        run_on_cluster(folder, "scan", 3, cluster)
+    log.write_text("a\nslurmstepd: error: CANCELLED\nDUE TO TIME LIMIT\n")
+    with pytest.raises(RunFailed, match=r"slurmstepd: error: CANCELLED DUE TO TIME LIMIT\. Run"):
+        run_on_cluster(folder, "scan", 3, cluster)
+
+
+def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(folder, capfd):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        # The builder's Ctrl-C reaches this process too, which ignores it.
+        script = f"trap '' INT; cat; touch {folder.path}/cancelled; echo cancelled >&2"
+        run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", script), 1, 1))
+    assert (folder.path / "cancelled").exists() and "cancelled" in capfd.readouterr().err
+
+
+def test_a_task_s_error_stops_the_others(folder, monkeypatch):
+    def broken(self, rank, local_rank, node_rank):
+        raise {0: ConfigError("a.txt:3: not UTF-8"), 1: KeyError("bug")}[rank]
+
+    monkeypatch.setattr("pretrain.data.build.executor.ProvenCompletion._run_for_rank", broken)
+    made = executor(folder, 2)
+    with pytest.raises(SystemExit):
+        made._run_for_rank(0)
+    assert folder.stop.exists()
+    with pytest.raises(SystemExit):
+        # Not begun at all.
+        made._run_for_rank(1)
+    with pytest.raises(ConfigError, match=r"^a.txt:3: not UTF-8$"):
+        made._raise_failure()
+    folder.stop.unlink()
+    (folder.progress / "failed-000000.json").unlink()
+    with pytest.raises(KeyError):
+        made._run_for_rank(1)
+    with pytest.raises(RunFailed, match=r"task 1 of the stage scan: KeyError\('bug'\)"):
+        made._raise_failure()
+
+
+# ---- the job -------------------------------------------------------------------------------------
+def job(site, pickle=Path("/data/logs/executor.pik"), **options):
+    given = {"tasks": 90, "concurrent": 80, "time_limit": None} | options
+    return data.data_job(parse_site(site, "site"), "data-x", pickle, **given)
+
+
+def test_a_site_s_values_become_sbatch_s_arguments(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    site = GPU | {
+        "partition": "p q",
+        "account": "a",
+        "qos": "night",
+        "constraint": "c&d",
+        "memory_per_node": "80G",
+        "gpu_type": "v100",
+        "time_limit": "2:00:00",
+        "sbatch_arguments": ["--exclude=n1,n2"],
+    }
+    assert job(site).arguments() == [
+        "--requeue",
+        "--job-name=data-x",
+        "--partition=p q",
+        "--account=a",
+        "--qos=night",
+        "--constraint=c&d",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--mem=2048M",
+        "--time=2:00:00",
+        "--open-mode=append",
+        f"--chdir={tmp_path}",
+        "--output=/data/logs/slurm-%A_%a.log",
+        "--export=ALL",
+        "--array=0-89%80",
+        "--exclude=n1,n2",
+    ]
+    assert "--time=9" in job(site, time_limit="9").arguments()
+
+
+def test_nothing_is_asked_for_that_the_site_does_not_say():
+    names = {argument.split("=")[0] for argument in job(CPU).arguments()}
+    assert not names & {"--qos", "--account", "--partition", "--mem", "--time", "--mail-type"}
+    whole = job(CPU | {"memory_per_node": "0"}).arguments()
+    assert not any(argument.startswith("--mem") for argument in whole)
+
+
+def test_the_script_runs_the_pickle_with_the_site_s_python(tmp_path):
+    pickle = tmp_path / "a b$(touch x)'" / "executor.pik"
+    site = CPU | {"container": ["env", "-i"], "python": "/bin/echo"}
+    script = job(site, pickle).script()
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == f"-m datatrove.tools.launch_pickled_pipeline {pickle}\n", done
+    assert list(tmp_path.iterdir()) == []
+    assert "OMP_NUM_THREADS=1" in script and "RAYON_NUM_THREADS=1" in script
+    assert sys.executable in job(CPU).script()
+
+
+def test_the_jobs_of_a_data_set_have_a_name_of_their_own():
+    name = data.build_name(Path("/a/data"))
+    assert name == data.build_name(Path("/a/b/../data")) and name.startswith("data-data-")
+    assert len({name, data.build_name(Path("/b/data")), data.build_name(Path("/a/data2"))}) == 3
+    odd = data.build_name(Path("/" + "é,$(x) %j" * 30))
+    assert odd.isascii() and "," not in odd and len(odd) <= 64
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+class Queue:
+    """Answers in place of Slurm: what the queue holds at each look, and what is cancelled."""
+
+    def __init__(self, monkeypatch, *answers):
+        self.answers, self.cancelled = list(answers), []
+        read, self.stdin = os.pipe()
+        monkeypatch.setattr(sys, "stdin", os.fdopen(read))
+        monkeypatch.setattr(slurm, "jobs_named", self.look)
+        monkeypatch.setattr(slurm, "cancel", self.cancel)
+        monkeypatch.setattr(slurm, "array_ends", lambda job_id: {"COMPLETED": 4})
+        monkeypatch.setattr(slurm, "submit", lambda arguments, script: "7")
+        monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+        monkeypatch.setattr(data, "FIRST_LOOK_SECONDS", 0.01)
+
+    def look(self, name):
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    def cancel(self, job_id):
+        if self.answers[0] is None:
+            raise slurm.SlurmAway("scancel: away")
+        self.cancelled.append(job_id)
+
+
+RUNS = {"7": {"RUNNING", "Resources"}}
+
+
+def test_the_wait_outlasts_a_controller_that_is_away(monkeypatch, tmp_path, capsys):
+    queue = Queue(monkeypatch, {"7": {"None"}}, None, None, RUNS, {"7": {"JobHeldUser"}}, {})
+    data.run_array(job(CPU), tmp_path / "stop")
+    said = capsys.readouterr().err
+    assert said.count("does not answer") == 1 and "waits in the queue (JobHeldUser)" in said
+    assert queue.cancelled == [] and "None" not in said
+
+
+def test_jobs_of_an_earlier_command_are_waited_for(monkeypatch, tmp_path, capsys):
+    Queue(monkeypatch, {"3": {"RUNNING"}}, {"3": {"RUNNING"}}, {})
+    monkeypatch.setattr(slurm, "submit", None)
+    data.run_array(job(CPU, tasks=0), tmp_path / "stop")
+    assert capsys.readouterr().err.count("job 3: left by an earlier command") == 1
+
+
+def test_a_closed_stdin_cancels_the_jobs(monkeypatch, tmp_path):
+    # slurmctld is away at the first scancel. Job 8 is that of a command which was started since.
+    queue = Queue(monkeypatch, RUNS, None, None, RUNS, RUNS, {"8": {"Priority"}})
+    os.close(queue.stdin)
+    with pytest.raises(SystemExit) as end:
+        data.run_array(job(CPU), tmp_path / "stop")
+    assert end.value.code == 130 and queue.cancelled == ["7"]
+
+
+def test_a_failed_task_cancels_the_others(monkeypatch, tmp_path):
+    queue = Queue(monkeypatch, RUNS, RUNS, RUNS, {})
+    (tmp_path / "stop").touch()
+    data.run_array(job(CPU), tmp_path / "stop")
+    assert queue.cancelled == ["7"]
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def command(root: Path, *words: object, path: str = "/nowhere") -> subprocess.CompletedProcess[str]:
+    write_text(root)
+    (root / "config.toml").write_text(dump_config(config(root)))
+    (root / "site.toml").write_text((ROOT / "slurm/site.v100.toml").read_text())
+    return subprocess.run(
+        [*LAUNCHER, "data", "build", "config.toml", "--site", "site.toml", *map(str, words)],
+        cwd=root,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_dry_run_shows_the_job_and_an_estimate_and_writes_nothing(tmp_path):
+    done = command(tmp_path, "--dry-run", "--nodes", 2, "--time", "3:00:00")
+    assert done.returncode == 0, done.stderr
+    name = data.build_name(tmp_path / "data")
+    assert f"sbatch --requeue --job-name={name} --partition=main" in done.stdout
+    assert "--time=3:00:00" in done.stdout and "%80" in done.stdout
+    assert "not asked: sbatch: no such command here" in done.stdout
+    assert "with 80 processes" in done.stdout
+    assert not any(path.name.endswith("data") for path in tmp_path.iterdir())
+
+
+def test_what_cannot_work_is_refused_at_once(tmp_path):
+    assert load_site(ROOT / "slurm/site.v100.toml").nodes == 16
+    many = command(tmp_path, "--nodes", 17)
+    assert many.returncode == 2 and "nodes = 17: site v100 has 16 nodes" in many.stderr
+    time = command(tmp_path, "--time", "soon")
+    assert time.returncode == 2 and "time limit 'soon'" in time.stderr
+    nowhere = command(tmp_path)
+    assert nowhere.returncode == 2 and "scontrol: no such command here" in nowhere.stderr
+    assert not any(path.name.startswith(".building") for path in tmp_path.iterdir())
