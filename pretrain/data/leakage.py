@@ -26,6 +26,10 @@ _DAMAGE = (
 headers of its arrays, which are Python text."""
 
 
+COMMON_TEXTS = 3
+"""A sequence in so many texts of a sample is common to the corpus."""
+
+
 class Overlap(NamedTuple):
     """What a document shares with the held-out documents, in different 13-word sequences."""
 
@@ -95,6 +99,22 @@ class HeldOut:
         except _DAMAGE as error:
             raise ConfigError(f"{path}: is damaged ({error}). Delete it and build again") from None
         return cls(sequences, documents)
+
+    def common(self, sample: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """Return which held-out documents are boilerplate, such as a licence or a menu.
+
+        Half of such a document stands in COMMON_TEXTS texts of the sample or more. Held out, it
+        would take every training document with the same boilerplate out of training.
+
+        Args:
+            sample: Texts of the corpus, or parts of them.
+        """
+        texts = np.zeros(len(self._sequences), np.int64)
+        for text in sample:
+            texts[self._shared(text)[1]] += 1
+        is_common = texts[np.searchsorted(self._sequences, self._pairs)] >= COMMON_TEXTS
+        found = np.bincount(self._documents, weights=is_common, minlength=len(self._sizes))
+        return (self._sizes > 0) & (2 * found >= self._sizes)
 
     def overlap(self, text: str) -> Overlap:
         """Return what a document shares with the held-out ones."""

@@ -213,8 +213,12 @@ def test_a_full_disk_while_training(workspace, config):
 def test_a_full_disk_while_building_data(config, tmp_path):
     command = ["data", "build", config, "--set", f"data.directory={tmp_path}/data"]
     done = pretrain(*command, largest_file=50_000)
-    explained(done, 1, f"{tmp_path}/data: cannot be written (File too large)", "Make room")
-    assert not list(tmp_path.iterdir())
+    explained(
+        done, 1, f"{tmp_path}/.building-data: cannot be written (File too large)", "Make room"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [".building-data"]
+    assert pretrain(*command).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_a_full_disk_while_exporting(run, tmp_path):

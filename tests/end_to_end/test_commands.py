@@ -100,7 +100,9 @@ def test_data_is_built_once(config, tmp_path):
     assert said[0] == f"{tmp_path}/data: tokenizer of 512 pieces"
     counts = r"71 documents, [\d,]+ bytes of text, [\d,]+ tokens \(1\.\d\d bytes"
     assert re.match(f"{tmp_path}/data/train: {counts}", said[1])
-    assert said[2].startswith(f"{tmp_path}/data/validation: 3 documents, ") and len(said) == 3
+    assert said[2].startswith(f"{tmp_path}/data/validation: 3 documents, ")
+    assert said[3].endswith("left out: nothing") and said[4].startswith("0.00% of the held-out")
+    assert len(said) == 5
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     second = pretrain(*command)
     up_to_date = f"{tmp_path}/data: up to date (same settings, same text), nothing to do\n"

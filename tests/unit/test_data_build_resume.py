@@ -19,7 +19,7 @@ from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.work import Work
 from pretrain.data.verify import verify
 from tests.conftest import mark_torture
-from tests.unit.test_data_build import config, contents, refused, write_text
+from tests.unit.test_data_build import config, contents, refused, report, write_text
 
 
 class Killed(BaseException):
@@ -180,6 +180,7 @@ def test_a_damaged_output_is_made_again(built, text, monkeypatch, name, damage):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(command, "KEPT_BYTES", 0)
     write_text(tmp_path)
     bad = tmp_path / "08.txt"
     good = bad.read_text()
@@ -202,6 +203,7 @@ def test_a_task_that_fails_keeps_what_the_others_did(tmp_path, monkeypatch, work
 
 def test_a_file_that_is_repaired_in_place_is_read_where_the_build_stopped(tmp_path, monkeypatch):
     """Nothing was made of a file that could not be read, so repairing it changes no input."""
+    monkeypatch.setattr(command, "KEPT_BYTES", 0)
     write_text(tmp_path)
     bad = tmp_path / "08.txt"
     good = bad.read_bytes()
@@ -215,6 +217,35 @@ def test_a_file_that_is_repaired_in_place_is_read_where_the_build_stopped(tmp_pa
     assert done and not {f"{rank:06d}" for stage, rank in begun if stage == "scan"} & done
 
 
+def test_a_small_build_that_fails_leaves_nothing(tmp_path):
+    """The same command with the mended text does not meet an unfinished build of other inputs."""
+    write_text(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    good = (tmp_path / "08.txt").read_text()
+    (tmp_path / "08.txt").write_bytes(b"caf\xe9")
+    with refused(r"08\.txt:0: "):
+        build(config(tmp_path))
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "08.txt").write_text(good)
+    build(config(tmp_path))
+    verify(tmp_path / "data")
+
+
+def test_a_build_that_ended_at_the_cap_goes_on_under_a_higher_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "KEPT_BYTES", 0)
+    write_text(tmp_path)
+    (tmp_path / "08.txt").write_bytes(b"caf\xe9")
+    with refused(r"08\.txt:0: "):
+        build(config(tmp_path))
+    done = {p.name for p in (tmp_path / ".building-data/scan").glob("0*")}
+    begun = tasks_begun(monkeypatch)
+    higher = config(tmp_path)
+    cleaning = higher.cleaning.model_copy(update={"max_skipped_documents": 1})
+    build(higher.model_copy(update={"cleaning": cleaning}))
+    assert done and not {f"{rank:06d}" for stage, rank in begun if stage == "scan"} & done
+    assert report(tmp_path / "data")["corpora"]["text"]["counts"]["skipped"] == 1
+
+
 def test_a_file_that_changes_between_scan_and_tokenize_is_named(tmp_path, monkeypatch):
     write_text(tmp_path)
     target = tmp_path / "05.txt"
@@ -226,6 +257,7 @@ def test_a_file_that_changes_between_scan_and_tokenize_is_named(tmp_path, monkey
         return found
 
     monkeypatch.setattr(command, "merge", merge)
+    monkeypatch.setattr(command, "KEPT_BYTES", 0)
     with refused(r"05\.txt:0: has changed since the build began\. Remove .*\.building-data"):
         build(config(tmp_path))
 

@@ -265,3 +265,19 @@ def test_the_table_of_flags_never_hides_a_sequence() -> None:
         assert ours.overlap(text) == (size, size, {0: size})
         assert ours.overlap(" ".join(f"t{n}" for n in range(5000))).shared == 0
         assert np.all(np.diff(ours._sequences) > 0)
+
+
+def test_boilerplate_is_known_by_how_often_it_stands_in_a_sample():
+    rng = np.random.default_rng(5)
+    words = [f"w{n}" for n in range(5000)]
+
+    def text(count: int) -> str:
+        return " ".join(rng.choice(words, count))
+
+    licence, own = text(200), text(200)
+    held_out = [licence, own, f"{licence} {text(100)}", f"{licence} {text(400)}", "", own]
+    sample = [text(500), f"{licence} {text(50)}", f"{text(70)} {licence}", own, licence]
+    found = HeldOut.from_texts(held_out).common(iter(sample))
+    assert found.tolist() == [True, False, True, False, False, False]
+    assert not HeldOut.from_texts(held_out).common(sample[:3]).any()
+    assert HeldOut.from_texts([]).common(sample).tolist() == []

@@ -40,6 +40,10 @@ from pretrain.data.stream import TokenStream, check_local
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from pretrain.rundir.files import Json, read_json, remove
 
+KEPT_BYTES = 1_000_000_000
+"""Of a corpus this large, what is done is kept when the build ends with an error in the config or
+the text. A smaller one is soon done again."""
+
 RunStage = Callable[[BuildFolder, Stage, int], None]
 """Does every task of a stage that is not done: (folder, stage, number of tasks)."""
 
@@ -88,8 +92,14 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
             print(f"{given}: up to date (same settings, same text), nothing to do")
             return
         _take_up(folder, plan)
-        if not folder.finish.exists():
-            _do_tasks(folder, plan, tokenizer, run_stage or run_here)
+        try:
+            if not folder.finish.exists():
+                _do_tasks(folder, plan, tokenizer, run_stage or run_here)
+        except ConfigError:
+            # The mend changes the config or the text, and then the build cannot go on from here.
+            if sum(task_sizes(plan)) < KEPT_BYTES:
+                remove_build(folder)
+            raise
         content = finish(folder, directory)
         remove_build(folder)
     shards = {split: len(read_manifest(directory / split).shards) for split in SPLITS}

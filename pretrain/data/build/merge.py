@@ -18,7 +18,7 @@ from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.merged import HELD_OUT_HASHES, HELD_OUT_SEQUENCES, Cut, TokenTask
 from pretrain.data.build.output import RECORD, clear, output
 from pretrain.data.build.plan import Plan
-from pretrain.data.build.sample import read_lines
+from pretrain.data.build.sample import read_chunks, read_lines
 from pretrain.data.build.work import too_many_skipped
 from pretrain.data.cleaning import Cleaner
 from pretrain.data.duplicates import find_duplicates
@@ -121,20 +121,47 @@ class Merger:
         for rank in range(self.num_train):
             if (path := self.folder.scan(rank) / "candidates").exists():
                 candidates.setdefault(self.names[rank], []).append(path)
+        fraction = self.plan.data.validation_fraction
+        chosen = {
+            name: dict(choose_held_out(paths, fraction)) for name, paths in candidates.items()
+        }
+        common = self._boilerplate([text for texts in chosen.values() for text in texts.values()])
         return [
             document
-            for name, paths in candidates.items()
-            for document in self._hold_out(name, paths)
+            for name, texts in chosen.items()
+            for document in self._hold_out(
+                # Of a corpus that is nothing but boilerplate, some is held out all the same.
+                name,
+                {digest: text for digest, text in texts.items() if text not in common} or texts,
+            )
         ]
 
-    def _hold_out(self, name: str, paths: list[Path]) -> list[_HeldOutDocument]:
+    def _boilerplate(self, texts: list[str]) -> set[str]:
+        """Return those texts of which half is common in the corpus."""
+        if not self.plan.cleaning.decontaminate:
+            return set()
+        sample = (
+            chunk
+            for rank, most in self._sample_sizes()
+            for chunk in read_chunks(self.folder.scan(rank) / "sample.jsonl", most)
+        )
+        is_common = HeldOut.from_texts(texts).common(sample)
+        return {text for text, common in zip(texts, is_common) if common}
+
+    def _sample_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield how many bytes of each task's sample make an even sample of the corpus."""
+        most = self.plan.data.tokenizer_training_bytes
+        total = sum(int(self.records[rank]["text_bytes"]) for rank in range(self.num_train))
+        for rank in range(self.num_train):
+            size = int(self.records[rank]["text_bytes"])
+            yield rank, size if total <= most else most * size // total
+
+    def _hold_out(self, name: str, texts: dict[int, str]) -> list[_HeldOutDocument]:
         """Return the held-out documents of a corpus in the order of the stream.
 
         Every copy of a held-out text is held out, so texts are taken, in the order of their hashes,
         until they and their copies are data.validation_fraction of the documents.
         """
-        fraction = self.plan.data.validation_fraction
-        texts = dict(choose_held_out(paths, fraction))
         wanted = np.array(sorted(texts), np.uint64)
         first: dict[int, _HeldOutDocument] = {}
         copies: Counter[int] = Counter()
@@ -150,7 +177,7 @@ class Merger:
                 if digest not in first:
                     place = int(rows["piece"][row]), int(rows["offset"][row])
                     first[digest] = _HeldOutDocument(rank, row, texts[digest], *place)
-        most, chosen = fraction * documents, list(texts)
+        most, chosen = self.plan.data.validation_fraction * documents, list(texts)
         while len(chosen) > 1 and sum(copies[digest] for digest in chosen) > most:
             chosen.pop()
         return sorted(first[digest] for digest in chosen)
@@ -247,13 +274,11 @@ class Merger:
                 text = text[:most].encode()[:most].decode(errors="ignore")
             yield from (line for line in text.split("\n") if line)
             return
-        total = sum(int(self.records[rank]["text_bytes"]) for rank in range(self.num_train))
-        for rank in range(self.num_train):
-            size = int(self.records[rank]["text_bytes"])
+        for rank, most in self._sample_sizes():
             mask = left_out.get(rank)
             yield from read_lines(
                 self.folder.scan(rank) / "sample.jsonl",
-                size if total <= most else most * size // total,
+                most,
                 frozenset() if mask is None else set(np.flatnonzero(mask).tolist()),
             )
 

@@ -78,7 +78,12 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         "corpora": [[c.name, c.source, c.text_field] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": tokenizer_sha256,
-        **{f"cleaning.{key}": value for key, value in config.cleaning},
+        **{
+            f"cleaning.{key}": value
+            for key, value in config.cleaning
+            # A build that ended at the cap goes on under a higher one: what is done stays as it is.
+            if key != "max_skipped_documents"
+        },
     }
     tasks = sources.plan(data)
     files = {split: [_look(path) for path in _paths(tasks[split])] for split in SPLITS}
@@ -213,13 +218,15 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
     in_train = content["tasks"]["train"]
     share = content["sizes"][number] / max(sum(content["sizes"][:in_train]), 1)
     most = data.tokenizer_training_bytes
+    # A tokenizer is trained on it, and it shows what is boilerplate.
+    wants_sample = data.tokenizer is None or cleaning.decontaminate
     return TaskPlan(
         data,
         cleaning,
         split,
         task,
         corpus,
-        sample_bytes=0 if data.tokenizer else min(most, int(_SAMPLE_FACTOR * most * share) + 1),
+        sample_bytes=min(most, int(_SAMPLE_FACTOR * most * share) + 1) if wants_sample else 0,
         held_out_bytes=content["held_out_bytes"].get(name) if split == "train" else None,
     )
 

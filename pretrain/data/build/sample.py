@@ -92,6 +92,14 @@ def read_lines(path: Path, max_bytes: int, left_out: Collection[int]) -> Iterato
         max_bytes: The most text to take.
         left_out: Documents, by their position in the task, that are not trained on.
     """
+    for text in read_chunks(path, max_bytes, left_out):
+        yield from (line for line in text.split("\n") if line)
+
+
+def read_chunks(
+    path: Path, max_bytes: int, left_out: Collection[int] = frozenset()
+) -> Iterator[str]:
+    """Yield the chunks of a task's sample in the order of the stream; see `read_lines`."""
     with path.open() as file:
         kept = [
             c for c in (Chunk(*json.loads(line)) for line in file) if c.document not in left_out
@@ -103,4 +111,4 @@ def read_lines(path: Path, max_bytes: int, left_out: Collection[int]) -> Iterato
             break
         taken.append(chunk)
     for chunk in sorted(taken, key=lambda c: c[1:3]):
-        yield from (line for line in chunk.text.split("\n") if line)
+        yield chunk.text
