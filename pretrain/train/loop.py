@@ -22,6 +22,7 @@ from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
+from pretrain.train.health import check_same_data
 from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
@@ -57,8 +58,9 @@ def train(
     """
     check_store(config, resume)
     streams, topology, checkpoint = prepare(config, resume, allowed)
-    resume = bring(config, topology, resume)
     data = data_hashes(streams)
+    check_same_data(data, config.data.directory)
+    resume = bring(config, topology, resume)
     with AttemptReporter() as reporter:
         start_point = on_main(
             topology, lambda: take_run(config, resume, reporter, checkpoint, data, allowed)
