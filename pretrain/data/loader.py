@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -178,9 +179,9 @@ def _from_workers(
         yield list(islice(micro_batches, len(step) // micro_batch_size))
 
 
-def _to_tensor(read: np.ndarray | Exception) -> torch.Tensor | Exception:
+def _to_tensor(read: Any) -> torch.Tensor | Exception:
     """Return what a worker sends: the tokens as a tensor, or an error as it is."""
-    return torch.from_numpy(read) if isinstance(read, np.ndarray) else read
+    return read if isinstance(read, Exception) else torch.from_numpy(read)
 
 
 def _unless_failed(received: Iterator[torch.Tensor | Exception]) -> Iterator[torch.Tensor]:
