@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from pretrain.data.manifest import rebuild_advice
 from pretrain.rundir.files import PARTIAL
 
 _CHUNK = 1 << 22
+_CACHED = re.compile(rf"[0-9a-f]{{32}}-.+|\.[0-9a-f]{{32}}-.+{re.escape(PARTIAL)}")
+"""Names of the files that a cache may remove: what it keeps, and its partial files."""
+
 _STALE_SECONDS = 86_400
 """A partial file that nobody has written to for so long was left by a process that was killed."""
 
@@ -210,12 +214,15 @@ class RemoteFolder(Folder):
         """
         kept = []
         for path in self._cache.iterdir():
+            # The directory is the user's choice, and may hold files of the user's own.
+            if not _CACHED.fullmatch(path.name):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                if path.name.endswith(PARTIAL) and time.time() - status.st_mtime > _STALE_SECONDS:
-                    path.unlink()
-                elif not path.name.startswith("."):
+                if not path.name.startswith("."):
                     kept.append((status.st_mtime_ns, status.st_size, path))
+                elif time.time() - status.st_mtime > _STALE_SECONDS:
+                    path.unlink()
         total = size + sum(each[1] for each in kept)
         for _, bytes_, path in sorted(kept):
             if total <= self._bytes:

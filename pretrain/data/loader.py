@@ -6,14 +6,17 @@ that starts at that count continues the stream.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from pretrain.config import ConfigError, RunFailed
 from pretrain.config.rampup import Rampup, batch_size_at
 from pretrain.data import order
 from pretrain.data.blend import Blend, blend_of
@@ -100,13 +103,18 @@ class _Samples(Dataset[torch.Tensor]):
         """Read the samples that begin there, int64 [n, sequence_length + 1]."""
         return self._stream.read_batch(first_tokens, self._sequence_length + 1)
 
-    def __getitems__(self, consumed: Sequence[int]) -> np.ndarray:
+    def __getitems__(self, consumed: Sequence[int]) -> np.ndarray | Exception:
         """Read a micro batch.
 
         DataLoader's fetcher prefers this method over one __getitem__ call per sample
-        (torch/utils/data/_utils/fetch.py).
+        (torch/utils/data/_utils/fetch.py). An error that has a message for the user is returned:
+        one that is raised would reach the rank with the worker's traceback in its message.
         """
-        return self.read(self.first_tokens(np.asarray(consumed)))
+        try:
+            return self.read(self.first_tokens(np.asarray(consumed)))
+        except (ConfigError, RunFailed) as error:
+            # Without its cause, which may hold what cannot be sent to another process.
+            return type(error)(*error.args)
 
 
 def _read_ahead(
@@ -159,13 +167,46 @@ def _from_workers(
             for step in steps()
             for first in range(0, len(step), micro_batch_size)
         ),
-        collate_fn=torch.from_numpy,
+        collate_fn=_to_tensor,
         num_workers=num_workers,
         # A private generator: DataLoader draws a base seed when iteration starts. Drawn from
         # torch's default generator, it would shift the dropout masks of a resumed run against an
         # uninterrupted one.
         generator=torch.Generator(),
     )
-    micro_batches = iter(loader)
+    micro_batches = _unless_failed(iter(loader))
     for step in steps():
         yield list(islice(micro_batches, len(step) // micro_batch_size))
+
+
+def _to_tensor(read: Any) -> torch.Tensor | Exception:
+    """Return what a worker sends: the tokens as a tensor, or an error as it is."""
+    return read if isinstance(read, Exception) else torch.from_numpy(read)
+
+
+def _unless_failed(received: Iterator[torch.Tensor | Exception]) -> Iterator[torch.Tensor]:
+    """Yield what workers sent, and raise the first error among it."""
+    for each in received:
+        if isinstance(each, Exception):
+            raise each
+        yield each
+
+
+@contextlib.contextmanager
+def worker_failures() -> Iterator[None]:
+    """Turn the end of a worker process, which torch raises wherever the rank is, into a RunFailed.
+
+    Raises:
+        RunFailed: A worker was killed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # torch/utils/data/_utils/signal_handling.py and dataloader.py
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        reason = str(error).splitlines()[0].strip(" .")
+        raise RunFailed(
+            f"a process that reads the data ended ({reason}). The machine may be short of memory "
+            "or of /dev/shm: lower data.num_workers, or set it to 0"
+        ) from None

@@ -34,6 +34,13 @@ _Digest256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
 
 
+class OtherFormat(ConfigError):
+    """A data set that another version of pretrain built.
+
+    Checkpoints of then carry no tokenizer, so the advice must not be to remove theirs.
+    """
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -169,15 +176,17 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
         path: Where they are from, for messages; its folder's parent is the data set.
 
     Raises:
-        ConfigError: if the format version is another one, or if anything differs from what was
-            written.
+        OtherFormat: if the format version is another one.
+        ConfigError: if anything differs from what was written.
     """
     advice = rebuild_advice(path)
     version = parse_json(content).get("format_version")
     if isinstance(version, int) and version != FORMAT_VERSION:
-        raise ConfigError(
+        data_set = _parent(path, 2)
+        raise OtherFormat(
             f"{path}: format_version = {version}, but this version of pretrain reads format "
-            f"{FORMAT_VERSION}. {advice}"
+            f"{FORMAT_VERSION}. Build a data set in another data.directory; to go on with runs of "
+            f"this one, with data.tokenizer = {data_set}/{TOKENIZER}"
         )
     try:
         manifest = Manifest.model_validate_json(content)

@@ -17,7 +17,7 @@ from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tokenizer import tokenizer_of
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import is_url
-from pretrain.data.manifest import MANIFEST
+from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
@@ -134,7 +134,8 @@ def _comparison_ids(config: RunConfig, checkpoint: Checkpoint) -> list[Tensor]:
     """Return token ids [N, T] to compare the models on, at L tokens and beyond, at 4 L.
 
     A learned position table may end before that; then they are compared as far as it reaches. The
-    tokens are the first of the validation split, or random ones where the data set is not here.
+    tokens are the first of the validation split, or random ones where the data set is not here, or
+    is of a format that is no longer read.
 
     Args:
         config: The checkpoint's config.
@@ -149,13 +150,21 @@ def _comparison_ids(config: RunConfig, checkpoint: Checkpoint) -> list[Tensor]:
         lengths = sorted({min(length, config.max_position_embeddings) for length in lengths})
     where = f"{config.data.directory}/validation"
     if not is_url(where) and not Path(where, MANIFEST).exists():
-        print(f"{where}: not here, so the models are compared on random tokens")
-        generator = torch.Generator().manual_seed(0)
-        size = config.data.vocab_size
-        return [torch.randint(size, (PARITY_ROWS, n), generator=generator) for n in lengths]
-    stream = open_stream(config, "validation")
+        return _random_rows(config, lengths, f"{where}: not here")
+    try:
+        stream = open_stream(config, "validation")
+    except OtherFormat:
+        return _random_rows(config, lengths, f"{where}: of an earlier format")
     check_tokenizer(stream, checkpoint)
     return [_first_rows(stream, length) for length in lengths]
+
+
+def _random_rows(config: RunConfig, lengths: list[int], why: str) -> list[Tensor]:
+    """Return random sequences, int64 [N, length] of each length, and print why they are."""
+    print(f"{why}, so the models are compared on random tokens")
+    generator = torch.Generator().manual_seed(0)
+    size = config.data.vocab_size
+    return [torch.randint(size, (PARITY_ROWS, n), generator=generator) for n in lengths]
 
 
 def _first_rows(stream: TokenStream, length: int) -> Tensor:

@@ -9,6 +9,7 @@ when something is wrong do the ranks exchange what it is.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import Diverged, RunFailed
+from pretrain.config import ConfigError, Diverged, RunFailed
+from pretrain.config.trajectory import DIGITS
 from pretrain.optim.health import (
     Copies,
     checksum,
@@ -63,6 +65,32 @@ def check_health(run: Run) -> None:
         raise RunFailed(_explain_poison(run))
     if differs:
         raise Diverged(_explain_difference(run, findings))
+
+
+def check_same_data(data: Mapping[str, str], directory: str) -> None:
+    """Check that all ranks read the same data. All ranks together, before anything is written.
+
+    Each node may have a data set of its own in the same place. Pipeline stages would then train on
+    the inputs of one and the targets of another, and no loss would tell.
+
+    Args:
+        data: The hashes of this rank's data; see `data_hashes` in checkpoint/changes.py.
+        directory: This rank's data.directory.
+
+    Raises:
+        ConfigError: On every rank, if the hashes differ.
+    """
+    gathered = _gather((host_name(), directory, dict(data)))
+    host, first, expected = gathered[0]
+    for rank, (other, found, hashes) in enumerate(gathered):
+        if differs := [name for name in expected if hashes[name] != expected[name]]:
+            name = differs[0]
+            raise ConfigError(
+                f"data.directory = {found} on rank {rank} ({other}): the SHA-256 for {name} is "
+                f"{hashes[name][:DIGITS]}..., that of {first} on rank 0 ({host}) is "
+                f"{expected[name][:DIGITS]}.... Copy one data set to every node, or put it where "
+                "all nodes see it"
+            )
 
 
 @torch.no_grad()

@@ -16,12 +16,13 @@ from pretrain.checkpoint.changes import data_hashes
 from pretrain.checkpoint.content import TrainerState
 from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
-from pretrain.data.loader import batches
+from pretrain.data.loader import batches, worker_failures
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
+from pretrain.train.health import check_same_data
 from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
@@ -57,8 +58,9 @@ def train(
     """
     check_store(config, resume)
     streams, topology, checkpoint = prepare(config, resume, allowed)
-    resume = bring(config, topology, resume)
     data = data_hashes(streams)
+    check_same_data(data, config.data.directory)
+    resume = bring(config, topology, resume)
     with AttemptReporter() as reporter:
         start_point = on_main(
             topology, lambda: take_run(config, resume, reporter, checkpoint, data, allowed)
@@ -109,7 +111,7 @@ def _train_from_here(run: Run, hooks: Sequence[Hook]) -> None:
     A step's numbers are read and logged when the next step has been queued, so that the device does
     not wait for it. They are read at once where a hook is due, which needs the step to be over.
     """
-    with contextlib.closing(step_batches(run)) as steps:
+    with worker_failures(), contextlib.closing(step_batches(run)) as steps:
         _take_steps(run, hooks, steps)
 
 

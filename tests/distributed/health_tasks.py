@@ -110,7 +110,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
 
     forward_backward, calls = loop.forward_backward, 0
 
-    def poisoned(chunks: Any, optimizer: Any, batches: Any) -> Any:
+    def poisoned(chunks: Any, optimizer: Any, *given: Any) -> Any:
         nonlocal calls
         calls += 1
         bias = next(n for n in optimizer.parameters if n.name.endswith("linear_qkv.bias"))
@@ -118,7 +118,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         handle = bias.parameter.register_hook(
             lambda gradient: torch.full_like(gradient, value) if is_bad else None
         )
-        losses = forward_backward(chunks, optimizer, batches)
+        losses = forward_backward(chunks, optimizer, *given)
         handle.remove()
         return losses
 
@@ -285,3 +285,29 @@ def train_on_bad_data_in_fp16_on_cpu(config: RunConfig, first: int, last: int) -
 
     with fp16_on_cpu():
         return train_on_bad_data(config, first, last)
+
+
+def train_on_own_data(config: RunConfig, directories: list[str]) -> dict[str, Any]:
+    """Train a run in which each rank reads a data set of its own.
+
+    Args:
+        config: The run's config.
+        directories: data.directory of each rank.
+
+    Returns:
+        "error": the message of the refusal; "written": True if the run's directory was made.
+    """
+    from pretrain.config import ConfigError
+    from pretrain.topology import Process
+    from pretrain.train.loop import train
+
+    data = config.data.model_copy(
+        update={"directory": directories[Process.from_environment().rank]}
+    )
+    error = ""
+    try:
+        train(config.model_copy(update={"data": data}))
+    except ConfigError as refusal:
+        error = str(refusal)
+    dist.barrier()
+    return {"error": error, "written": config.directory.exists()}

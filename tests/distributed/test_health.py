@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
+from pretrain.data.manifest import read_manifest
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.states import ExitCode
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
@@ -198,3 +201,25 @@ def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method
     steps = list(torch.randint(0, 500, (4, 8, 33), generator=torch.Generator().manual_seed(5)))
     compared = pools(processes).run(tasks.check_every_step, config, steps)
     assert all(compared) or layout == "zero3-dp2", "nothing was compared"
+
+
+# ---- other data on one rank ----------------------------------------------------------------------
+def test_ranks_with_different_data_sets_are_refused_before_anything_is_written(
+    pools, tiny_data, tmp_path
+):
+    """Pipeline stages would take inputs from one and targets from the other."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_data, other)
+    shutil.rmtree(other / "train")
+    shutil.copytree(tiny_data / "validation", other / "train")
+    manifest = read_manifest(other / "train").model_copy(update={"split": "train"})
+    (other / "train/manifest.json").write_text(manifest.text())
+    config = _config(tmp_path / "run", tiny_data, {"pipeline_model_parallel_size": 2})
+    for result in pools(2).run(tasks.train_on_own_data, config, [str(tiny_data), str(other)]):
+        assert result["error"].startswith(f"data.directory = {other} on rank 1 (")
+        assert "the SHA-256 for training is" in result["error"]
+        assert not result["written"]
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_data, copy)
+    for result in pools(2).run(tasks.train_on_own_data, config, [str(tiny_data), str(copy)]):
+        assert result == {"error": "", "written": True}

@@ -1,6 +1,9 @@
 """Test that every rank, worker count and restart sees the same stream of batches."""
 
 import gc
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunFailed
 from pretrain.data import order
-from pretrain.data.loader import batches
+from pretrain.data.loader import batches, worker_failures
 from tests.unit.streams import make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
@@ -266,6 +269,34 @@ def test_what_a_read_raises_is_raised_at_its_step(stream):
     with pytest.raises(ConfigError, match="a flipped bit"):
         next(found)
     assert readers() == []
+
+
+@pytest.mark.parametrize("error", [ConfigError("a flipped bit"), RunFailed("a disk that fails")])
+def test_what_a_worker_raises_is_raised_in_the_rank_with_its_message_alone(stream, error):
+    class Failing(Counted):
+        def read_batch(self, starts, count):
+            raise error from OSError("the cause")
+
+    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
+    found = batches(Failing(stream), **settings, micro_batch_size=MICRO, num_workers=2)
+    with pytest.raises(type(error)) as raised:
+        next(found)
+    assert str(raised.value) == str(error)
+
+
+def test_a_worker_that_is_killed_is_named_in_one_line(stream):
+    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
+    found = batches(stream, **settings, micro_batch_size=MICRO, num_workers=1)
+    expected = pytest.raises(RunFailed, match=r"reads the data.*lower data\.num_workers")
+    with expected as raised, worker_failures():
+        next(found)
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGKILL)
+        while True:
+            next(found)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="of something else"), worker_failures():
+        raise RuntimeError("of something else")
 
 
 def test_a_loader_that_is_dropped_leaves_no_thread(stream):

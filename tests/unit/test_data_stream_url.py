@@ -123,12 +123,25 @@ def test_the_cache_keeps_to_its_bound_and_removes_the_oldest(remote, tmp_path):
 
 def test_leftovers_of_killed_processes_are_removed(remote, tmp_path):
     (tmp_path / "cache").mkdir()
-    old, young = (tmp_path / "cache" / f".{name}.partial" for name in ("old", "young"))
+    old, young = (
+        tmp_path / "cache" / f".{digit * 32}-text-000000.tar.{digit * 32}.partial" for digit in "01"
+    )
     for path in (old, young):
         path.write_bytes(b"half a shard")
     os.utime(old, (1, 1))
     TokenStream(f"{remote}/train", Cache(str(tmp_path / "cache"), 10**9)).read(0, 10)
     assert not old.exists() and young.exists()
+
+
+def test_files_of_the_user_in_the_cache_directory_stay(remote, tmp_path):
+    (tmp_path / "cache/sub").mkdir(parents=True)
+    own = [tmp_path / "cache" / name for name in ("thesis.docx", "half.partial", "sub/notes")]
+    for path in own:
+        path.write_bytes(bytes(10 * SHARD))
+        os.utime(path, (1, 1))
+    stream = TokenStream(f"{remote}/train", Cache(str(tmp_path / "cache"), 4 * SHARD))
+    assert np.array_equal(stream.read(0, 10_000), TOKENS)
+    assert all(path.stat().st_size == 10 * SHARD for path in own)
 
 
 def read_some(url: str, cache: Cache, seed: int, wrong) -> None:

@@ -19,7 +19,7 @@ from pretrain.config import ConfigError, load_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
 from pretrain.export import check_exportable, check_parity, to_huggingface
-from pretrain.export.command import _curve
+from pretrain.export.command import _comparison_ids, _curve
 from pretrain.export.tokenizer import fast_tokenizer
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
@@ -464,3 +464,13 @@ def test_the_model_card_never_shows_another_checkpoints_numbers(tmp_path):
         assert found["perplexity"] == 100.0 + step
     assert _curve(tiny_config(), tmp_path / "checkpoints/step-00000006", None) == []
     assert _curve(tiny_config(), tmp_path / "copies/step-00000004", None) == []
+
+
+def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
+    config = tiny_config(data={"directory": str(tmp_path)})
+    rows = _comparison_ids(config, None)
+    length = config.data.sequence_length
+    assert [row.shape for row in rows] == [(4, length), (4, 4 * length)]
+    assert "earlier format, so the models are compared on random tokens" in capsys.readouterr().out
