@@ -19,7 +19,7 @@ from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.work import Work
 from pretrain.data.verify import verify
 from tests.conftest import mark_torture
-from tests.unit.test_data_build import config, contents, refused, write_text
+from tests.unit.test_data_build import DOCUMENTS, config, contents, refused, write_text
 
 
 class Killed(BaseException):
@@ -228,6 +228,26 @@ def test_a_file_that_changes_between_scan_and_tokenize_is_named(tmp_path, monkey
     monkeypatch.setattr(command, "merge", merge)
     with refused(r"05\.txt:0: has changed since the build began\. Remove .*\.building-data"):
         build(config(tmp_path))
+
+
+@pytest.mark.parametrize("moment", ["scan", "merge"])
+def test_a_validation_file_that_changes_during_the_build_is_named(tmp_path, monkeypatch, moment):
+    """Its new text could stand in training, where nothing looked for it."""
+    write_text(tmp_path)
+    held = tmp_path / "own.held"
+    held.write_text("held out before " * 50)
+    real = command.merge
+
+    def merge(*args):
+        if moment == "scan":
+            held.write_text(DOCUMENTS[3])
+        found = real(*args)
+        held.write_text(DOCUMENTS[3])
+        return found
+
+    monkeypatch.setattr(command, "merge", merge)
+    with refused(r"own\.held:0: has changed since the build began\. Remove .*\.building-data"):
+        build(config(tmp_path, validation_paths=[str(held)]))
 
 
 def test_an_unfinished_build_of_other_settings_is_kept(built, text, monkeypatch):
