@@ -424,6 +424,37 @@ def test_a_users_file_in_the_folder_of_a_build_stays(text):
     assert contents(folder.path) == {"thesis.txt": b"precious"}
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("plan.json", '{"settings": 3}'),
+        ("plan.json", '{"tasks": 3}'),
+        ("files.json", '{"train": 3}'),
+        ("files.json", '{"train": [3], "validation": []}'),
+        ("finish.json", "{}"),
+        ("finish.json", '{"build": 3}'),
+        ("finish.json", '{"build": {"inputs": 3}}'),
+    ],
+)
+def test_a_folder_of_another_program_is_refused_and_kept(text, monkeypatch, name, content):
+    folder = interrupted(text, monkeypatch)
+    (folder.path / name).write_text(content)
+    with refused(r"holds an unfinished build from other inputs: .*to start over"):
+        build(text)
+    assert (folder.path / name).read_text() == content
+
+
+def test_a_lock_that_is_a_link_writes_into_no_file(text):
+    folder = BuildFolder.beside(text.data_directory)
+    folder.path.mkdir()
+    precious = folder.path.parent / "thesis.txt"
+    precious.write_text("precious")
+    (folder.path / "lock").symlink_to(precious)
+    with pytest.raises(RunFailed, match="cannot be written"):
+        build(text)
+    assert precious.read_text() == "precious"
+
+
 def test_a_name_that_leads_nowhere_yet_is_built(built, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     build(config(built, directory="new/../data"))

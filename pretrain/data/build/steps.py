@@ -31,6 +31,7 @@ from pretrain.data.duplicates import duplicate_keys, save_keys
 from pretrain.data.heldout import Candidates
 from pretrain.data.leakage import HeldOut
 from pretrain.data.shards import ShardWriter
+from pretrain.data.sources.locations import unreadable
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.data.words import document_hash
 from pretrain.rundir.files import Json
@@ -177,12 +178,15 @@ def _digests(piece: sources.Piece, source: str) -> Iterator[tuple[int, int, str]
     """Yield (start, end, XXH3-128) of the bytes of a piece, so that a new time is no new text."""
     if is_url(piece.path):
         return
-    if source != "parquet":
-        yield piece.start, piece.end, digest(Path(piece.path), piece.start, piece.end)
-    elif piece.start == 0:
-        # Its pieces are row groups; the file as a whole goes with the first.
-        size = Path(piece.path).stat().st_size
-        yield 0, size, digest(Path(piece.path))
+    path = Path(piece.path)
+    try:
+        if source != "parquet":
+            yield piece.start, piece.end, digest(path, piece.start, piece.end)
+        elif piece.start == 0:
+            # Its pieces are row groups; the file as a whole goes with the first.
+            yield 0, path.stat().st_size, digest(path)
+    except OSError as error:
+        raise unreadable(piece.path, error) from None
 
 
 class LeaveOut(_Step):
@@ -199,13 +203,13 @@ class LeaveOut(_Step):
             return
         scanned = np.load(self.work.folder.scan(self.work.planned) / "documents.npy")
         hashes = scanned["hash"].tolist()
-        documents = self._unchanged(self.work, documents, hashes)
+        same = self._unchanged(self.work, documents, hashes)
         if self.work.token_task.split == "validation":
-            yield from documents
+            yield from same
         else:
-            yield from self._training(self.work, documents, hashes)
+            yield from self._training(self.work, same, hashes)
 
-    def _unchanged(self, work: Work, documents: Documents, hashes: list[int]) -> Documents:
+    def _unchanged(self, work: Work, documents: Documents, hashes: list[int]) -> Iterator[Document]:
         """Yield the documents, which are those that the scan saw, or raise ConfigError."""
         index = -1
         for index, document in enumerate(documents):
