@@ -163,12 +163,17 @@ class Blend:
 
 def _count(split: Split, positions: np.ndarray) -> np.ndarray:
     """Return how many of the first samples of a split go left, int64 [n], exactly."""
-    rounds, rest = np.divmod(positions, split.total)
+    if split.total < 2**63:
+        rounds, rest = np.divmod(positions, split.total)
+        whole = rounds * split.share
+    else:
+        # Every position is in the first round.
+        whole, rest = np.zeros_like(positions), positions
     if split.total > 2**31:
         # The product below may exceed 63 bits: Python's integers do not.
         rest = rest.astype(object)
     part = (rest * split.share + split.total // 2) // split.total
-    counts: np.ndarray = rounds * split.share + part.astype(np.int64)
+    counts: np.ndarray = whole + part.astype(np.int64)
     return counts
 
 
