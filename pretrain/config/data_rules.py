@@ -83,12 +83,12 @@ def _corpora(d: DataSection) -> Iterator[Refusal]:
                 f"Remove {key}, or make it a [data.corpora.NAME] of its own",
             )
     for name, corpus in d.corpora.items():
-        if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_]{0,63}", name):
             yield Refusal(
                 "data.corpora",
                 name,
                 "the name of a corpus is part of file names",
-                "Use lower-case letters, digits and underscores",
+                "Use lower-case letters, digits and underscores, at most 64 of them",
             )
         yield from _corpus(f"data.corpora.{name}", corpus)
     have_weight = [name for name, corpus in d.corpora.items() if corpus.weight is not None]

@@ -208,12 +208,12 @@ class CorpusSection(Section):
     text_field: str | None = Field(default=None, min_length=1)
     """Where a document's text is, as data.text_field says."""
 
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, ge=1e-6, le=1e6)
     """How often the corpus is read while one with epochs = 1 is read once: 2 reads it twice as
     often as its size alone would have it, 0.5 half as often. Default: 1, so that shares are
     proportional to size and one pass reads every corpus once."""
 
-    weight: float | None = Field(default=None, gt=0)
+    weight: float | None = Field(default=None, ge=1e-9, le=1e15)
     """Share of the training samples, relative to the weights of the other corpora, whatever its
     size. Either all corpora have a weight or none, and then none has epochs."""
 

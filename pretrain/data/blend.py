@@ -32,6 +32,11 @@ SEARCHED = 6
 million."""
 
 
+MAX_TOTAL = 2**53
+"""A checkpoint records no larger integers, and could not be read. Rounding to so many parts moves
+no corpus by as much as a thousandth of a sample in 10^12."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of a run in which the blend is the same, as a checkpoint records it."""
@@ -320,7 +325,10 @@ def _epochs(corpus: CorpusSection | None) -> Fraction:
 
 
 def _shares(corpora: Mapping[str, CorpusSection], samples: Mapping[str, int]) -> dict[str, int]:
-    """Return the shares of the corpora, as integers without a common divisor."""
+    """Return the shares of the corpora, as integers without a common divisor.
+
+    They are exact unless their sum would reach MAX_TOTAL, as with epochs = 0.3333333333333333.
+    """
     exact = {}
     for name, size in samples.items():
         corpus = corpora.get(name)
@@ -330,8 +338,11 @@ def _shares(corpora: Mapping[str, CorpusSection], samples: Mapping[str, int]) ->
             exact[name] = size * _epochs(corpus)
     unit = math.lcm(*(share.denominator for share in exact.values()))
     shares = {name: int(share * unit) for name, share in exact.items()}
-    divisor = math.gcd(*shares.values())
-    return {name: share // divisor for name, share in shares.items()}
+    divisor, total = math.gcd(*shares.values()), sum(shares.values())
+    if total // divisor < MAX_TOTAL:
+        return {name: share // divisor for name, share in shares.items()}
+    most = MAX_TOTAL - 1 - len(shares)
+    return {name: share and max(1, share * most // total) for name, share in shares.items()}
 
 
 def _check(

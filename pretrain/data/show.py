@@ -13,6 +13,8 @@ from pretrain.data.samples import Excerpt, Origins
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 def shown_samples(
     config: RunConfig, split: Split, *, corpus: str | None, count: int, seed: int, characters: int
@@ -64,18 +66,22 @@ def shown_samples(
 
 
 def _heading(part: Excerpt) -> str:
+    source = _printable(part.source).replace("\n", REPLACEMENT)
     begins = "begins" if part.is_begin else "goes on"
     return (
-        f"-- {part.corpus}, document {part.document:,}, {part.source} at {part.offset:,} "
+        f"-- {part.corpus}, document {part.document:,}, {source} at {part.offset:,} "
         f"({begins}, {len(part.tokens):,} tokens)"
     )
 
 
 def _shortened(text: str, characters: int) -> str:
-    """Return a text without its middle if it is long, and without what a terminal would obey."""
+    """Return a text without its middle if it is long, in what a terminal may print."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    """Return a text without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else REPLACEMENT for c in text)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from pretrain.config import ConfigError
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, found, locations, streams
+from pretrain.data.sources import Corpus, Piece, Task, found, locations, planning, streams
 from tests.unit.test_data_sources import PACK, documents, section, texts, write_tar
 
 GOOD = [f"document {i}" for i in range(6)]
@@ -519,3 +519,26 @@ def test_a_file_too_large_to_be_one_document_is_refused_when_planning(tmp_path):
         sources.plan(section("text", tmp_path / "x.txt"))
     (tmp_path / "x.txt").write_bytes(b"x" * 30_000)
     assert len(texts(section("text", tmp_path / "x.txt"))[0]) == 30_000
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text"])
+def test_more_tasks_than_can_be_numbered_are_refused(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(planning, "MAX_TASKS", 3)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("x" * 4)
+    path = tmp_path / ("a.txt" if source == "jsonl" else "*.txt")
+    assert len(sources.plan(section(source, path, bytes_per_task=2))["train"]) <= 3
+    (tmp_path / "d.txt").write_text("x" * 4)
+    with pytest.raises(ConfigError, match=r"data\.bytes_per_task = 1: .*more than 3 tasks\. "):
+        sources.plan(section(source, path, bytes_per_task=1))
+
+
+def test_a_url_that_its_store_cannot_take_apart_is_refused(monkeypatch):
+    import fsspec
+
+    def refuse(self, path):
+        raise ValueError("not namespace/name")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "isfile", refuse)
+    with pytest.raises(ConfigError, match=r"memory://x: cannot be opened \(not namespace/name\)"):
+        sources.plan(section("text", "memory://x"))

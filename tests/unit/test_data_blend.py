@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
+from pretrain.checkpoint.content import SegmentEntry
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
 from pretrain.data import order
@@ -162,6 +166,22 @@ def test_epochs_are_kept_to_one_sample(tmp_path, twice, half):
             assert len(set(part)) == len(part)
 
 
+def test_a_share_of_many_decimals_can_be_recorded(tmp_path):
+    """A third, as a program writes it, makes exact shares of more than 63 bits."""
+    stream = make_stream(tmp_path, {"a": 30_001, "b": 20_003, "c": 5})
+    corpora = {
+        "a": CorpusSection(epochs=1 / 3),
+        "b": CorpusSection(epochs=2 / 3),
+        "c": CorpusSection(epochs=1e-6),
+    }
+    found = blend_of(stream, 2, corpora, seed=0)
+    SegmentEntry(**dataclasses.asdict(found.segment))
+    assert 2**52 < sum(found.segment.shares.values()) < 2**53
+    numbers = np.array(["abc".index(which) for which, _ in pairs(found, 0, 1000)])
+    exact = [15_000 * 10**6, 2 * 10_001 * 10**6, 2 * 3]
+    assert worst_deviation(numbers, exact) <= found.error_bound + 1e-6
+
+
 def test_decimals_are_taken_as_they_are_written(tmp_path):
     """0.1 in binary is not a tenth: it would make shares of 10^17."""
     stream = make_stream(tmp_path, {"a": 101, "b": 101})
@@ -171,6 +191,16 @@ def test_decimals_are_taken_as_they_are_written(tmp_path):
     assert blend_of(stream, 10, by_epochs, seed=0).segment.shares == {"a": 1, "b": 30}
     assert samples_per_pass(by_weight, {"a": 10, "b": 10}) is None
     assert samples_per_pass({}, {"a": 10, "b": 5}) == 15
+
+
+@pytest.mark.parametrize(("key", "least", "most"), [("epochs", 1e-6, 1e6), ("weight", 1e-9, 1e15)])
+def test_shares_that_nothing_can_be_computed_with_are_refused(tmp_path, key, least, most):
+    for value in (0, 5e-324, math.inf, math.nan, 1e308):
+        with pytest.raises(ValidationError):
+            CorpusSection(**{key: value})
+    stream = make_stream(tmp_path, {"a": 101, "b": 101})
+    corpora = {"a": CorpusSection(**{key: least}), "b": CorpusSection(**{key: most})}
+    assert {which for which, _ in pairs(blend_of(stream, 10, corpora, seed=0), 0, 20)} == {"b"}
 
 
 def test_a_second_pass_is_known_when_it_begins():

@@ -17,7 +17,7 @@ import pytest
 
 from pretrain.config import ConfigError, parse_config
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command, estimate
+from pretrain.data.build import build, command, estimate, steps
 from pretrain.data.build.sample import Sampler, read_lines
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
@@ -324,6 +324,68 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path, record):
     assert contents(tmp_path / "data") == before
 
 
+def link_to_empty(root: Path) -> Path:
+    (root / "disk").mkdir()
+    (root / "disk/data").mkdir()
+    (root / "link").symlink_to(root / "disk/data")
+    return root / "link"
+
+
+def link_to_nothing(root: Path) -> Path:
+    (root / "link").symlink_to(root / "disk/data")
+    return root / "link"
+
+
+def beside_a_link(root: Path) -> Path:
+    (root / "disk/other").mkdir(parents=True)
+    (root / "link").symlink_to(root / "disk/other")
+    return root / "link/../data"
+
+
+def above_a_missing_folder(root: Path) -> Path:
+    return root / "disk/new/../data"
+
+
+@pytest.mark.parametrize(
+    "name", [link_to_empty, link_to_nothing, beside_a_link, above_a_missing_folder]
+)
+def test_a_data_set_lies_where_its_name_leads(built, tmp_path, name):
+    """It is read by the name that it was built by, and built on the disk on which it lies."""
+    given = name(tmp_path)
+    build(config(built, directory=str(given)))
+    assert contents(given) == contents(built / "data") == contents(tmp_path / "disk/data")
+    assert not list(tmp_path.glob(".building*"))
+
+
+def test_a_directory_that_cannot_be_renamed_to_is_refused_before_the_build(tmp_path, monkeypatch):
+    write_text(tmp_path)
+    os.mkfifo(tmp_path / "data")
+    with refused(r"data\.directory = .*data: exists, but holds no finished data set"):
+        build(config(tmp_path))
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "disk")
+    with refused(r"data\.directory = .*disk: a disk is mounted there.*directory=.*/disk/data"):
+        build(config(tmp_path, directory=str(tmp_path / "disk")))
+    assert not list(tmp_path.glob(".building*"))
+
+
+@pytest.mark.parametrize("change", ["removed", "a folder now"])
+def test_a_file_that_vanishes_while_it_is_scanned_is_named(tmp_path, monkeypatch, change):
+    write_text(tmp_path)
+    target, real = tmp_path / "05.txt", steps.digest
+
+    def digest(path, *args):
+        if path == target:
+            target.unlink()
+            if change == "a folder now":
+                target.mkdir()
+        return real(path, *args)
+
+    monkeypatch.setattr(steps, "digest", digest)
+    with refused(r"05\.txt: cannot be read \("):
+        build(config(tmp_path))
+
+
 # ---- refused early -------------------------------------------------------------------------------
 def count_tokenize_stages(monkeypatch) -> list[str]:
     """Return a list that gets the name of every stage that begins."""
@@ -387,17 +449,23 @@ def test_text_that_is_all_left_out_is_refused(tmp_path):
         build(config(tmp_path, validation_fraction=0.5))
 
 
-def test_too_many_unreadable_documents_are_refused(tmp_path):
+def test_too_many_unreadable_documents_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "KEPT_BYTES", 0)
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{\n" * 3)
     given = {"source": "jsonl", "paths": [str(tmp_path / "a.jsonl")]}
     with refused(r"a\.jsonl:\d+: "):
         build(config(tmp_path, **given))
+    # The build that it ended goes on with a higher limit.
     with refused(r"more than cleaning\.max_skipped_documents = 2 .*a\.jsonl:\d+: "):
         build(config(tmp_path, {"max_skipped_documents": 2}, **given))
+    with refused(r"max_skipped_documents was 2, is 1.*remove .*\.building-data to start over"):
+        build(config(tmp_path, {"max_skipped_documents": 1}, **given))
     build(config(tmp_path, {"max_skipped_documents": 3}, **given))
-    assert TokenStream(tmp_path / "data/train").documents == 11
+    build(config(tmp_path, {"max_skipped_documents": 3}, directory=str(tmp_path / "d3"), **given))
+    assert TokenStream(tmp_path / "d3/train").documents == 11
+    assert contents(tmp_path / "data") == contents(tmp_path / "d3")
 
 
 # ---- the tokenizer's sample ----------------------------------------------------------------------

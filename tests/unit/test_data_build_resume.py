@@ -19,7 +19,14 @@ from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.work import Work
 from pretrain.data.verify import verify
 from tests.conftest import mark_torture
-from tests.unit.test_data_build import config, contents, refused, report, write_text
+from tests.unit.test_data_build import (
+    DOCUMENTS,
+    config,
+    contents,
+    refused,
+    report,
+    write_text,
+)
 
 
 class Killed(BaseException):
@@ -262,6 +269,26 @@ def test_a_file_that_changes_between_scan_and_tokenize_is_named(tmp_path, monkey
         build(config(tmp_path))
 
 
+@pytest.mark.parametrize("moment", ["scan", "merge"])
+def test_a_validation_file_that_changes_during_the_build_is_named(tmp_path, monkeypatch, moment):
+    """Its new text could stand in training, where nothing looked for it."""
+    write_text(tmp_path)
+    held = tmp_path / "own.held"
+    held.write_text("held out before " * 50)
+    real = command.merge
+
+    def merge(*args):
+        if moment == "scan":
+            held.write_text(DOCUMENTS[3])
+        found = real(*args)
+        held.write_text(DOCUMENTS[3])
+        return found
+
+    monkeypatch.setattr(command, "merge", merge)
+    with refused(r"own\.held:0: has changed since the build began\. Remove .*\.building-data"):
+        build(config(tmp_path, validation_paths=[str(held)]))
+
+
 def test_an_unfinished_build_of_other_settings_is_kept(built, text, monkeypatch):
     folder = interrupted(text, monkeypatch)
     before = contents(folder.path)
@@ -434,6 +461,37 @@ def test_a_users_file_in_the_folder_of_a_build_stays(text):
     build(text)
     verify(text.data_directory)
     assert contents(folder.path) == {"thesis.txt": b"precious"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("plan.json", '{"settings": 3}'),
+        ("plan.json", '{"tasks": 3}'),
+        ("files.json", '{"train": 3}'),
+        ("files.json", '{"train": [3], "validation": []}'),
+        ("finish.json", "{}"),
+        ("finish.json", '{"build": 3}'),
+        ("finish.json", '{"build": {"inputs": 3}}'),
+    ],
+)
+def test_a_folder_of_another_program_is_refused_and_kept(text, monkeypatch, name, content):
+    folder = interrupted(text, monkeypatch)
+    (folder.path / name).write_text(content)
+    with refused(r"holds an unfinished build from other inputs: .*to start over"):
+        build(text)
+    assert (folder.path / name).read_text() == content
+
+
+def test_a_lock_that_is_a_link_writes_into_no_file(text):
+    folder = BuildFolder.beside(text.data_directory)
+    folder.path.mkdir()
+    precious = folder.path.parent / "thesis.txt"
+    precious.write_text("precious")
+    (folder.path / "lock").symlink_to(precious)
+    with pytest.raises(RunFailed, match="cannot be written"):
+        build(text)
+    assert precious.read_text() == "precious"
 
 
 def test_a_name_that_leads_nowhere_yet_is_built(built, tmp_path, monkeypatch):

@@ -101,9 +101,12 @@ def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
 
 
 def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
-    from pretrain.data.show import _shortened
+    from pretrain.data.samples import Excerpt
+    from pretrain.data.show import _heading, _shortened
 
     assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
+    part = Excerpt("pages", 0, "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)
+    assert "\ufffd[2Jb\ufffdc at 0 " in _heading(part)
     assert _shortened("x" * 500, 100).count("x") == 100
 
 

@@ -210,6 +210,24 @@ def test_ids_that_the_library_would_change_are_refused(tmp_path):
         load_tokenizer(tmp_path / "t.json")
 
 
+def test_a_model_that_leaves_out_letters_is_refused(tmp_path):
+    """BPE without an unknown token: the library returns nothing for what it does not know."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["only plain letters"], trainer)
+    tokenizer.save(str(tmp_path / "t.json"))
+    with pytest.raises(ConfigError, match=r"t\.json: has no token for '\xe9' and leaves it out"):
+        load_tokenizer(tmp_path / "t.json")
+
+
+def test_a_panic_of_the_library_is_refused(tmp_path):
+    settings = json.loads(gpt2().to_str())
+    settings["model"]["continuing_subword_prefix"] = "xxx"
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"t\.json: not a Hugging Face tokenizer\.json \("):
+        load_tokenizer(tmp_path / "t.json")
+
+
 def test_characters_that_it_has_no_token_for_are_not_found_out_in_the_middle(tmp_path):
     tokenizer = tokenizers.Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)]))
     tokenizer.save(str(tmp_path / "t.json"))

@@ -25,11 +25,13 @@ from pretrain.data.build.merge import merge
 from pretrain.data.build.merged import load_merge, token_tasks
 from pretrain.data.build.output import RECORD, is_done
 from pretrain.data.build.plan import (
+    LIMIT,
     SPLITS,
     Plan,
     differences,
     make_plan,
     save_plan,
+    saved_finish,
     saved_inputs,
     task_sizes,
 )
@@ -38,7 +40,7 @@ from pretrain.data.build.work import Stage
 from pretrain.data.manifest import read_manifest
 from pretrain.data.stream import TokenStream, check_local
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from pretrain.rundir.files import Json, read_json, remove
+from pretrain.rundir.files import Json, make_directory, read_json, remove
 
 KEPT_BYTES = 1_000_000_000
 """Of a corpus this large, what is done is kept when the build ends with an error in the config or
@@ -69,10 +71,10 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
         raise ConfigError(
             "pretrain data build: datatrove is not installed. Run `pip install 'pretrain[data]'`"
         )
-    # Not as it was given: a name such as new/../data leads nowhere before it is there.
-    directory, given = Path(os.path.abspath(config.data_directory)), config.data_directory
     tokenizer = load_given_tokenizer(config.data)
     plan = make_plan(config, tokenizer.fingerprint if tokenizer else None)
+    given = config.data_directory
+    directory = _real_directory(given)
     folder = BuildFolder.beside(directory)
     if _is_up_to_date(directory, plan):
         _remove_leftovers(folder)
@@ -132,6 +134,27 @@ def build_on_cluster(
     build(config, run_stage=run_there)
 
 
+def _real_directory(given: Path) -> Path:
+    """Return the folder to which data.directory leads, and make the folders above it.
+
+    What is built gets its name by a rename, which replaces no symlink and crosses no disk.
+
+    Raises:
+        ConfigError: A disk is mounted there.
+        RunFailed: The folders above it cannot be made.
+    """
+    # Also those of new/../data, or nobody could read the data set by that name.
+    with writing(given):
+        make_directory(given.absolute().parent)
+    directory = Path(os.path.realpath(given))
+    if os.path.ismount(directory) and not (directory / BUILD_RECORD).exists():
+        raise ConfigError(
+            f"data.directory = {given}: a disk is mounted there, and a data set gets its name by a "
+            f"rename. Choose a folder on that disk, such as data.directory={given / 'data'}"
+        )
+    return directory
+
+
 def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names, or None if one is to be trained.
 
@@ -157,7 +180,8 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
     Raises:
         ConfigError: Something else is there, or a data set that was built from other inputs.
     """
-    if not (directory.is_file() or (directory.is_dir() and any(directory.iterdir()))):
+    is_empty = directory.is_dir() and not any(directory.iterdir())
+    if is_empty or not os.path.lexists(directory):
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
     try:
@@ -202,9 +226,13 @@ def _take_up(folder: BuildFolder, plan: Plan) -> None:
         return
     recorded = saved_inputs(folder)
     if folder.finish.exists():
-        recorded = read_json(folder.finish)["build"]["inputs"]
+        recorded = saved_finish(folder)
     elif recorded:
-        recorded["files"] = _saved_files(folder, plan, recorded)
+        recorded["files"] = _saved_files(folder, plan, recorded["files"])
+        # What is done is the same with a higher limit, and to raise it is what the error asks for.
+        before, now = recorded["settings"].get(LIMIT), plan.settings[LIMIT]
+        if isinstance(before, int) and before < now:
+            recorded["settings"][LIMIT] = now
     if different := differences(recorded, plan):
         raise ConfigError(
             f"{folder.path}: holds an unfinished build from other inputs: {'; '.join(different)}. "
@@ -221,12 +249,16 @@ def _saved_files(folder: BuildFolder, plan: Plan, recorded: Json) -> Json:
     The tasks are those of the plan, because their ranges follow from sizes and settings; where
     these differ, no digest is asked for.
     """
-    return {
-        split: [[*before[:3], new.digests] for before, new in zip(recorded["files"][split], files)]
-        if len(recorded["files"][split]) == len(files)
-        else recorded["files"][split]
-        for split, files in with_digests(folder, plan).items()
-    }
+    try:
+        return {
+            split: [[*before[:3], new.digests] for before, new in zip(recorded[split], files)]
+            if len(recorded[split]) == len(files)
+            else recorded[split]
+            for split, files in with_digests(folder, plan).items()
+        }
+    except (LookupError, TypeError):
+        # `differences` says so of what is no list of files.
+        return recorded
 
 
 def _check_space(folder: BuildFolder, plan: Plan) -> None:

@@ -51,7 +51,7 @@ class BuildFolder:
     def beside(directory: Path) -> BuildFolder:
         """Return the folder in which the data set `directory` is built."""
         # Absolute: workers and jobs on other nodes find it whatever their working directory.
-        directory = Path(os.path.abspath(directory))
+        directory = Path(os.path.realpath(directory))
         return BuildFolder(directory.with_name(f".building-{directory.name}"))
 
     @property
@@ -132,7 +132,7 @@ def _lock(folder: BuildFolder) -> int:
     while True:
         make_directory(folder.path)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640)
         except FileNotFoundError:
             # Its builder has finished and removed the folder meanwhile.
             continue

@@ -19,13 +19,14 @@ from pretrain.data.build.merged import HELD_OUT_HASHES, HELD_OUT_SEQUENCES, Cut,
 from pretrain.data.build.output import RECORD, clear, output
 from pretrain.data.build.plan import Plan
 from pretrain.data.build.sample import read_chunks, read_lines
-from pretrain.data.build.work import too_many_skipped
+from pretrain.data.build.work import changed, too_many_skipped
 from pretrain.data.cleaning import Cleaner
 from pretrain.data.duplicates import find_duplicates
 from pretrain.data.heldout import choose_held_out
 from pretrain.data.leakage import HeldOut
 from pretrain.data.tokenizer import Tokenizer, train_tokenizer
 from pretrain.data.tokenizers.base import MODEL
+from pretrain.data.words import document_hash
 from pretrain.rundir.files import Json, read_json
 
 Mask = npt.NDArray[np.bool_]
@@ -207,14 +208,25 @@ class Merger:
         return Cut(rank, length), _HeldOutDocument(rank, 0, text[length:], *place)
 
     def _texts(self, rank: int) -> Iterator[str]:
-        """Read the documents of a task again."""
+        """Read the documents of a task again.
+
+        Raises:
+            ConfigError: They are not those that the scan saw.
+        """
         task = (self.plan.tasks["train"] + self.plan.tasks["validation"])[rank]
         cleaner = Cleaner(self.plan.cleaning)
         may_skip = self.plan.cleaning.max_skipped_documents > 0
         skip = (lambda reason: None) if may_skip else None
+        hashes = self._scanned(rank)["hash"].tolist()
+        index = 0
         for document in sources.read(task, self.plan.corpora()[task.corpus], skip):
             if (text := cleaner.clean(document.text)) is not None:
+                if index >= len(hashes) or document_hash(text) != hashes[index]:
+                    raise changed(self.folder, task, (document.piece, document.offset))
+                index += 1
                 yield text
+        if index != len(hashes):
+            raise changed(self.folder, task)
 
     def _held_out_hashes(self, held_out: list[_HeldOutDocument]) -> npt.NDArray[np.uint64]:
         found = [self._scanned(d.task)["hash"][[d.row]] for d in held_out]

@@ -34,6 +34,10 @@ _RECORDED_KEYS = (
 """Keys of [data] that determine the bytes of a data set, beside the corpora and the tokenizer."""
 
 
+LIMIT = "cleaning.max_skipped_documents"
+"""The one of the settings that says only which builds end with an error."""
+
+
 class File(NamedTuple):
     """A file of the corpus as it was when the build was planned."""
 
@@ -78,12 +82,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         "corpora": [[c.name, c.source, c.text_field] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": tokenizer_sha256,
-        **{
-            f"cleaning.{key}": value
-            for key, value in config.cleaning
-            # A build that ended at the cap goes on under a higher one: what is done stays as it is.
-            if key != "max_skipped_documents"
-        },
+        **{f"cleaning.{key}": value for key, value in config.cleaning},
     }
     tasks = sources.plan(data)
     files = {split: [_look(path) for path in _paths(tasks[split])] for split in SPLITS}
@@ -235,7 +234,15 @@ def saved_inputs(folder: BuildFolder) -> Json:
     """Return the inputs of an unfinished build, as `differences` takes them; {} for none."""
     plan = read_json(folder.plan)
     files = read_json(folder.files)
-    return {"settings": plan["settings"], "files": files} if plan and files else {}
+    settings = plan.get("settings")
+    return {"settings": settings, "files": files} if isinstance(settings, dict) and files else {}
+
+
+def saved_finish(folder: BuildFolder) -> Json:
+    """Return the inputs of a build whose tasks are all done, as `saved_inputs` does."""
+    build = read_json(folder.finish).get("build")
+    inputs = build.get("inputs") if isinstance(build, dict) else None
+    return inputs if isinstance(inputs, dict) else {}
 
 
 # ---- comparing -----------------------------------------------------------------------------------

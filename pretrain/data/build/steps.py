@@ -14,7 +14,7 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.config import RunFailed, writing
 from pretrain.data import sources
 from pretrain.data.build.merged import (
     HELD_OUT_HASHES,
@@ -25,12 +25,13 @@ from pretrain.data.build.merged import (
 from pretrain.data.build.output import digest
 from pretrain.data.build.plan import is_url
 from pretrain.data.build.sample import Sampler
-from pretrain.data.build.work import Work
+from pretrain.data.build.work import Work, changed
 from pretrain.data.cleaning import Cleaner
 from pretrain.data.duplicates import duplicate_keys, save_keys
 from pretrain.data.heldout import Candidates
 from pretrain.data.leakage import HeldOut
 from pretrain.data.shards import ShardWriter
+from pretrain.data.sources.locations import unreadable
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.data.words import document_hash
 from pretrain.rundir.files import Json
@@ -177,12 +178,15 @@ def _digests(piece: sources.Piece, source: str) -> Iterator[tuple[int, int, str]
     """Yield (start, end, XXH3-128) of the bytes of a piece, so that a new time is no new text."""
     if is_url(piece.path):
         return
-    if source != "parquet":
-        yield piece.start, piece.end, digest(Path(piece.path), piece.start, piece.end)
-    elif piece.start == 0:
-        # Its pieces are row groups; the file as a whole goes with the first.
-        size = Path(piece.path).stat().st_size
-        yield 0, size, digest(Path(piece.path))
+    path = Path(piece.path)
+    try:
+        if source != "parquet":
+            yield piece.start, piece.end, digest(path, piece.start, piece.end)
+        elif piece.start == 0:
+            # Its pieces are row groups; the file as a whole goes with the first.
+            yield 0, path.stat().st_size, digest(path)
+    except OSError as error:
+        raise unreadable(piece.path, error) from None
 
 
 class LeaveOut(_Step):
@@ -193,26 +197,39 @@ class LeaveOut(_Step):
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of the split."""
         documents = _begun(data)
-        if self.work.token_task.split == "validation":
+        if self.work.holds_out:
+            # The merge has read them.
             yield from documents
+            return
+        scanned = np.load(self.work.folder.scan(self.work.planned) / "documents.npy")
+        hashes = scanned["hash"].tolist()
+        same = self._unchanged(self.work, documents, hashes)
+        if self.work.token_task.split == "validation":
+            yield from same
         else:
-            yield from self._training(self.work, documents)
+            yield from self._training(self.work, same, hashes)
 
-    def _training(self, work: Work, documents: Documents) -> Iterator[Document]:
+    def _unchanged(self, work: Work, documents: Documents, hashes: list[int]) -> Iterator[Document]:
+        """Yield the documents, which are those that the scan saw, or raise ConfigError."""
+        index = -1
+        for index, document in enumerate(documents):
+            if index >= len(hashes) or document_hash(document.text) != hashes[index]:
+                place = document.metadata["piece"], document.metadata["offset"]
+                raise changed(work.folder, work.plan.task, place)
+            yield document
+        if index + 1 != len(hashes):
+            raise changed(work.folder, work.plan.task)
+
+    def _training(self, work: Work, documents: Documents, hashes: list[int]) -> Iterator[Document]:
         folder, merge = work.folder, load_merge(work.folder)
         cut = cut_of(merge)
-        scanned = np.load(folder.scan(work.planned) / "documents.npy")
-        hashes = scanned["hash"].tolist()
         duplicates = _load_duplicates(folder.merge / f"duplicates-{work.planned:06d}.npy")
         held_out = set(np.load(folder.merge / HELD_OUT_HASHES).tolist())
         # A document is noted in one of them; together they are the leakage before.
         kept = HeldOut.load(folder.merge / HELD_OUT_SEQUENCES)
         left = HeldOut.load(folder.merge / HELD_OUT_SEQUENCES)
-        index = -1
         for index, document in enumerate(documents):
             text = document.text
-            if index >= len(hashes) or document_hash(text) != hashes[index]:
-                raise _changed(work, document)
             if cut is not None:
                 if cut.task == work.planned and index == 0:
                     document.text = text[: cut.characters]
@@ -232,27 +249,12 @@ class LeaveOut(_Step):
             else:
                 kept.note(text)
                 yield document
-        if index + 1 != len(hashes):
-            raise _changed(work, None)
         kept.save_seen(work.output.path / "seen-kept")
         left.save_seen(work.output.path / "seen-left-out")
 
 
 def _load_duplicates(path: Path) -> np.ndarray:
     return np.load(path) if path.exists() else np.empty(0, bool)
-
-
-def _changed(work: Work, document: Document | None) -> ConfigError:
-    pieces = work.plan.task.pieces
-    where = (
-        f"{pieces[document.metadata['piece']].path}:{document.metadata['offset']}"
-        if document
-        else pieces[-1].path
-    )
-    return ConfigError(
-        f"{where}: has changed since the build began. Remove {work.folder.path} to build from the "
-        "text as it is now, or restore the file and run the command again"
-    )
 
 
 class TokenizeDocuments(_Step):

@@ -15,6 +15,7 @@ from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.merged import TokenTask, load_token_task
 from pretrain.data.build.output import Output, clear
 from pretrain.data.build.plan import TaskPlan, load_task
+from pretrain.data.sources import Task
 from pretrain.rundir.files import Json, replace_json
 
 Stage = Literal["scan", "tokenize"]
@@ -138,4 +139,19 @@ def too_many_skipped(corpus: str, limit: int, reasons: list[str]) -> ConfigError
     return ConfigError(
         f"corpus {corpus}: more than cleaning.max_skipped_documents = {limit} documents cannot be "
         f"read, for example {'; '.join(reasons[:3])}. Repair the files, or raise the limit"
+    )
+
+
+def changed(folder: BuildFolder, task: Task, place: tuple[int, int] | None = None) -> ConfigError:
+    """Return the error of a task whose documents are not those that the scan saw.
+
+    Args:
+        folder: The build.
+        task: The task.
+        place: The piece and the offset of the first other document; None if one is missing.
+    """
+    where = f"{task.pieces[place[0]].path}:{place[1]}" if place else task.pieces[-1].path
+    return ConfigError(
+        f"{where}: has changed since the build began. Remove {folder.path} to build from the text "
+        "as it is now, or restore the file and run the command again"
     )

@@ -252,6 +252,10 @@ def _find_in_store(key: str, pattern: str) -> Iterator[Location]:
             entries = system.glob(name, detail=True)
     except OSError as error:
         raise unreadable(pattern, error) from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{pattern}: cannot be opened ({error}). Correct the URL") from None
     for name, entry in entries.items():
         if entry["type"] == "directory":
             if "**" not in pattern:

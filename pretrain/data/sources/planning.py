@@ -16,6 +16,9 @@ from pretrain.data.sources.parquet import row_group_bytes
 from pretrain.data.sources.shakespeare import shakespeare_files
 from pretrain.data.sources.streams import compression_of
 
+MAX_TASKS = 1_000_000
+"""Each task has folders and files of its own, numbered with six digits."""
+
 
 class _Part(NamedTuple):
     """A piece, and the bytes that reading it takes."""
@@ -105,6 +108,8 @@ def _tasks(data: DataSection, named: list[Corpus], files: dict[str, list[Locatio
             for part in _parts(corpus, file, data.bytes_per_task)
         )
         for pieces in _grouped(parts, data.bytes_per_task):
+            if len(tasks) == MAX_TASKS:
+                raise _too_many_tasks(data.bytes_per_task)
             tasks.append(Task(len(tasks), corpus.name, pieces))
     return tasks
 
@@ -134,9 +139,18 @@ def _parts(corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[_Par
         )
     can_be_cut = corpus.source in ("blank_lines", "jsonl") and not compression
     count = max(1, -(-size // bytes_per_task)) if can_be_cut else 1
+    if count > MAX_TASKS:
+        raise _too_many_tasks(bytes_per_task)
     cuts = [size * i // count for i in range(count + 1)]
     for start, end in pairwise(cuts):
         yield _Part(Piece(path, start, end), end - start)
+
+
+def _too_many_tasks(bytes_per_task: int) -> ConfigError:
+    return ConfigError(
+        f"data.bytes_per_task = {bytes_per_task}: divides the corpus into more than {MAX_TASKS} "
+        "tasks. Raise it"
+    )
 
 
 def _grouped(parts: Iterable[_Part], bytes_per_task: int) -> Iterator[tuple[Piece, ...]]:

@@ -33,6 +33,10 @@ _LLAMA3_EXPRESSION = (
 _QWEN2_EXPRESSION = _LLAMA3_EXPRESSION.replace("{1,3}", "")
 
 
+_LETTERS = "\u00e9\u0416\u4eac"
+"""Letters of Latin, Cyrillic and Chinese."""
+
+
 class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json.
 
@@ -108,6 +112,14 @@ class JsonTokenizer(Tokenizer):
                     f"{self.path}: cannot encode {text!r} ({error}), and a corpus may hold "
                     "anything. Use another tokenizer"
                 ) from None
+        for letter in _LETTERS:
+            # A BPE model without an unknown token leaves out what it does not know.
+            if not self._encode(letter):
+                raise ConfigError(
+                    f"{self.path}: has no token for {letter!r} and leaves it out without a word, "
+                    "so that a corpus would lose text. Use another tokenizer, or give its model an "
+                    "unk_token"
+                )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -185,7 +197,10 @@ def _load(path: Path, text: str) -> tokenizers.Tokenizer:
     """
     try:
         processor = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # A panic of Rust is no Exception.
         raise ConfigError(
             f"{path}: not a Hugging Face tokenizer.json ({error}). Restore it from a copy"
         ) from None
