@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from rensa import RMinHash
 
-from pretrain.config.schema import CleaningSection
+from pretrain.config.data_schema import CleaningSection
 from pretrain.data.cleaning import Cleaner
 from pretrain.data.duplicates import (
     BANDS,

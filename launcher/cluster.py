@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import Section
+from pretrain.config.section import Section
 
 OUR_OPTIONS = (
     "account",

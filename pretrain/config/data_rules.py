@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pretrain.config.data_schema import CorpusSection, DataSection
 from pretrain.config.refusal import Refusal
-from pretrain.config.schema import CorpusSection, DataSection
 
 if TYPE_CHECKING:
     # RunConfig.layout applies these rules, so importing it at run time would be a circle.

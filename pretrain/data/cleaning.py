@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pretrain.config.schema import CleaningSection
+from pretrain.config.data_schema import CleaningSection
 
 if TYPE_CHECKING:
     import ftfy

@@ -10,7 +10,6 @@ import resource
 import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +19,13 @@ import xxhash
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import is_url
+from pretrain.data.checks import problems
 from pretrain.data.document import Split
 from pretrain.data.files import Cache, Folder, folder, missing, unreadable
 from pretrain.data.layout import CHECKSUM_BYTES, HEADER_BYTES, PIECE_BYTES, task_seed
 from pretrain.data.manifest import (
     CHECKSUMS,
     MANIFEST,
-    Manifest,
     Shard,
     missing_data_set,
     parse_manifest,
@@ -371,40 +370,6 @@ def max_open_shards() -> int:
 def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
     shard = shards[number]
     return _Descriptor(files, shard.name, shard.bytes, shard.xxh3_128)
-
-
-def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
-    """Yield what is wrong with a split as far as sizes and the tokenizer tell."""
-    try:
-        sizes = files.sizes()
-    except FileNotFoundError:
-        sizes = {}
-    expected = [(s.name, s.bytes) for s in manifest.shards]
-    for name, size in [(CHECKSUMS, manifest.checksums_bytes), *expected]:
-        where, found = files.where(name), sizes.get(name)
-        if found is None:
-            yield missing(where)
-        elif found != size:
-            problem = "truncated" if found < size else "too long"
-            yield ConfigError(
-                f"{where}: {problem}: {found} bytes found, {size} expected. {rebuild_advice(where)}"
-            )
-    parent = files.parent()
-    where = parent.where(manifest.tokenizer)
-    try:
-        digest = hashlib.sha256(parent.read(manifest.tokenizer)).hexdigest()
-    except FileNotFoundError:
-        yield ConfigError(
-            f"{where}: missing, but the manifest of {files.location} refers to it. "
-            f"{rebuild_advice(files.where(MANIFEST))}"
-        )
-        return
-    if digest != manifest.tokenizer_sha256:
-        yield ConfigError(
-            f"{where}: wrong tokenizer: its SHA-256 is {digest}, but the shards of "
-            f"{files.location} were made with the tokenizer whose SHA-256 is "
-            f"{manifest.tokenizer_sha256}. {rebuild_advice(files.where(MANIFEST))}"
-        )
 
 
 def open_stream(config: RunConfig, split: Split) -> TokenStream:

@@ -11,6 +11,7 @@ import xxhash
 from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunFailed
+from pretrain.data.checks import problems
 from pretrain.data.document import Split
 from pretrain.data.files import Cache, Folder, folder, missing
 from pretrain.data.manifest import (
@@ -21,7 +22,6 @@ from pretrain.data.manifest import (
     parse_manifest,
     rebuild_advice,
 )
-from pretrain.data.stream import problems
 
 THREADS = 8
 """Hashing is faster than one disk; several reads at once make a network file system busy."""

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from pretrain.config.schema import CleaningSection
+from pretrain.config.data_schema import CleaningSection
 from pretrain.data.cleaning import Cleaner
 
 

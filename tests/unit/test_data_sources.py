@@ -22,7 +22,7 @@ import zstandard
 from pyarrow import parquet
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import CorpusSection, DataSection
+from pretrain.config.data_schema import CorpusSection, DataSection
 from pretrain.data import sources
 from pretrain.data.sources import Corpus, Piece, Task, found, locations, plain
 from pretrain.data.sources.locations import find

@@ -8,7 +8,6 @@ import sentencepiece
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
-from pretrain.data.tokenizers.training import sample_lines
 
 TEXT = "".join(
     f"The {i}th fox, of {i * 7919} foxes, jumps over\n\tthe lazy dog and {'the ' * (i % 5)}hen.\n"
@@ -30,8 +29,9 @@ ODD = [
 ]
 
 
-def train(documents, vocab_size=350, max_bytes=10**9, total_bytes=1):
-    return train_tokenizer(sample_lines(documents, min(1.0, max_bytes / total_bytes)), vocab_size)
+def train(documents, vocab_size=350):
+    lines = [line for text in documents for line in text.split("\n")]
+    return train_tokenizer(lines, vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +74,6 @@ def test_long_text_has_the_ids_of_the_whole_with_another_kind_of_model(tmp_path)
 def test_training_depends_on_the_text_alone(path):
     assert train([TEXT]) == path.read_bytes()
     assert train([TEXT + "quokka " * 50]) != path.read_bytes()
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.3, 1.0])
-def test_every_document_gives_its_share_of_lines(fraction):
-    """Each document of 2,000 lines gives its fraction, up to one line at either end."""
-    sampled = list(sample_lines([f"document{i}\n" * 2000 for i in range(5)], fraction))
-    shares = [sampled.count(f"document{i}") / 2000 for i in range(5)]
-    assert all(abs(share - fraction) <= 2 / 2000 for share in shares)
-
-
-def test_training_samples_evenly_over_the_documents(tmp_path):
-    """From half of the bytes, pieces of the first and of the last document must be learnt."""
-    words = ["aardvark", "bumblebee", "crocodile", "dragonfly"]
-    documents = [f"{word} {i}\n" * 200 for i, word in enumerate(words)]
-    total = sum(map(len, documents))
-    (tmp_path / "half.model").write_bytes(
-        train(documents, vocab_size=330, max_bytes=total // 2, total_bytes=total)
-    )
-    tokenizer = load_tokenizer(tmp_path / "half.model")
-    assert [len(tokenizer.encode(word)) for word in words] == [1, 1, 1, 1]
 
 
 def test_a_vocabulary_the_text_cannot_fill_is_refused_with_the_largest_that_works():

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, writing
+from pretrain.config.data_schema import DataSection
 from pretrain.config.errors import free_bytes, in_bytes
-from pretrain.config.schema import DataSection
 from pretrain.data.build import report
 from pretrain.data.build.finish import BUILD_RECORD, finish, note_finished, with_digests
 from pretrain.data.build.folder import (

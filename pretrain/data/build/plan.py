@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 import fsspec
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.schema import CleaningSection, DataSection
+from pretrain.config.data_schema import CleaningSection, DataSection
 from pretrain.data import sources
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.output import digest

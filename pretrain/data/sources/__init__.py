@@ -6,20 +6,15 @@ the documents of one task. Every document of a file is read exactly once, whatev
 
 from pretrain.data.document import Split
 from pretrain.data.sources.corpus import Corpus, Piece, Task, corpora
-from pretrain.data.sources.legacy import SHAKESPEARE_HELD_OUT, documents, files, fingerprint
 from pretrain.data.sources.planning import plan
 from pretrain.data.sources.reading import read
 
 __all__ = [
-    "SHAKESPEARE_HELD_OUT",
     "Corpus",
     "Piece",
     "Split",
     "Task",
     "corpora",
-    "documents",
-    "files",
-    "fingerprint",
     "plan",
     "read",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pretrain.config.schema import DataSection, Source
+from pretrain.config.data_schema import DataSection, Source
 
 
 class Corpus(NamedTuple):

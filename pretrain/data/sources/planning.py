@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import DataSection
+from pretrain.config.data_schema import DataSection
 from pretrain.data.document import Split
 from pretrain.data.sources import found
 from pretrain.data.sources.corpus import Corpus, Piece, Task, corpora

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pretrain.config import ConfigError
-from pretrain.config.schema import Source
+from pretrain.config.data_schema import Source
 from pretrain.data.document import Document
 from pretrain.data.sources.corpus import Corpus, Piece, Task
 from pretrain.data.sources.found import Found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from pretrain.config import ConfigError
 
@@ -52,23 +52,6 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
         explanation = _explain_training_error(str(error), sample)
         raise ConfigError(f"data.vocab_size = {vocab_size}: {explanation}") from None
     return model.getvalue()
-
-
-def sample_lines(documents: Iterable[str], fraction: float) -> Iterator[str]:
-    """Yield non-empty lines, spread evenly over the documents.
-
-    At every point, the lines taken amount to `fraction` of the bytes seen, or fall short of it by
-    less than one line.
-    """
-    seen, taken = 0, 0
-    for text in documents:
-        for line in text.split("\n"):
-            # Plus one for the newline.
-            size = len(line.encode()) + 1
-            seen += size
-            if line and taken + size <= fraction * seen:
-                taken += size
-                yield line
 
 
 def _explain_training_error(error: str, lines: list[str]) -> str:
