@@ -68,7 +68,7 @@ class Writer:
 
     @property
     def problem(self) -> Exception | None:
-        """What went wrong since the last `wait`; None if nothing did so far."""
+        """The first error since the last `wait`; None if there was none."""
         return self._problem
 
     @property

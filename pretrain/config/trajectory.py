@@ -19,7 +19,7 @@ from pretrain.config.run import RunConfig
 
 
 class Effect(StrEnum):
-    """What a change of a key does to a run that goes on from a checkpoint."""
+    """The effect of a changed key on a run that goes on from a checkpoint."""
 
     FIXED = "fixed"
     """The weights would not fit, or the model would compute another function. Never allowed."""

@@ -30,7 +30,7 @@ _STALE_SECONDS = 86_400
 
 
 class Cache(NamedTuple):
-    """Where files from a URL are kept, and how many bytes of them at most."""
+    """The folder where files from a URL are kept, and its largest size in bytes."""
 
     directory: str = "~/.cache/pretrain"
     bytes: int = 100_000_000_000

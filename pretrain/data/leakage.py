@@ -31,7 +31,7 @@ COMMON_TEXTS = 3
 
 
 class Overlap(NamedTuple):
-    """What a document shares with the held-out documents, in different 13-word sequences."""
+    """The overlap of a document with the held-out documents, in different 13-word sequences."""
 
     sequences: int
     """How many the document has."""
@@ -156,7 +156,7 @@ class HeldOut:
 
     @property
     def sequences(self) -> int:
-        """How many different sequences the held-out documents have."""
+        """The number of different sequences in the held-out documents."""
         return len(self._sequences)
 
     @property

@@ -44,7 +44,7 @@ xxh3_64 = xxhash.xxh3_64_intdigest
 
 
 class CorpusRange(NamedTuple):
-    """Where the tokens of a corpus lie in the stream."""
+    """The range of a corpus in the stream."""
 
     name: str
     start: int

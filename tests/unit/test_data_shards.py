@@ -15,21 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.config import ConfigError, parse_config
+from pretrain.config import ConfigError
 from pretrain.data.build import build
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.verify import verify
 from pretrain.data.words import document_hash
 from tests.unit.splits import write_split
-
-LETTERS = str.maketrans("0123456789", "aeioulnrst")
-DOCUMENTS = [
-    f"Document {i}: "
-    + " ".join(str((i + 7) * k % 9973).translate(LETTERS) for k in range(150 + 37 * i))
-    + "\nend\n"
-    for i in range(12)
-]
+from tests.unit.test_data_build import DOCUMENTS, write_text
+from tests.unit.test_data_build import config as build_config
 
 # A tenth of 12 documents is one, and which one its hash decides.
 HELD_OUT = [min(DOCUMENTS, key=document_hash)]
@@ -39,32 +33,8 @@ MISSING = r"missing, but the manifest of .*train refers to it\. Restore it"
 
 
 def config(root: Path, **data):
-    return parse_config(
-        {
-            "run": {"directory": str(root / "run")},
-            "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
-            "batch": {"micro_batch_size": 1, "global_batch_size": 1},
-            "data": {
-                "directory": str(root / "data"),
-                "sequence_length": 16,
-                "vocab_size": 310,
-                "tokens_per_block": 1024,
-                "tokens_per_shard": 3000,
-                "validation_fraction": 0.1,
-                "paths": [str(root / "*.txt")],
-            }
-            | data,
-            "optimizer": {"learning_rate": 1e-3},
-            "train": {"num_steps": 1},
-        },
-        "test",
-    )
-
-
-def write_text(root: Path) -> Path:
-    for i, text in enumerate(DOCUMENTS):
-        (root / f"{i:02d}.txt").write_text(text)
-    return root
+    """Return the config of the tests of build, with all documents in one task."""
+    return build_config(root, **{"bytes_per_task": 256_000_000} | data)
 
 
 @pytest.fixture(scope="module")

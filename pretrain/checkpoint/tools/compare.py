@@ -23,7 +23,7 @@ _WORDS = {MASTER: "weights", MOMENTS[0]: "first moments", MOMENTS[1]: "second mo
 
 @dataclass
 class TensorDifference:
-    """How a tensor differs between two checkpoints, over all slabs that have been compared."""
+    """The differences of a tensor between two checkpoints, over all slabs compared."""
 
     is_equal: bool = True
     """Bit by bit."""

@@ -37,7 +37,7 @@ _ERRORS = {kind.__name__: kind for kind in (ConfigError, NoSpace, RunFailed)}
 
 
 class Cluster(NamedTuple):
-    """How to run job arrays on a cluster."""
+    """The command and the limits by which job arrays run on a cluster."""
 
     command: tuple[str, ...]
     """Runs an array when the number of its tasks and the file of the pickled executor are added."""

@@ -35,7 +35,7 @@ _SHARE_OF_TOKENIZING = 0.7
 
 
 class CorpusEstimate(NamedTuple):
-    """What a corpus will be."""
+    """The estimated size of a corpus when it is built."""
 
     files: int
     """Bytes."""

@@ -59,7 +59,7 @@ class ProvenCompletion(PipelineExecutor):  # type: ignore[misc]
 
     @property
     def work(self) -> Work:
-        """What the steps of the pipeline share."""
+        """Return the object that the steps of the pipeline share."""
         found: Work = self.pipeline[0].work
         return found
 

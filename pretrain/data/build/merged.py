@@ -25,7 +25,7 @@ class TokenTask(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where the only document of a data set is cut into training and validation."""
+    """The place at which the only document of a data set is cut into training and validation."""
 
     task: int
     """The task of the plan that holds it, as its first document."""

@@ -185,7 +185,7 @@ has more text than its files have bytes. The merge takes the exact share."""
 
 
 class TaskPlan(NamedTuple):
-    """What one task needs to know of the plan."""
+    """The part of the plan that one task needs."""
 
     data: DataSection
     cleaning: CleaningSection

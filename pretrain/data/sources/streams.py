@@ -125,7 +125,7 @@ def shrunk(piece: Piece, size: int) -> ConfigError:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file unpacks to, member after member.
+    """The content of a compressed file, unpacked member after member.
 
     Python's own readers end silently at a damaged second member (lzma, bz2), and zstandard's at
     data that end too early.
@@ -150,6 +150,7 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
+        """Unpack into `buffer` and return the number of bytes; 0 at the end."""
         while not self._unpacked:
             if not self._packed:
                 self._packed = self._stored.read(_STEP_BYTES)
