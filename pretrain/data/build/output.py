@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from pretrain.rundir.files import Json, flush_directory, read_json, replace_json
+from pretrain.rundir.files import Json, flush_directory, flush_file, read_json, replace_json
 
 RECORD = "record.json"
 _SEAL = "xxh3_128"
@@ -112,9 +112,3 @@ def digest(path: Path, start: int = 0, end: int | None = None) -> str:
             found.update(chunk)
             left -= len(chunk)
     return found.hexdigest()
-
-
-def flush_file(path: Path) -> None:
-    """Flush a file's content to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
