@@ -396,9 +396,9 @@ def attempt(run: Run) -> None:
 
     The batch script of `launcher submit` runs this command.
     """
-    from pretrain.launcher.node import srun
+    from pretrain.launcher.node import job
 
-    code = srun.attempt(run)
+    code = job.attempt(run)
     _print_summary(run, code)
     raise typer.Exit(code)
 

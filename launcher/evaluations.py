@@ -30,7 +30,7 @@ from pretrain.launcher.job import Job, launcher_command
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.files import publish_directory, read_json, replace_file, replace_json
-from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
+from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import JobKind
 
@@ -171,7 +171,7 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
     # counts as over although Slurm says that it runs.
     over = {
         None,
-        os.environ.get("SLURM_JOB_ID"),
+        job_id_of(os.environ),
         *(job_id for job_id, state in states.items() if state.is_over),
     }
     for name in waiting:

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed
 from pretrain.rundir.attempts import Owner
+from pretrain.rundir.jobs import job_id_of
 
 T = TypeVar("T")
 
@@ -119,10 +120,11 @@ def supervised_attempt() -> Path | None:
 def owner() -> Owner:
     """Return this process as the owner of an attempt, with its Slurm job if it has one."""
     env, num_processes = os.environ, Process.from_environment().world_size
-    if "SLURM_JOB_ID" not in env:
+    job_id = job_id_of(env)
+    if job_id is None:
         return Owner.here(num_processes=num_processes)
     return Owner.here(
-        slurm_job_id=env["SLURM_JOB_ID"],
+        slurm_job_id=job_id,
         slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
         slurm_cluster=env.get("SLURM_CLUSTER_NAME"),
         num_processes=num_processes,

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from pretrain.config import ConfigError
 from pretrain.launcher.evaluations import Plan, read_plan, submit_pending
+from pretrain.launcher.node.job import job_is_over, job_owner
 from pretrain.launcher.node.ranks import Ranks
-from pretrain.launcher.node.srun import SrunRanks, job_is_over, job_owner
+from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import publish_directory
+from pretrain.rundir.jobs import job_id_of
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, JobIsOver, RunBusy, unknown
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ExitCode, Outcome
@@ -46,7 +48,7 @@ def run_job(run: Path, name: str) -> int:
             f"{checkpoint}: no such checkpoint. Name one of the folders step-######## in "
             f"{paths.checkpoints}"
         )
-    plan, job_id = read_plan(run), os.environ.get("SLURM_JOB_ID")
+    plan, job_id = read_plan(run), job_id_of(os.environ)
     if job_id is None:
         raise ConfigError(
             "launcher evaluation: SLURM_JOB_ID is not set; this command runs inside a Slurm job. "

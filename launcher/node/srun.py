@@ -1,8 +1,4 @@
-"""Make an attempt inside a Slurm job: `launcher attempt`, with the ranks behind srun.
-
-The batch script runs `launcher attempt` on the first node of the job. It starts the ranks as one
-job step, supervises them, and has the job requeued when another attempt follows.
-"""
+"""Run the ranks of an attempt, or of an evaluation, as one step of this process's Slurm job."""
 
 from __future__ import annotations
 
@@ -13,33 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pretrain.config import ConfigError, load_config, writing
-from pretrain.config.trajectory import allow_options
+from pretrain.config import ConfigError, writing
 from pretrain.launcher import slurm
-from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.node.signals import Signals, signals_blocked
-from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
+from pretrain.launcher.node.signals import signals_blocked
+from pretrain.launcher.node.supervise import SIGNAL_CODE
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import Owner, is_finished
-from pretrain.rundir.jobs import read_launch
-from pretrain.rundir.lock import Attempt
-from pretrain.rundir.paths import RunPaths
 
 KILL_SECONDS = 60.0
 """Time for Slurm to end the processes of a job step."""
-AWAY_SECONDS = 600.0
-"""How long a requeue is tried while slurmctld does not answer."""
-REFUSED_SECONDS = 60.0
-"""How long a requeue is tried while slurmctld refuses it: Slurm may be ending the job itself."""
-REQUEUED_SECONDS = 300.0
-"""How long a job that has been requeued waits for Slurm to end it."""
-RETRY_SECONDS = 2.0
-"""Time between two tries of a requeue."""
 FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that srun forwards to its tasks without asking slurmctld. It acts on most others itself:
 SIGTERM, for one, makes it kill the tasks."""
@@ -49,62 +30,6 @@ EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 """How srun words a task that exited by itself."""
 LABEL = re.compile(rb"\s*(\d+): ")
 """What `srun --label` puts before each line of a task: its rank, padded with spaces."""
-
-
-def attempt(run: Path) -> int:
-    """Make one attempt at a run that `launcher submit` has put into RUN/launch.
-
-    When another attempt follows, the job is requeued and Slurm ends this process.
-
-    Args:
-        run: The run's directory.
-
-    Returns:
-        The exit code of the job.
-
-    Raises:
-        ConfigError: Not inside a Slurm job, or RUN/launch is missing or damaged.
-        RunBusy: Another job or process trains this run.
-        RunFailed: The disk refused.
-    """
-    paths = RunPaths(run)
-    launch, config = read_launch(run), load_config(paths.launch_config)
-    job_id = os.environ.get("SLURM_JOB_ID")
-    if job_id is None:
-        raise ConfigError(
-            "launcher attempt: SLURM_JOB_ID is not set; this command runs inside a Slurm job. Use "
-            "`launcher submit`, or on this machine `launcher local`"
-        )
-    if is_finished(run, config.train.num_steps):
-        # A user may requeue the job of a finished run.
-        say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
-        return 0
-    train = [launch.python, "-m", "pretrain", "train", str(paths.launch_config)]
-    command = [*launch.command, *train, *allow_options(launch.allow_changed)]
-
-    def start(attempt: Attempt) -> SrunRanks:
-        nodes = os.environ.get("SLURM_JOB_NODELIST")
-        say(f"attempt {attempt.number}: {launch.num_tasks} ranks on {nodes}")
-        return SrunRanks(
-            command,
-            job_id,
-            f"attempt-{attempt.directory.name}",
-            {"PRETRAIN_ATTEMPT": str(attempt.directory)},
-            paths.attempt_log(attempt.number),
-        )
-
-    # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
-    # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
-    # from Slurm to the ranks directly.
-    with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
-        owner = job_owner(job_id, launch.num_tasks)
-        # A job keeps its id when it is requeued, so the id marks the attempts of one series.
-        supervisor = Supervisor(config, signals, lambda record: record.owner.slurm_job_id == job_id)
-        attempt = Attempt.begin(run, owner, job_is_over)
-        end = supervisor.make_attempt(attempt, start, _SubmitEvaluations(run))
-        if end.again and not _requeue(job_id, signals):
-            supervisor.give_up(end, "the job could not be requeued")
-        return end.code
 
 
 class SrunRanks:
@@ -262,90 +187,3 @@ def _first_failure(log: Path, code: int) -> tuple[str, int]:
             return f"{where} was ended ({match['how']}); see {log}", code
     why = f" ({errors[0].removeprefix('srun: error: ')})" if errors else ""
     return f"srun ended with exit code {code}{why}; see {log}", code
-
-
-def job_owner(job_id: str, num_tasks: int) -> Owner:
-    """Describe this process as the owner of an attempt inside a Slurm job.
-
-    Args:
-        job_id: The job this process runs in.
-        num_tasks: Number of ranks of the attempt.
-    """
-    states = slurm.jobs([job_id]) or {}
-    state = states.get(job_id)
-    return Owner.here(
-        slurm_job_id=job_id,
-        slurm_restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
-        submitted_at=state.submitted_at if state else None,
-        num_processes=num_tasks,
-        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
-    )
-
-
-def job_is_over(other: Owner) -> bool | None:
-    """Return True if the job of another owner is over, None where Slurm does not say."""
-    try:
-        return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
-    except slurm.SlurmError:
-        return None
-
-
-def _requeue(job_id: str, signals: Signals) -> bool:
-    """Have Slurm put this process's job back into the queue, then wait until Slurm ends it.
-
-    Exiting right after the request would be a race: Slurm could take the end of the batch script
-    for the end of the job.
-
-    Args:
-        job_id: The job.
-        signals: The signals received so far; one more is Slurm ending the job.
-
-    Returns:
-        False when the job could not be requeued.
-    """
-    began, signals_before = time.monotonic(), len(signals.received)
-    printed = ""
-    while True:
-        try:
-            slurm.requeue(job_id)
-            break
-        except slurm.SlurmError as error:
-            # A controller that restarts comes back within minutes. A refusal lasts, except in the
-            # moments in which Slurm changes the job's state itself.
-            patience = AWAY_SECONDS if isinstance(error, slurm.SlurmAway) else REFUSED_SECONDS
-            if str(error) != printed:
-                say(
-                    f"job {job_id}: cannot be requeued yet ({error}); trying for up to "
-                    f"{patience / 60:.0f} minutes"
-                )
-            printed = str(error)
-            if time.monotonic() - began > patience:
-                return False
-        time.sleep(RETRY_SECONDS)
-    deadline = time.monotonic() + REQUEUED_SECONDS
-    while len(signals.received) == signals_before and time.monotonic() < deadline:
-        time.sleep(RETRY_SECONDS / 10)
-    return True
-
-
-class _SubmitEvaluations:
-    """Submit the evaluation jobs of new checkpoints, if the run has a plan for them.
-
-    A failure is printed once and never disturbs training.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._printed = run, False
-
-    def __call__(self, last: bool) -> None:
-        try:
-            submit_pending(self._run, at_once=last)
-        # Any error at all: this runs in a thread beside training, or after its last attempt.
-        except Exception as error:
-            if not self._printed:
-                say(
-                    f"{self._run}: evaluation jobs cannot be submitted for now; training goes on "
-                    f"({error})"
-                )
-            self._printed = True

@@ -346,6 +346,14 @@ class RecoverySection(Section):
     """Restarts after failures in a row without a new checkpoint between them. After one failure
     more the launcher gives up; 0 never restarts."""
 
+    spare_nodes: int = Field(default=0, ge=0)
+    """Nodes that a Slurm job holds beside those that train. When a node fails, a spare one takes
+    its place at once, and the job does not go back to the queue."""
+
+    preflight_seconds: float = Field(default=30, ge=0, allow_inf_nan=False)
+    """The longest time for checking the nodes of a Slurm job before its ranks start; 0 leaves the
+    check out."""
+
 
 class LoggingSection(Section):
     """[logging]: where metrics go besides RUN/metrics.jsonl, which always has every step."""

@@ -103,6 +103,8 @@ EFFECTS: dict[str, Effect] = {
     "recovery.hang_seconds": FREE,
     "recovery.startup_seconds": FREE,
     "recovery.max_restarts": FREE,
+    "recovery.spare_nodes": FREE,
+    "recovery.preflight_seconds": FREE,
 }
 """Key, or section -> what a change of it does."""
 

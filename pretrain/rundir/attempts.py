@@ -152,6 +152,8 @@ class Ended:
     """One line for people."""
     step: int
     """Steps done."""
+    nodes: tuple[str, ...] = ()
+    """The nodes that the failure came from, as srun, the stacks or the preflight name them."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ class LaunchRecord:
     """The site file, resolved."""
     allow_changed: tuple[str, ...] = ()
     """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
+
+
+def job_id_of(environment: Mapping[str, str]) -> str | None:
+    """Return the id of the Slurm job that a process with these variables runs in, or None.
+
+    It is "123", or "123_4" for a task of an array. That is the one identity of a job in signals,
+    records and messages. SLURM_JOB_ID of a task is another number, and for the last task that
+    starts it is the number of the whole array, which every command would apply to all tasks.
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
 
 
 def append_job(run: Path, record: JobRecord) -> None:

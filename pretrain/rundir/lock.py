@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -185,7 +185,9 @@ class Attempt:
                 os.utime(self.directory / PROGRESS)
             raise
 
-    def end(self, outcome: str, code: int, reason: str, step: int) -> None:
+    def end(
+        self, outcome: str, code: int, reason: str, step: int, nodes: Sequence[str] = ()
+    ) -> None:
         """Record how the attempt ended, which gives the run back.
 
         Args:
@@ -193,8 +195,9 @@ class Attempt:
             code: The exit code.
             reason: One line for people.
             step: Steps done.
+            nodes: The nodes that a failure came from, where they are known.
         """
-        ended = Ended(time.time(), code, outcome, reason, step)
+        ended = Ended(time.time(), code, outcome, reason, step, tuple(nodes))
         replace_json(self.directory / ENDED, dataclasses.asdict(ended), durable=True)
 
 

@@ -84,6 +84,7 @@ tensorboard = false
 
 [recovery]
 hang_seconds = 6
+preflight_seconds = 0
 """
 STEPS = 60
 

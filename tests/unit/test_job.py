@@ -20,7 +20,7 @@ from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login import sweep
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.submit import signal_seconds
-from pretrain.launcher.node import srun
+from pretrain.launcher.node import job as node_job
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
@@ -354,7 +354,7 @@ def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch):
     assert read_launch(run).allow_changed == ("optimizer.learning_rate", "data.directory")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     for _ in range(2):
-        assert srun.attempt(run) == 2
+        assert node_job.attempt(run) == 2
         words = (tmp_path / "note").read_text().splitlines()
         assert words[words.index("train") :] == ["train", f"{run}/launch/config.toml", *allowed]
         (tmp_path / "note").unlink()

@@ -1,0 +1,23 @@
+"""Tell which nodes of a cluster a run should not use, from how its attempts ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pretrain.rundir.attempts import AttemptRecord
+
+MOST_FAILURES = 1
+"""A node from which more of a run's failures came than this is left out."""
+
+
+def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
+    """Return the nodes that failed twice, with the reason of the last failure of each.
+
+    Args:
+        records: The attempts to count, such as those of one Slurm job, oldest first.
+    """
+    ends = [record.ended for record in records if record.ended]
+    failures = Counter(node for end in ends for node in set(end.nodes))
+    reasons = {node: end.reason for end in ends for node in end.nodes}
+    return {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
