@@ -62,6 +62,7 @@ _RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "PRETRAIN_ATTEMPT",
+    "PRETRAIN_RENDEZVOUS",
 )
 """Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
 the rank of a process that submits must not become the rank of the job's processes."""

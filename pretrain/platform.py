@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
+from pretrain.devices import Device, device_index
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of train.precision."""
@@ -306,19 +307,9 @@ def prepare(local_rank: int) -> None:
     Args:
         local_rank: Number of this process on its machine.
 
-    Raises:
-        ConfigError: if the machine has fewer GPUs than processes.
     """
-    # deepspeed/runtime/engine.py requires it, and srun does not set it.
-    os.environ["LOCAL_RANK"] = str(local_rank)
+    _select_device(local_rank)
     if has_cuda():
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"process {local_rank} of this machine has no GPU of its own, because there are "
-                f"only {torch.cuda.device_count()}. Start one process per GPU, or set "
-                "CUDA_VISIBLE_DEVICES= to run on the CPU"
-            )
-        torch.cuda.set_device(local_rank)
         # One hardware queue, so that kernels start in the order in which they were launched.
         # Megatron relies on it to overlap communication and computation
         # (megatron/core/tensor_parallel/layers.py).
@@ -335,6 +326,28 @@ def prepare(local_rank: int) -> None:
         # takes 70 s and needs a compiler. It goes unused when marked as incompatible.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _patch_megatron_for_cpu()
+
+
+def _select_device(local_rank: int) -> None:
+    """Make a GPU this process's own, and tell DeepSpeed which one."""
+    if has_cuda():
+        local_rank = device_index(local_rank, torch.cuda.device_count())
+        torch.cuda.set_device(local_rank)
+    # deepspeed/runtime/engine.py requires it and takes it for the number of the GPU. srun does not
+    # set it.
+    os.environ["LOCAL_RANK"] = str(local_rank)
+
+
+def own_device(host: str) -> Device:
+    """Describe this process's device for the other ranks.
+
+    Args:
+        host: The name of this process's node.
+    """
+    uuid = ""
+    if has_cuda():
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return Device(host, uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def seed_generators(seed: int, tensor_parallel_rank: int) -> None:

@@ -23,6 +23,7 @@ node. Pipeline stages exchange only the activations at their borders, and are fu
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -35,8 +36,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from pretrain import platform
+from pretrain import platform, rendezvous
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed
+from pretrain.devices import Device, shared_gpus
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import job_id_of
 
@@ -45,38 +47,32 @@ T = TypeVar("T")
 # Long enough for a slow file system at a barrier. The launcher's watchdog handles processes that
 # hang.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
+SLURM_PORTS = range(15_000, 32_000)
+STEP_STRIDE = 997
+"""Between the ports of two steps of a job: jobs have consecutive numbers, and so have steps."""
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(rendezvous.Peer):
     """The identity that a process gets from whatever started it.
 
     That is `launcher local`, torchrun or srun; a process started by itself is a run of one.
     """
 
-    rank: int
-    """Number of this process in the run, from 0."""
-
-    world_size: int
-    """Number of processes in the run."""
-
-    local_rank: int
-    """Number of this process on its machine, which selects its GPU."""
-
-    address: str
-    """Host name on which rank 0 listens."""
-
-    port: int
-    """Port on which rank 0 listens."""
-
     @staticmethod
     def from_environment() -> Process:
         """Read the identity from the variables of torchrun or srun; without them, a run of one.
+
+        A port that is given (MASTER_PORT) wins over the directory in which rank 0 can publish one
+        (PRETRAIN_RENDEZVOUS), which the launcher gives. MASTER_ADDR says in both cases where rank 0
+        listens.
 
         Raises:
             ConfigError: if the nodes of a Slurm job step are not known.
         """
         env = os.environ
+        fixed = env.get("MASTER_PORT")
+        named = None if fixed else env.get("PRETRAIN_RENDEZVOUS")
+        directory = Path(named) if named else None
         # torchrun and `launcher local`.
         if "RANK" in env and "WORLD_SIZE" in env:
             return Process(
@@ -84,21 +80,56 @@ class Process:
                 int(env["WORLD_SIZE"]),
                 int(env.get("LOCAL_RANK", 0)),
                 env.get("MASTER_ADDR", "127.0.0.1"),
-                int(env.get("MASTER_PORT", 29500)),
+                0 if directory else int(fixed or 29500),
+                directory,
             )
         # srun. A job step of one task is a run of one process.
         if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
-            nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-            # Derived from the job's number, so that two jobs on one node do not use the same port.
-            port = 15_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000
             return Process(
                 int(env["SLURM_PROCID"]),
                 num_tasks,
                 int(env.get("SLURM_LOCALID", 0)),
-                env.get("MASTER_ADDR") or first_host(nodes),
-                int(env.get("MASTER_PORT", port)),
+                env.get("MASTER_ADDR") or (_slurm_name() if directory else _first_slurm_host()),
+                0 if directory else int(fixed or _slurm_port()),
+                directory,
+                _slurm_start(),
             )
         return Process(0, 1, 0, "127.0.0.1", 0)
+
+
+def _slurm_name() -> str:
+    """Return the name of this node that other nodes are most likely to resolve.
+
+    That is Slurm's name of it, where it resolves at all. A site may have given its nodes names for
+    Slurm alone; and in a container with a host name of its own, only Slurm's name is the node's.
+    """
+    if node := os.environ.get("SLURMD_NODENAME"):
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.getaddrinfo(node, None)
+            return node
+    return host_name()
+
+
+def _first_slurm_host() -> str:
+    """Return the first node of this Slurm job step, or else of the job: that of rank 0."""
+    env = os.environ
+    return first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+
+
+def _slurm_port() -> int:
+    """Return the port of a job step that was started by hand, without a directory to publish in.
+
+    Derived from job and step, so that two of them on one node seldom get the same; below the ports
+    that Linux gives to outgoing connections (from 32768 on).
+    """
+    job, step = (int(os.environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return SLURM_PORTS[(job + STEP_STRIDE * step) % len(SLURM_PORTS)]
+
+
+def _slurm_start() -> str:
+    """Return job, step and restart as one word, which no two starts of ranks share."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(os.environ.get(name, "0") for name in names)
 
 
 def _num_slurm_tasks() -> int:
@@ -198,8 +229,9 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         The topology, with this process's ranks.
 
     Raises:
-        ConfigError: if the number of processes does not fit the config, or if the device cannot
-            train in its precision.
+        ConfigError: if the number of processes does not fit the config, if the device cannot
+            train in its precision, or if two processes use one GPU.
+        RunFailed: if the processes do not find each other.
     """
     process = process or Process.from_environment()
     layout = config.layout(process.world_size)
@@ -217,7 +249,8 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         else:
             dist.init_process_group(
                 platform.backend(),
-                init_method=f"tcp://{process.address}:{process.port}",
+                # The process group keeps the store, and so the port of rank 0, until `finish`.
+                store=_meet(process, config.recovery.startup_seconds),
                 rank=process.rank,
                 world_size=process.world_size,
                 timeout=COLLECTIVE_TIMEOUT,
@@ -238,6 +271,19 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
+
+
+def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: ignore[name-defined]
+    """Find the other processes, each with a device of its own; return the store they share."""
+    # Half of the limit after which the watchdog ends a start: what waits in vain says what for.
+    seconds = min(COLLECTIVE_TIMEOUT.total_seconds(), startup_seconds / 2)
+    card = platform.own_device(host_name()).to_json()
+    store = rendezvous.meet(
+        process, card, lambda cards: shared_gpus([Device.of_json(c) for c in cards]), seconds
+    )
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    # The name under which init_process_group puts a store that it makes itself.
+    return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
 
 
 def on_main(topology: Topology, function: Callable[[], T]) -> T:

@@ -59,7 +59,9 @@ def run_job(run: Path, name: str) -> int:
     def start(out: Path) -> Ranks:
         evaluate = _evaluate_arguments(plan, checkpoint, out)
         command = [*plan.job.step(), *python, *evaluate]
-        return SrunRanks(command, job_id, name, {}, paths.evaluation_log(name))
+        # The directory of this claim, which no other evaluation of the checkpoint has.
+        environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
+        return SrunRanks(command, job_id, name, environment, paths.evaluation_log(name))
 
     code = evaluate_once(run, name, start, job_owner(job_id, plan.job.num_tasks), job_is_over)
     # Also when another job made the result: that job may have been killed before its report.

@@ -72,7 +72,10 @@ def attempt(run: Path) -> int:
             command,
             job_id,
             f"attempt-{attempt.directory.name}",
-            {"PRETRAIN_ATTEMPT": str(attempt.directory)},
+            {
+                "PRETRAIN_ATTEMPT": str(attempt.directory),
+                "PRETRAIN_RENDEZVOUS": str(attempt.directory),
+            },
             paths.attempt_log(attempt.number),
         )
 

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -94,7 +93,10 @@ def run_locally(
             [*command, *config_arguments, *resume_option.arguments(again)],
             nproc,
             RunPaths(run),
-            {"PRETRAIN_ATTEMPT": str(attempt.directory)},
+            {
+                "PRETRAIN_ATTEMPT": str(attempt.directory),
+                "PRETRAIN_RENDEZVOUS": str(attempt.directory),
+            },
             append=again,
         )
 
@@ -166,11 +168,11 @@ class LocalRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked_to_end, self._deadline = False, 0.0
         self._failed_rank: int | None = None
-        port, die_with_parent = _free_port(), _die_with_parent()
+        die_with_parent = _die_with_parent()
         try:
             with signals_blocked():
                 for rank in range(nproc):
-                    variables = _rank_environment(rank, nproc, port) | dict(environment or {})
+                    variables = _rank_environment(rank, nproc) | dict(environment or {})
                     # Rank 0 has no log: it writes to the terminal.
                     name = paths.rank_log(rank) if rank else os.devnull
                     with open(name, "ab" if append else "wb") as log:
@@ -263,8 +265,11 @@ class LocalRanks:
         say("\n".join(lines[-LOG_LINES_SHOWN:]))
 
 
-def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank, with the variables that torch.distributed reads.
+def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
+    """Return the environment of a rank, with the variables that say which one it is.
+
+    A MASTER_PORT of the user's is dropped: a second run on this machine would meet the first one
+    there. Rank 0 finds a free port and publishes it.
 
     OMP_NUM_THREADS divides the cores that this process may use, unless the user has set it: by
     default every rank would start a thread per core.
@@ -276,11 +281,10 @@ def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": nproc,
         "LOCAL_WORLD_SIZE": nproc,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
     }
     return {
         "OMP_NUM_THREADS": str(max(1, cores // nproc)),
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         **{name: str(value) for name, value in distributed.items()},
     }
 
@@ -336,10 +340,3 @@ def _die_with_parent() -> Callable[[], None] | None:
 def _exit_code(code: int) -> int:
     """Return subprocess's -n for a process that signal n ended as a shell does, 128 + n."""
     return SIGNAL_CODE - code if code < 0 else code
-
-
-def _free_port() -> int:
-    """Return a TCP port that is free now, for the ranks to find each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
+    {"pretrain.devices", "pretrain.rendezvous"},
     {"pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},

@@ -1,0 +1,480 @@
+"""Test how ranks find each other, with real processes, real stores and real ports.
+
+The ranks are forked from a process that has imported torch and nothing else of weight.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain import rendezvous
+from pretrain.config import ConfigError, RunFailed
+from pretrain.devices import Device, device_index, shared_gpus
+from pretrain.rendezvous import FILE, Peer, meet
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import LAYOUT
+from pretrain.topology import Process
+from tests.end_to_end.commands import wait_for
+
+FORK = multiprocessing.get_context("fork")
+
+
+def nothing_wrong(cards: list[str]) -> str:
+    return ""
+
+
+def peer(
+    rank: int, world_size: int, directory: Path | None, start: str = "", port: int = 0
+) -> Peer:
+    return Peer(rank, world_size, rank, "127.0.0.1", port, directory, start)
+
+
+class Ranks:
+    """Forked processes that call a function and hand back what it returned or raised."""
+
+    def __init__(self, *functions: Callable[[], Any]) -> None:
+        self._ends = [FORK.Pipe() for _ in functions]
+        self.processes = [
+            FORK.Process(target=_call, args=(function, sender))
+            for function, (_, sender) in zip(functions, self._ends)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, sender in self._ends:
+            sender.close()
+
+    def results(self) -> list[Any]:
+        """Wait for the end of all; None for one that was killed."""
+        found: list[Any] = []
+        for receiver, _ in self._ends:
+            try:
+                found.append(receiver.recv() if receiver.poll(60) else "hangs")
+            except EOFError:
+                found.append(None)
+        return found
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _call(function: Callable[[], Any], sender: Any) -> None:
+    try:
+        sender.send(function())
+    except (RunFailed, ConfigError) as error:
+        sender.send(error)
+    sender.close()
+    # As `leave` does: a rank ends in the middle, whatever its threads do.
+    os._exit(0)
+
+
+@contextmanager
+def running(*functions: Callable[[], Any]) -> Iterator[Ranks]:
+    ranks = Ranks(*functions)
+    try:
+        yield ranks
+    finally:
+        ranks.kill()
+
+
+def run(*functions: Callable[[], Any]) -> list[Any]:
+    with running(*functions) as ranks:
+        return ranks.results()
+
+
+def ranks_that_meet(world_size: int, **options: Any) -> list[Callable[[], int]]:
+    """Return a function for each rank, which meets the others and returns how many have met."""
+
+    def rank(number: int) -> Callable[[], int]:
+        def call() -> int:
+            store = meet(peer(number, world_size, **options), "", nothing_wrong, 30)
+            store.add("met", 1)
+            # The store is rank 0's, so that has to stay until the last one has used it.
+            while not number and store.add("met", 0) < world_size:
+                time.sleep(0.01)
+            return world_size if number else int(store.add("met", 0))
+
+        return call
+
+    return [rank(number) for number in range(world_size)]
+
+
+# ---- the file ------------------------------------------------------------------------------------
+def test_ranks_meet_on_a_free_port(tmp_path):
+    assert run(*ranks_that_meet(3, directory=tmp_path)) == [3, 3, 3]
+    content = json.loads((tmp_path / FILE).read_text())
+    assert content.keys() == {"address", "port", "nonce", "start"}
+    assert content["address"] == "127.0.0.1" and 1024 <= content["port"] < 2**16
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == [FILE]
+    assert f"attempts/####/{FILE}" in {entry.path for entry in LAYOUT}
+
+
+def test_the_port_is_free_again_when_nothing_refers_to_the_store(tmp_path):
+    store = rendezvous._publish(peer(0, 2, tmp_path), tmp_path, 5)
+    port = json.loads((tmp_path / FILE).read_text())["port"]
+    socket.create_connection(("127.0.0.1", port)).close()
+    del store
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+class FileCalls:
+    """Counts the calls of this process that open a file or folder below a directory, by thread."""
+
+    def __init__(self) -> None:
+        self.below, self.opened = "", [0]
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        named = str(arguments[0]) if event == "open" else ""
+        if self.below and (named == FILE or named.startswith(self.below)):
+            self.opened[0] += 1
+
+
+FILE_CALLS = FileCalls()
+
+
+def test_a_rank_that_waits_asks_seldom(tmp_path, monkeypatch):
+    """A quarter of an hour in vain, by a clock that only sleep moves on."""
+    clock = [0.0]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    FILE_CALLS.below, FILE_CALLS.opened[0] = str(tmp_path), 0
+    try:
+        with pytest.raises(RunFailed):
+            meet(peer(1, 128, tmp_path), "", nothing_wrong, 900)
+    finally:
+        FILE_CALLS.below = ""
+    # Two calls a look: the folder and the file. 2 s apart after the first 17 s.
+    assert 2 * 900 / 2 <= FILE_CALLS.opened[0] <= 2 * (900 / 2 + 12)
+
+
+def test_a_file_that_appears_late_is_found(tmp_path):
+    directory = tmp_path / "attempt"
+
+    ranks = ranks_that_meet(3, directory=directory)
+
+    def late() -> int:
+        time.sleep(0.5)
+        directory.mkdir()
+        return ranks[0]()
+
+    assert run(late, *ranks[1:]) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "there is no such file"),
+        ("", "it is damaged"),
+        ('{"address": "127.0.0.1", "port": 65536, "nonce": "a", "start": "7.0.0"}', "damaged"),
+        ('{"address": "127.0.0.1", "port": "80", "nonce": "a", "start": "7.0.0"}', "damaged"),
+        (
+            '{"address": "127.0.0.1", "port": 80, "nonce": "a", "start": "7.0.0"}',
+            "it is of another start, '7.0.0'; this one is '7.1.0'",
+        ),
+    ],
+)
+def test_what_is_no_address_of_this_start_is_not_used(tmp_path, content, why):
+    if content is not None:
+        replace_file(tmp_path / FILE, content)
+    with pytest.raises(RunFailed) as failed:
+        meet(peer(1, 2, tmp_path, "7.1.0"), "", nothing_wrong, 0.2)
+    message = str(failed.value)
+    assert why in message and f"{tmp_path / FILE}: rank 1 on {socket.gethostname()}" in message
+    assert "not on a file system" in message
+
+
+def test_a_directory_that_this_node_does_not_see(tmp_path):
+    with pytest.raises(RunFailed, match="the directory cannot be opened: No such file"):
+        meet(peer(1, 2, tmp_path / "none"), "", nothing_wrong, 0.2)
+
+
+def test_a_link_is_not_followed(tmp_path):
+    replace_file(tmp_path / "real", '{"address": "a", "port": 80, "nonce": "a", "start": ""}')
+    (tmp_path / FILE).symlink_to("real")
+    with pytest.raises(RunFailed, match="it cannot be read"):
+        meet(peer(1, 2, tmp_path), "", nothing_wrong, 0.2)
+
+
+def test_the_address_of_an_earlier_start_is_passed_over_while_it_stands_there(tmp_path):
+    """Its rank 0 still listens, as when a step is killed while the next one starts."""
+    old = rendezvous._publish(peer(0, 2, tmp_path, "7.0.0"), tmp_path, 5)
+
+    first, second = ranks_that_meet(2, directory=tmp_path, start="7.1.0")
+
+    def late() -> int:
+        time.sleep(0.3)
+        return first()
+
+    assert run(late, second) == [2, 2]
+    # Nobody has handed anything in at the old one, which holds its nonce and no other key.
+    assert old.num_keys() == 1
+
+
+# ---- rank 0 ends, hangs or is somebody else ------------------------------------------------------
+def publish_and_wait(directory: Path) -> Callable[[], None]:
+    def rank_0() -> None:
+        store = rendezvous._publish(peer(0, 2, directory), directory, 60)
+        time.sleep(60)
+        del store
+
+    return rank_0
+
+
+def other_rank(directory: Path, seconds: float = 20) -> Callable[[], str]:
+    def rank_1() -> str:
+        meet(peer(1, 2, directory), "", nothing_wrong, seconds)
+        return "met"
+
+    return rank_1
+
+
+def test_a_rank_0_that_died_after_publishing_is_named_at_once(tmp_path):
+    with running(publish_and_wait(tmp_path)) as first:
+        wait_for(lambda: (tmp_path / FILE).exists(), 30)
+        first.kill()
+    [error] = run(other_rank(tmp_path, 900))
+    assert "does not listen any more. Rank 0 has ended (its output says why)" in str(error)
+
+
+def test_a_rank_0_that_dies_while_others_wait_for_it(tmp_path):
+    with running(publish_and_wait(tmp_path)) as first, running(other_rank(tmp_path, 900)) as second:
+        time.sleep(1)
+        assert second.processes[0].is_alive()
+        first.kill()
+        [error] = second.results()
+    assert "rank 0 no longer answers. Its output says why" in str(error)
+
+
+def test_a_rank_0_that_is_stopped_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+    with running(publish_and_wait(tmp_path)) as first:
+        wait_for(lambda: (tmp_path / FILE).exists(), 30)
+        os.kill(first.processes[0].pid, signal.SIGSTOP)
+        [error] = run(other_rank(tmp_path))
+    assert "does not answer (nothing for 1 s)" in str(error)
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    """Yield a port on which a program accepts connections and says nothing."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_another_program_at_the_port_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+    with listener() as port:
+        place = {"address": "127.0.0.1", "port": port, "nonce": "a", "start": ""}
+        replace_file(tmp_path / FILE, json.dumps(place))
+        [error] = run(other_rank(tmp_path))
+    assert "does not answer (nothing for 1 s)" in str(error)
+
+
+def test_another_run_s_store_at_the_port_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    store = rendezvous._publish(peer(0, 2, tmp_path), tmp_path / "other", 5)
+    place = json.loads((tmp_path / "other" / FILE).read_text()) | {"nonce": "of this run"}
+    replace_file(tmp_path / FILE, json.dumps(place))
+    with pytest.raises(RunFailed, match="is another run's"):
+        meet(peer(1, 2, tmp_path), "", nothing_wrong, 5)
+    assert store.num_keys() > 0
+
+
+def test_a_name_that_does_not_resolve_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 0.1)
+    place = {"address": "no.such.host.invalid", "port": 80, "nonce": "a", "start": ""}
+    replace_file(tmp_path / FILE, json.dumps(place))
+    with pytest.raises(RunFailed) as failed:
+        meet(peer(1, 2, tmp_path), "", nothing_wrong, 5)
+    assert "rank 0 at no.such.host.invalid:80" in str(failed.value)
+    assert "Every node must resolve that name" in str(failed.value)
+
+
+def test_ranks_that_do_not_come_are_named_on_all(tmp_path):
+    def rank(number: int) -> Callable[[], Any]:
+        return lambda: meet(peer(number, 12, tmp_path), "", nothing_wrong, 2)
+
+    first, second = run(rank(0), rank(7))
+    assert str(first) == str(second) and isinstance(second, RunFailed)
+    assert "of 12 ranks these did not come within 2 s: 1, 2, 3, 4, 5, 6, 8, 9 and 2" in str(first)
+
+
+# ---- a fixed port --------------------------------------------------------------------------------
+def test_a_fixed_port_that_is_taken_is_named(monkeypatch):
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+
+    def rank(number: int, port: int) -> Callable[[], Any]:
+        return lambda: meet(peer(number, 2, None, port=port), "", nothing_wrong, 1)
+
+    with listener() as port:
+        first, second = run(rank(0, port), rank(1, port))
+    assert f"port {port} of {socket.gethostname()} is taken by another program" in str(first)
+    assert f"no answer at 127.0.0.1:{port}" in str(second) and "MASTER_PORT" in str(second)
+
+
+def test_ranks_meet_at_a_fixed_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert run(*ranks_that_meet(3, directory=None, port=port)) == [3, 3, 3]
+
+
+# ---- what a process reads from its environment ---------------------------------------------------
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_JOB_NODELIST": "gpu[003-004]",
+    "SLURMD_NODENAME": "localhost",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (SLURM, ("gpu003", 15_000 + (4711 + 2 * 997) % 17_000, None, "4711.2.0")),
+        (
+            SLURM | {"PRETRAIN_RENDEZVOUS": "/run/attempts/0001", "SLURM_RESTART_COUNT": "1"},
+            ("localhost", 0, Path("/run/attempts/0001"), "4711.2.1"),
+        ),
+        (
+            SLURM | {"PRETRAIN_RENDEZVOUS": "/r", "SLURMD_NODENAME": "no.such.host.invalid"},
+            (socket.gethostname(), 0, Path("/r"), "4711.2.0"),
+        ),
+        (
+            SLURM | {"PRETRAIN_RENDEZVOUS": "/r", "MASTER_ADDR": "ib0"},
+            ("ib0", 0, Path("/r"), "4711.2.0"),
+        ),
+        (
+            SLURM | {"PRETRAIN_RENDEZVOUS": "/r", "MASTER_PORT": "5"},
+            ("gpu003", 5, None, "4711.2.0"),
+        ),
+        (TORCHRUN, ("127.0.0.1", 29500, None, "")),
+        (
+            TORCHRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "5", "PRETRAIN_RENDEZVOUS": "/r"},
+            ("n1", 5, None, ""),
+        ),
+        (TORCHRUN | {"PRETRAIN_RENDEZVOUS": "/r"}, ("127.0.0.1", 0, Path("/r"), "")),
+        (SLURM | TORCHRUN | {"MASTER_PORT": "5"}, ("127.0.0.1", 5, None, "")),
+        ({}, ("127.0.0.1", 0, None, "")),
+        ({"PRETRAIN_RENDEZVOUS": "/r"}, ("127.0.0.1", 0, None, "")),
+    ],
+)
+def test_where_the_ranks_meet(monkeypatch, variables, expected):
+    for name in (*SLURM, *TORCHRUN, "MASTER_ADDR", "MASTER_PORT", "PRETRAIN_RENDEZVOUS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = Process.from_environment()
+    assert (found.address, found.port, found.directory, found.start) == expected
+
+
+def test_the_port_of_a_step_by_hand_is_never_one_of_outgoing_connections(monkeypatch):
+    for name in (*TORCHRUN, "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    ports = set()
+    for job in range(60_000, 80_000):
+        monkeypatch.setenv("SLURM_JOB_ID", str(job))
+        ports.add(Process.from_environment().port)
+    assert min(ports) >= 15_000 and max(ports) < 32_768 and len(ports) == 17_000
+
+
+# ---- devices -------------------------------------------------------------------------------------
+def gpus(*bound: tuple[str, str, str]) -> list[Device]:
+    """The devices of ranks from (host, uuid, CUDA_VISIBLE_DEVICES), through what ranks send."""
+    return [Device.of_json(Device(*each).to_json()) for each in bound]
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "expected"),
+    [(8, [0, 1, 2, 3, 4, 5, 6, 7]), (1, [0] * 8), (4, [0, 1, 2, 3] * 2), (2, [0, 1] * 4)],
+)
+def test_a_process_takes_the_gpu_of_its_local_rank_among_those_it_sees(num_visible, expected):
+    assert [device_index(rank, num_visible) for rank in range(8)] == expected
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        gpus(*(("n1", f"GPU-{r}", "0,1,2,3") for r in range(4))),
+        gpus(*((f"n{r // 2}", f"GPU-{r}", str(r % 2)) for r in range(4))),
+        # In another virtual machine a GPU may have the same id.
+        gpus(("n1", "GPU-0", "0"), ("n2", "GPU-0", "0")),
+        gpus(("n1", "", ""), ("n1", "", "")),
+    ],
+    ids=["all visible", "one visible", "two hosts", "on the CPU"],
+)
+def test_a_gpu_for_each_rank_is_right(devices):
+    assert shared_gpus(devices) == ""
+
+
+def test_ranks_that_share_a_gpu_are_named():
+    devices = gpus(("n1", "GPU-a", "0"), ("n1", "GPU-b", "1"), ("n1", "GPU-a", "0,1"))
+    message = shared_gpus([*devices, Device("n2", "GPU-c", None), Device("n2", "GPU-c", None)])
+    assert (
+        "GPU-a on n1 is used by rank 0 (CUDA_VISIBLE_DEVICES = 0) and rank 2 (CUDA_VISIBLE_DEVICES "
+        "= 0,1); GPU-c on n2 is used by rank 3 (CUDA_VISIBLE_DEVICES not set) and rank 4" in message
+    )
+    assert "GPU-b" not in message and "--gpus-per-task=1" in message
+
+
+def test_a_wrong_binding_is_refused_on_all_ranks_with_one_message(tmp_path):
+    def judge(cards: list[str]) -> str:
+        return shared_gpus([Device.of_json(card) for card in cards])
+
+    def rank(number: int) -> Callable[[], Any]:
+        card = Device("n1", "GPU-a", "0").to_json()
+        return lambda: meet(peer(number, 3, tmp_path), card, judge, 30)
+
+    errors = run(rank(0), rank(1), rank(2))
+    assert {type(error) for error in errors} == {ConfigError}
+    assert len({str(error) for error in errors}) == 1 and "rank 2 (CUDA_V" in str(errors[0])
+
+
+def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):
+    """deepspeed/runtime/engine.py calls set_device(LOCAL_RANK)."""
+    from pretrain import platform
+
+    chosen: list[int] = []
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(platform.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(platform.torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    platform._select_device(3)
+    assert chosen == [0] and os.environ["LOCAL_RANK"] == "0"
+    monkeypatch.setattr(platform, "has_cuda", lambda: False)
+    platform._select_device(3)
+    assert chosen == [0] and os.environ["LOCAL_RANK"] == "3"
+
+
+def test_threads_of_this_process_end_with_their_ranks(tmp_path):
+    """What waits on a store that never answers is a daemon thread, which holds no process back."""
+    before = threading.active_count()
+    with pytest.raises(RunFailed, match="nothing for 0 s"):
+        rendezvous._within(0.1, lambda: time.sleep(5), "late")
+    assert threading.active_count() == before + 1
+    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
