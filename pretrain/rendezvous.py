@@ -39,7 +39,8 @@ from pretrain.rundir.files import from_json, parse_json, replace_file
 T = TypeVar("T")
 
 FILE = "rendezvous.json"
-"""The file in which rank 0 publishes where it listens; `rundir.paths.LAYOUT` has a row for it."""
+"""The file in which rank 0 publishes where it listens, until all ranks have come;
+`rundir.paths.LAYOUT` has a row for it."""
 FILE_MODE = 0o600
 """For the user alone: whoever knows address and port can talk to the ranks."""
 FIRST_PAUSE_SECONDS = 0.05
@@ -116,7 +117,14 @@ def meet(peer: Peer, card: str, judge: Callable[[list[str]], str], seconds: floa
         store = _publish(peer, peer.directory, seconds)
     else:
         store = _find(peer, peer.directory, seconds)
-    _hand_in(PrefixStore("cards", store), peer, card, judge, seconds)
+    try:
+        _hand_in(PrefixStore("cards", store), peer, card, judge, seconds)
+    finally:
+        if peer.directory is not None and peer.rank == 0:
+            # All have read it, or the start failed. What does not lie there cannot be taken for the
+            # address of a later start.
+            with contextlib.suppress(OSError):
+                (peer.directory / FILE).unlink()
     return store
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -44,16 +44,16 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        # A free port for the rendezvous of the ranks, chosen by the kernel.
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Where rank 0 publishes its port.
+        self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, rank, self.world_size, port, self.cuda), daemon=True
+                target=_work,
+                args=(theirs, rank, self.world_size, self._folder.name, self.cuda),
+                daemon=True,
             )
             process.start()
             # Only the worker keeps its end open, so that its death reads as end of file on ours.
@@ -103,6 +103,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
+        self._folder.cleanup()
 
     def _num_threads(self) -> int:
         """Return the threads of the first worker; 0 where the system does not say."""
@@ -116,14 +117,14 @@ class Pool:
         self._start()
 
 
-def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -> None:
+def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool) -> None:
     """Serve tasks from a pipe until it is closed. This is the main function of a worker process.
 
     Args:
         pipe: Receives (task, args, kwargs) and sends (True, result) or (False, traceback).
         rank: Rank of this worker.
         world_size: Number of workers.
-        port: Port of the rendezvous.
+        folder: Where rank 0 publishes its port.
         cuda: Leave the GPUs visible.
     """
     warnings.simplefilter("ignore")
@@ -132,8 +133,9 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, cuda: bool) -
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "PRETRAIN_RENDEZVOUS": folder,
     }
+    os.environ.pop("MASTER_PORT", None)
     # Before torch is imported: CUDA reads this variable once.
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -129,14 +128,8 @@ class Started(NamedTuple):
 @contextmanager
 def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Started]:
     """Run `pretrain` with these arguments on `world_size` ranks; on exit, kill those left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = {
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(probe.getsockname()[1]),
-        }
     with TemporaryDirectory() as folder:
+        rendezvous = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
         processes = [
             _start(
                 arguments,

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -342,15 +341,12 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     assert done.code == 0, done.text
     assert losses(workspace / "runs/torchrun") == expected
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     job = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "gpu[003-004]",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "PRETRAIN_RENDEZVOUS": str(workspace),
     }
     tasks = ranks(arguments("srun"), [job | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in "01"])
     assert [task.code for task in tasks] == [0, 0], tasks

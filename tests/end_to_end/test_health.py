@@ -62,12 +62,9 @@ def test_poisoned_state_ends_the_command_with_1(workspace, config, step, kind, v
     assert [a.ended.outcome for a in read_attempts(run)] == ["failed"]
 
 
-def test_tensor_ranks_that_differ_end_with_81(workspace, config):
+def test_tensor_ranks_that_differ_end_with_81(workspace, config, tmp_path):
     run = workspace / "runs/diverged"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        rendezvous["MASTER_PORT"] = str(probe.getsockname()[1])
+    rendezvous = {"WORLD_SIZE": "2", "PRETRAIN_RENDEZVOUS": str(tmp_path)}
     settings = [f"run.directory={run}", "parallel.tensor_model_parallel_size=2"]
     command = [*_program(4, "master", "1.5"), "train", str(config)]
     command += [word for setting in settings for word in ("--set", setting)]

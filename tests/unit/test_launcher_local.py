@@ -23,7 +23,7 @@ RANK_VARIABLES = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
-    "MASTER_PORT",
+    "PRETRAIN_RENDEZVOUS",
     "OMP_NUM_THREADS",
 )
 PATIENCE_SECONDS = 20.0
@@ -88,17 +88,20 @@ class Launched:
         return self.process.returncode, errors
 
 
-def test_every_rank_gets_the_variables_of_torch_distributed(tmp_path, monkeypatch):
+def test_every_rank_is_told_which_one_it_is_and_where_to_meet_the_others(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    # Of the user's shell; two runs on this machine would meet there.
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "other")
     folder = str(tmp_path)
     code = f"values = [os.environ[name] for name in {RANK_VARIABLES!r}]\n"
+    code += "assert 'MASTER_PORT' not in os.environ\n"
     code += f"open({folder!r} + f'/{{rank}}', 'w').write(' '.join(values))"
     assert run_processes(python(code), 3, tmp_path) == 0
     values = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
-    port = values[0][5]
-    assert values == [[str(r), str(r), "3", "3", "127.0.0.1", port, threads] for r in range(3)]
-    assert 1024 <= int(port) < 65536
+    where = f"{tmp_path}/attempts/0001"
+    assert values == [[str(r), str(r), "3", "3", "127.0.0.1", where, threads] for r in range(3)]
 
 
 def test_a_number_of_threads_that_is_set_stays(tmp_path, monkeypatch):

@@ -116,11 +116,17 @@ def ranks_that_meet(world_size: int, **options: Any) -> list[Callable[[], int]]:
 # ---- the file ------------------------------------------------------------------------------------
 def test_ranks_meet_on_a_free_port(tmp_path):
     assert run(*ranks_that_meet(3, directory=tmp_path)) == [3, 3, 3]
-    content = json.loads((tmp_path / FILE).read_text())
-    assert content.keys() == {"address", "port", "nonce", "start"}
-    assert content["address"] == "127.0.0.1" and 1024 <= content["port"] < 2**16
-    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
-    assert os.listdir(tmp_path) == [FILE]
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_rank_0_publishes(tmp_path):
+    with running(publish_and_wait(tmp_path)):
+        wait_for(lambda: (tmp_path / FILE).exists(), 30)
+        content = json.loads((tmp_path / FILE).read_text())
+        assert content.keys() == {"address", "port", "nonce", "start"}
+        socket.create_connection((content["address"], content["port"])).close()
+        assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+        assert os.listdir(tmp_path) == [FILE]
     assert f"attempts/####/{FILE}" in {entry.path for entry in LAYOUT}
 
 
