@@ -1,0 +1,181 @@
+"""Check on a real Slurm how ranks find each other and which GPU each takes.
+
+The ranks do nothing else; see `tests.slurm.meeting`. All nodes share this machine's network, so a
+port that this process takes is taken on every node.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pretrain.devices import Device, shared_gpus
+from tests.end_to_end.commands import ROOT
+from tests.slurm.cluster import Cluster
+
+
+class Allocation:
+    """A job that holds nodes while the test starts steps in it, as with salloc."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *options: str) -> None:
+        self.cluster, self.folder, self.num_steps = cluster, folder, 0
+        words = ["--parsable", "--output=/dev/null", "--no-requeue", *options]
+        done = cluster.run("sbatch", *words, "--wrap=sleep 600")
+        assert done.returncode == 0, done.stderr
+        self.job_id = done.stdout.strip()
+        cluster.wait_for_job(self.job_id, ["RUNNING"])
+
+    def step(
+        self, *options: str, starts: int = 1, what: str = "meet", seconds: float = 60
+    ) -> list[dict[int, str]]:
+        """Run the ranks as a step of the job; return what each said, by start and rank."""
+        folder = self.folder / f"{self.job_id}.{self.num_steps}"
+        self.num_steps += 1
+        for start in range(starts):
+            (folder / str(start)).mkdir(parents=True)
+        ranks = [sys.executable, "-m", "tests.slurm.meeting", folder, starts, what, seconds]
+        # The variables of this process's own environment must not decide where ranks meet.
+        done = self.cluster.run(
+            "env",
+            "-u",
+            "MASTER_PORT",
+            "srun",
+            f"--jobid={self.job_id}",
+            "--overlap",
+            *options,
+            *ranks,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        return [
+            {
+                int(said.name.removeprefix("said-")): said.read_text()
+                for said in (folder / str(start)).glob("said-*")
+            }
+            for start in range(starts)
+        ]
+
+
+@contextmanager
+def allocation(cluster: Cluster, folder: Path, *options: str) -> Iterator[Allocation]:
+    held = Allocation(cluster, folder, *options)
+    try:
+        yield held
+    finally:
+        cluster.run("scancel", held.job_id)
+
+
+@contextmanager
+def listener(port: int) -> Iterator[None]:
+    """Take a port, accept connections on it and say nothing."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("", port))
+        taken.listen()
+        yield
+
+
+def port_of_job(job_id: str) -> int:
+    """The port on which every attempt of a job met before ranks published one."""
+    return 15_000 + int(job_id) % 20_000
+
+
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
+
+
+ONE_EACH = ("--nodes=2", "--ntasks-per-node=1")
+
+
+def check_starts(held: Allocation, steps: int, starts: int) -> None:
+    everyone = {0: "met", 1: "met", 2: "met", 3: "met"}
+    for _ in range(steps):
+        assert held.step(*TWO_NODES, starts=starts) == [everyone] * starts
+
+
+def test_ranks_meet_although_the_port_of_the_job_is_taken(cluster: Cluster, tmp_path: Path) -> None:
+    with allocation(cluster, tmp_path, *TWO_NODES) as held:
+        with listener(port_of_job(held.job_id)):
+            check_starts(held, steps=1, starts=3)
+        # Without a directory the port follows from job and step, and the error names it.
+        port = 15_000 + (int(held.job_id) + 997) % 17_000
+        with listener(port):
+            [said] = held.step(*ONE_EACH, what="by hand", seconds=2)
+        assert re.match(rf"RunFailed: port {port} of n\d+ is taken by another program", said[0])
+        assert f":{port}, where rank 0 should listen" in said[1]
+        # The next step has another port.
+        assert held.step(*ONE_EACH, what="by hand") == [{0: "met", 1: "met"}]
+
+
+@pytest.mark.torture
+def test_two_hundred_starts_with_the_port_taken(cluster: Cluster, tmp_path: Path) -> None:
+    with allocation(cluster, tmp_path, *TWO_NODES) as held, listener(port_of_job(held.job_id)):
+        check_starts(held, steps=4, starts=50)
+
+
+def test_two_jobs_meet_on_one_node_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--nodes=1", "--ntasks=2")
+    with (
+        allocation(cluster, tmp_path, *options, "--nodelist=n1") as first,
+        allocation(cluster, tmp_path, *options, "--nodelist=n1") as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        both = [pool.submit(job.step, *options, starts=10) for job in (first, second)]
+        assert [done.result() for done in both] == [[{0: "met", 1: "met"}] * 10] * 2
+
+
+def test_a_rank_0_that_dies_ends_the_others_with_an_error(cluster: Cluster, tmp_path: Path) -> None:
+    with allocation(cluster, tmp_path, *ONE_EACH) as held:
+        [before] = held.step(*ONE_EACH, what="die before", seconds=2)
+        [after] = held.step(*ONE_EACH, what="die after", seconds=20)
+    assert before.keys() == after.keys() == {1}
+    assert "rendezvous.json: rank 1 on n" in before[1] and "(there is no such file)" in before[1]
+    # At once where the port is closed; a rank that was connecting loses its connection.
+    words = ("Rank 0 has ended", "rank 0 no longer answers", "does not answer")
+    assert any(word in after[1] for word in words), after
+
+
+# What each rank says of its device. The tests' GPUs have a number and nothing else.
+DEVICE = """
+import os, sys
+from pretrain.devices import Device, device_index
+visible = os.environ["CUDA_VISIBLE_DEVICES"]
+numbers = visible.split(",")
+gpu = numbers[device_index(int(os.environ["SLURM_LOCALID"]), len(numbers))]
+print(os.environ["SLURM_PROCID"], Device(os.environ["SLURMD_NODENAME"], gpu, visible).to_json())
+"""
+
+
+def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    ranks = ("--nodes=2", "--ntasks-per-node=4")
+
+    def devices(*options: str) -> list[Device]:
+        done = cluster.run(
+            "srun", *ranks, "--gpus-per-node=4", *options, sys.executable, "-c", DEVICE, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        lines = sorted(done.stdout.splitlines(), key=lambda line: int(line.split()[0]))
+        return [Device.of_json(line.split(maxsplit=1)[1]) for line in lines]
+
+    for option, visible in {
+        "--gpu-bind=none": ["0,1,2,3"] * 4,
+        "--gpus-per-task=1": ["0", "1", "2", "3"],
+        "--gpu-bind=single:1": ["0", "1", "2", "3"],
+        "--gpu-bind=map_gpu:0,1,2,3": ["0", "1", "2", "3"],
+    }.items():
+        found = devices(option)
+        assert [device.visible for device in found] == visible * 2, option
+        assert [device.uuid for device in found] == ["0", "1", "2", "3"] * 2, option
+        assert shared_gpus(found) == "", option
+    # Bound wrongly: all ranks of a node to its first two GPUs.
+    message = shared_gpus(devices("--gpu-bind=map_gpu:0,1,0,1"))
+    words = r"0 on n\d+ is used by rank 0 \(CUDA_VISIBLE_DEVICES = 0\) and rank 2 \(CUDA"
+    assert re.search(words, message) and "and 1 more GPUs" in message, message
