@@ -352,7 +352,7 @@ def _judge(
             f"{named}{more}. Their output says why, or where they hang",
             "wrong": "",
         }
-    return {"missing": "", "wrong": judge([store.get(card).decode() for card in cards])}
+    return {"missing": "", "wrong": judge([card.decode() for card in store.multi_get(cards)])}
 
 
 def _announce(store: Store, world_size: int, verdict: dict[str, str]) -> None:
@@ -370,7 +370,8 @@ def _ask(store: Store, rank: int, card: str, seconds: float) -> dict[str, str]:
     store.set(_card(rank), card)
     store.wait(["verdict"], datetime.timedelta(seconds=seconds))
     verdict: dict[str, str] = json.loads(store.get("verdict"))
-    store.set(f"read/{rank}", "")
+    if any(verdict.values()):
+        store.set(f"read/{rank}", "")
     return verdict
 
 
