@@ -169,7 +169,7 @@ def test_every_rank_has_a_gpu_of_its_own_however_slurm_binds_them(
         return [Device.of_json(line.split(maxsplit=1)[1]) for line in lines]
 
     for option, visible in {
-        "--gpu-bind=none": ["0,1,2,3"] * 4,
+        "--gpus-per-node=4": ["0,1,2,3"] * 4,
         "--gpus-per-task=1": ["0", "1", "2", "3"],
         "--gpu-bind=single:1": ["0", "1", "2", "3"],
         "--gpu-bind=map_gpu:0,1,2,3": ["0", "1", "2", "3"],
