@@ -317,12 +317,13 @@ def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedPro
         SlurmAway: slurmctld does not answer.
         SlurmError: squeue failed otherwise.
     """
+    deadline = time.monotonic() + COMMAND_SECONDS
     while True:
         tries -= 1
         try:
             return _run("squeue", ["--noheader", *arguments])
         except SlurmError as error:
-            if _UNKNOWN_JOB in str(error) or tries <= 0:
+            if _UNKNOWN_JOB in str(error) or tries <= 0 or time.monotonic() > deadline:
                 raise
         time.sleep(RETRY_SECONDS)
 

@@ -49,6 +49,8 @@ POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
 EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
+STOP_SECONDS = 2.0
+"""How long the end of an attempt waits for a call in a thread before it is recorded."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
 SIGNAL_CODE = 128
@@ -94,11 +96,11 @@ class Repeater(threading.Thread):
             if self._over.wait(self._seconds):
                 return
 
-    def stop(self) -> None:
-        """Stop calling, and wait for a call that is under way."""
+    def stop(self, seconds: float | None = None) -> None:
+        """Stop calling, and wait for a call that is under way, for `seconds` at most."""
         self._over.set()
         if self.is_alive():
-            self.join()
+            self.join(seconds)
 
 
 @dataclass
@@ -167,11 +169,13 @@ class Supervisor:
             self._record(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, reason))
             raise
         finally:
-            # In reverse, so that the heartbeat goes on while a call to `evaluate` ends.
+            # In reverse, so that the heartbeat goes on while a call to `evaluate` ends. Slurm may
+            # take minutes to answer that, and the job's time may be over before.
             for thread in reversed(threads):
-                thread.stop()
+                thread.stop(STOP_SECONDS)
         end = self._conclude(attempt, verdict)
         if evaluate and not end.again:
+            threads[-1].stop()
             evaluate(True)
         return end
 

@@ -24,9 +24,14 @@ EVENTS: list[tuple[str, str]] = []
 _COUNTS = False
 
 
+def _path(argument):
+    """Return what an event says was opened; "" for a descriptor."""
+    return "" if isinstance(argument, int) else os.fsdecode(argument)
+
+
 def _hook(event, arguments):
     if _COUNTS and event in ("open", "os.listdir", "os.scandir") and arguments:
-        EVENTS.append((event, os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else ""))
+        EVENTS.append((event, _path(arguments[0])))
 
 
 # It cannot be removed again.
