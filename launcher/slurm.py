@@ -6,6 +6,7 @@ of the command.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -307,7 +308,9 @@ def _split_pending_tasks(job_id: str) -> None:
         # An update of some of its tasks takes them out of the record, one of all would not, so one
         # stays. The value is what sbatch was given.
         tasks = ",".join(together[1:])
-        _run("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
+        # One that starts meanwhile is refused, and has a record of its own then.
+        with contextlib.suppress(SlurmError):
+            _run("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
 
 
 def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedProcess[str]:

@@ -287,6 +287,20 @@ def test_a_holder_elsewhere_that_ends_while_it_is_waited_for(tmp_path, lease, mo
         (Owner.here(slurm_job_id="6", slurm_cluster="c"), True, True),
         (Owner.here(), True, True),  # from the login node
         (
+            Owner.here(
+                slurm_job_id="4_1", slurm_raw_job_id="5", slurm_restart_count=1, slurm_cluster="c"
+            ),
+            False,
+            True,
+        ),  # requeued task of an array, recorded by an earlier release
+        (
+            Owner.here(
+                slurm_job_id="5_0", slurm_raw_job_id="6", slurm_restart_count=1, slurm_cluster="c"
+            ),
+            False,
+            False,
+        ),  # another task of the array whose last task has the array's id
+        (
             Owner.here(slurm_job_id="6", slurm_cluster="c"),
             None,
             False,
