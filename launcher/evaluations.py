@@ -164,7 +164,7 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
         for record in read_jobs(run)
         if record.kind == JobKind.EVALUATE and record.checkpoint in waiting
     ]
-    states = slurm.jobs(record.job_id for record in sent)
+    states = slurm.jobs((record.job_id for record in sent), slurm.TRIES)
     if states is None:
         raise slurm.SlurmAway("squeue: slurmctld does not answer")
     # An evaluation job calls this at its end. If its own checkpoint still waits, it has failed, and

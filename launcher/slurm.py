@@ -6,9 +6,11 @@ of the command.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,11 @@ from pretrain.config import ConfigError, RunFailed
 
 COMMAND_SECONDS = 120.0
 """The longest time for one command; longer than Slurm's own timeouts."""
+TRIES = 5
+"""How often squeue is asked before an order is given up that needs its answer. Where the answer is
+only shown, or asked for again later, it is asked once."""
+RETRY_SECONDS = 1.0
+"""Time between two of these tries."""
 OVER = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -68,6 +75,8 @@ _RANK_VARIABLES = (
 the rank of a process that submits must not become the rank of the job's processes."""
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 """Variables of Slurm that say how to reach the cluster."""
+_UNKNOWN_JOB = "Invalid job id"
+"""What squeue prints for a job that Slurm has never had, or has forgotten."""
 
 
 class SlurmError(RunFailed):
@@ -157,11 +166,12 @@ def test(arguments: Sequence[str], script: str) -> str:
     return _words(answer.stderr or answer.stdout)
 
 
-def jobs(ids: Iterable[str]) -> dict[str, JobState] | None:
+def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState] | None:
     """Ask Slurm for the states of jobs.
 
     Args:
         ids: "123", for a task of an array "123_0" or its raw id.
+        tries: How often squeue is asked when it fails.
 
     Returns:
         The states by the ids that were asked for, or None when slurmctld does not answer. Slurm
@@ -177,12 +187,12 @@ def jobs(ids: Iterable[str]) -> dict[str, JobState] | None:
     columns = ",".join(f"{field}:|" for field in _FIELDS)
     query = ["--array", "--states=all", f"--jobs={','.join(sorted(asked))}"]
     try:
-        answer = _run("squeue", ["--noheader", *query, f"--Format={columns}"])
+        answer = _squeue([*query, f"--Format={columns}"], tries)
     except SlurmAway:
         return None
     except SlurmError as error:
         # squeue fails like this for a single forgotten id; among several it leaves one out.
-        if "Invalid job id" in str(error):
+        if _UNKNOWN_JOB in str(error):
             return {}
         raise
     states = [
@@ -201,16 +211,11 @@ def jobs_named(name: str) -> dict[str, set[str]] | None:
     """Ask Slurm for this user's jobs of a name that are not over; the tasks of an array are one.
 
     Returns:
-        "RUNNING" or why the job waits, for each part of a job, by job id. None when slurmctld does
-        not answer.
-
-    Raises:
-        SlurmError: squeue failed for another reason.
+        "RUNNING" or why the job waits, for each part of a job, by job id. None when squeue fails.
     """
-    query = ["--noheader", "--me", f"--name={name}", "--format=%F|%T|%r"]
     try:
-        answer = _run("squeue", query)
-    except SlurmAway:
+        answer = _squeue(["--me", f"--name={name}", "--format=%F|%T|%r"])
+    except SlurmError:
         return None
     found: dict[str, set[str]] = {}
     for line in answer.stdout.splitlines():
@@ -226,10 +231,7 @@ def array_ends(job_id: str) -> Counter[str]:
     Nothing while slurmctld does not answer: this is for messages alone.
     """
     try:
-        answer = _run(
-            "squeue",
-            ["--noheader", "--array", "--states=all", f"--jobs={job_id}", "--format=%T"],
-        )
+        answer = _squeue(["--array", "--states=all", f"--jobs={job_id}", "--format=%T"])
     except SlurmError:
         return Counter()
     return Counter(state for state in answer.stdout.split() if state in OVER)
@@ -255,11 +257,6 @@ def requeue(job_id: str) -> None:
     _run("scontrol", ["requeue", job_id])
 
 
-def rename(job_id: str, name: str) -> None:
-    """Give a job, or one task of an array, another name in squeue."""
-    _run("scontrol", ["update", f"JobId={job_id}", f"JobName={name}"])
-
-
 def cancel(job_id: str) -> None:
     """End a job: Slurm sends SIGTERM to its processes and, after KillWait seconds, SIGKILL."""
     _run("scancel", [job_id])
@@ -272,8 +269,8 @@ def steps(job_id: str, name: str) -> list[str]:
         job_id: The job.
         name: The step's name, from srun --job-name.
     """
-    query = ["--noheader", f"--jobs={job_id}", "--format=%i|%j"]
-    lines = _run("squeue", ["--steps", *query]).stdout.splitlines()
+    query = ["--steps", f"--jobs={job_id}", "--format=%i|%j"]
+    lines = _squeue(query, TRIES).stdout.splitlines()
     parts = [line.strip().partition("|") for line in lines]
     return [step for step, _, step_name in parts if step_name == name]
 
@@ -288,7 +285,51 @@ def signal(job_id: str, name: str, batch: bool = False) -> None:
             launcher, which must know that it was asked to stop, or it would start the ranks again.
             It passes the signal on to the ranks.
     """
+    if "." not in job_id:
+        _split_pending_tasks(job_id)
     _run("scancel", [f"--signal={name}", *(["--batch"] if batch else []), job_id])
+
+
+def _split_pending_tasks(job_id: str) -> None:
+    """Give the pending tasks of a task's array records of their own, so that it takes a signal.
+
+    slurmctld keeps the tasks that have not started yet in one record. While it holds several,
+    slurmctld delivers a signal to a running task and answers all the same that the job cannot be
+    altered now (_signal_pending_job_array_tasks in Slurm's src/slurmctld/job_mgr.c). scancel then
+    sends the signal nine times more, which takes 95 s, and fails.
+    """
+    array, is_task, _ = job_id.partition("_")
+    if not is_task:
+        return
+    query = ["--array", "--states=PENDING", f"--jobs={array}", "--format=%A %K"]
+    lines = _squeue(query, TRIES).stdout.splitlines()
+    # The tasks of that record have the array's id for their own.
+    together = [task for raw, task in map(str.split, lines) if raw == array]
+    if len(together) > 1:
+        # An update of some of its tasks takes them out of the record, one of all would not, so one
+        # stays. The value is what sbatch was given.
+        tasks = ",".join(together[1:])
+        # One that starts meanwhile is refused, and has a record of its own then.
+        with contextlib.suppress(SlurmError):
+            _run("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
+
+
+def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run squeue without its head line, and again when it fails for another reason than the job.
+
+    Raises:
+        SlurmAway: slurmctld does not answer.
+        SlurmError: squeue failed otherwise.
+    """
+    deadline = time.monotonic() + COMMAND_SECONDS
+    while True:
+        tries -= 1
+        try:
+            return _run("squeue", ["--noheader", *arguments])
+        except SlurmError as error:
+            if _UNKNOWN_JOB in str(error) or tries <= 0 or time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 def _run(

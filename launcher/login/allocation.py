@@ -177,7 +177,7 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
         for record in read_jobs(run.directory)
         if record.kind == JobKind.TRAIN
     }
-    states = slurm.jobs(sent)
+    states = slurm.jobs(sent, slurm.TRIES)
     if states is None:
         job_id, run = list(sent.items())[-1]
         raise slurm.SlurmAway(

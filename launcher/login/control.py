@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
+from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
 from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
@@ -134,7 +135,7 @@ def _jobs_in_queue(run: Path, records: Sequence[JobRecord], *kinds: str) -> list
     Raises:
         SlurmAway: Slurm gave no answer.
     """
-    queue = ask_slurm([record.job_id for record in records])
+    queue = ask_slurm([record.job_id for record in records], slurm.TRIES)
     if queue.away:
         raise slurm.SlurmAway(
             f"{run}: the states of its jobs are unknown: {queue.away}. Try again later"
@@ -202,21 +203,20 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
     Returns:
         The attempt, or None if the job ended before it began one.
     """
-    printed, last_squeue = "", time.monotonic()
+    records, printed = Records(), ""
+    answers = Repeated(lambda: ask_slurm([job.job_id]), SQUEUE_SECONDS)
     while True:
         # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
         # asked before the files are read, so an end that was written until then is seen.
-        job_is_over = False
-        if time.monotonic() - last_squeue > SQUEUE_SECONDS:
-            last_squeue = time.monotonic()
-            queue = ask_slurm([job.job_id])
-            forgotten = job.job_id not in queue.states
-            job_is_over = not queue.away and (forgotten or queue.states[job.job_id].is_over)
+        job_is_over, queue = False, answers.new()
+        if queue is not None and not queue.away:
+            state = queue.states.get(job.job_id)
+            job_is_over = state is None or state.is_over
         # A requeued job keeps its id: earlier attempts of the same job differ in the count.
         attempts = [
             attempt
-            for attempt in read_attempts(run)
-            if attempt.owner.slurm_job_id == job.raw_id
+            for attempt in records.attempts(run)
+            if attempt.owner.is_of_job(job.job_id, job.raw_id)
             and (attempt.owner.slurm_restart_count or 0) == job.restarts
         ]
         attempt = attempts[-1] if attempts else None
@@ -253,17 +253,16 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     if index is not None:
         # Still an array, of this run's task alone: the script chooses the run by
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
-        arguments = [
-            f"--array={index}" if word.startswith("--array=") else word for word in arguments
-        ]
+        own = {"--array=": str(index), "--job-name=": record.name}
+        arguments = [_with_own_value(word, own) for word in arguments]
     number = slurm.submit(arguments, script)
     # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
-    if index is not None:
-        try:
-            slurm.rename(job_id, record.name)
-        except slurm.SlurmError as error:
-            print(f"warning: job {job_id}: could not be renamed, it has the array's name: {error}")
     print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")
+
+
+def _with_own_value(word: str, own: Mapping[str, str]) -> str:
+    """Return an option of sbatch, "--array=0-7", with the value of `own` where that has one."""
+    return next((name + value for name, value in own.items() if word.startswith(name)), word)

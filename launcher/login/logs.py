@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError
+from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import read_jobs
@@ -111,20 +112,20 @@ def follow(run: Path, rank: int | None = None) -> str:
         ConfigError: There is no such rank, or its output goes to a terminal.
     """
     check_run(run)
-    end_of_run = _EndOfRun(run)
+    records = Records()
+    end_of_run = _EndOfRun(run, records)
     log: LogReader | None = None
     attempt: AttemptRecord | None = None
-    if not read_attempts(run):
+    if records.newest_attempt(run) is None:
         print(
             f"{run}: no attempt has begun; waiting for the first one. {_why_no_log(run)}",
             file=sys.stderr,
             flush=True,
         )
     while True:
-        attempts = read_attempts(run)
+        newest = records.newest_attempt(run)
         # Before the log is read, so that it contains all that was printed until this end.
-        end = end_of_run.reason(attempts)
-        newest = attempts[-1] if attempts else None
+        end = end_of_run.reason(newest)
         lines = log.read() if log else []
         _write(lines)
         # The old log is read to its end before the next attempt's is begun.
@@ -217,20 +218,22 @@ class _EndOfRun:
     moment in which no attempt is alive and no job is running.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._run, self._last_squeue, self._last_answer = run, time.monotonic(), ""
+    def __init__(self, run: Path, records: Records) -> None:
+        self._run = run
+        self._status = Repeated(lambda: read_statuses([run], records=records)[0][0], SQUEUE_SECONDS)
+        self._last_answer = ""
 
-    def reason(self, attempts: list[AttemptRecord]) -> str:
+    def reason(self, newest: AttemptRecord | None) -> str:
         """Return how the run ended; "" while it goes on."""
-        ended = attempts[-1].ended if attempts else None
+        ended = newest.ended if newest else None
         if ended and ended.outcome not in STARTED_AGAIN:
             return f"{self._run}: {in_words(ended.outcome)}: {ended.reason}"
-        if time.monotonic() - self._last_squeue < SQUEUE_SECONDS:
+        status = self._status.new()
+        if status is None:
             return ""
-        [status], _ = read_statuses([self._run])
         answer = f"{self._run}: {status.state}: {status.reason}" if status.is_over else ""
         confirmed = bool(answer) and answer == self._last_answer
-        self._last_squeue, self._last_answer = time.monotonic(), answer
+        self._last_answer = answer
         return answer if confirmed else ""
 
 

@@ -6,19 +6,22 @@ minutes after its end and is away at times, so each answer also has to work with
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import os
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
 from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
+from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
-from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.attempts import AttemptRecord, last_heartbeat
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
@@ -31,6 +34,8 @@ RATE_STEPS = 50
 TAIL_BYTES = 256 * 1024
 """How much of the end of metrics.jsonl is read, which may be huge: `RATE_STEPS` steps of some 300
 bytes, and some evaluations between them."""
+UNREADABLE = "unreadable"
+"""The state of a run whose files cannot be read, which may be so for a moment only."""
 SEARCH_DEPTH = 4
 """How many levels below runs/ a run is looked for."""
 
@@ -66,9 +71,11 @@ class RunStatus:
     run: Path
     state: str
     """Slurm's state while a training job is in the queue (PENDING, RUNNING, ...). Otherwise one of
-    ours, in lower case: running, unknown, ended, died, not started, not recorded, or an outcome."""
+    ours, in lower case: running, unknown, ended, died, not started, not recorded, unreadable, or an
+    outcome."""
     reason: str
-    """Slurm's reason for the state, or the reason for which the last attempt ended."""
+    """Slurm's reason for the state, the reason for which the last attempt ended, or what keeps the
+    run from being read."""
     nodes: str
     """Slurm's node list, or the host; empty if the run holds no nodes."""
     restarts: int
@@ -98,27 +105,58 @@ class RunStatus:
     @property
     def is_over(self) -> bool:
         """True if the run neither runs nor waits, and will not unless somebody starts it again."""
-        return self.job is None and self.state not in ("running", "unknown")
+        return self.job is None and self.state not in ("running", "unknown", UNREADABLE)
 
 
 def read_statuses(
-    runs: Sequence[Path], now: float | None = None
+    runs: Sequence[Path], now: float | None = None, records: Records | None = None
 ) -> tuple[list[RunStatus], str | None]:
     """Return the status of each run, and why Slurm did not answer (None if it did).
 
     All runs share one call of squeue, because squeue(1) warns that many calls in a row slow down
     slurmctld for everybody.
+
+    Args:
+        runs: The runs' directories. One that is no run, or cannot be read, gets a status that says
+            so, and does not keep the others from theirs.
+        now: Unix seconds; by default the time of this call.
+        records: What an earlier call has read, which is read again only where it changed.
     """
     now = time.time() if now is None else now
-    jobs = {run: read_jobs(run) for run in runs}
-    queue = ask_slurm([record.job_id for records in jobs.values() for record in records])
-    return [_status(run, jobs[run], queue, now) for run in runs], queue.away
+    records = Records() if records is None else records
+    jobs: dict[Path, list[JobRecord]] = {}
+    broken: dict[Path, RunStatus] = {}
+    for run in runs:
+        with _reading(run, broken):
+            records.read(check_run, run, run, RunPaths(run).version)
+            jobs[run] = records.read(read_jobs, run, RunPaths(run).jobs)
+    queue = ask_slurm([record.job_id for sent in jobs.values() for record in sent])
+    statuses: dict[Path, RunStatus] = {}
+    for run, sent in jobs.items():
+        with _reading(run, broken):
+            statuses[run] = _status(run, sent, queue, now, records)
+    return [broken.get(run) or statuses[run] for run in runs], queue.away
 
 
-def ask_slurm(ids: Sequence[str]) -> Queue:
+@contextlib.contextmanager
+def _reading(run: Path, broken: dict[Path, RunStatus]) -> Iterator[None]:
+    """Turn an error of the block into the status of a run that cannot be read."""
+    try:
+        yield
+    # Any error at all: files may be damaged in any way, and may be another user's.
+    except Exception as error:
+        said = " ".join(str(error).split())
+        words = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
+        reason = words.removeprefix(f"{run}: ")
+        broken[run] = RunStatus(
+            run, UNREADABLE, reason, "", 0, None, None, None, None, [], [], None, []
+        )
+
+
+def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
     """Return what Slurm knows about these jobs. Never raises: see `Queue.away`."""
     try:
-        states = slurm.jobs(ids)
+        states = slurm.jobs(ids, tries)
     except (ConfigError, slurm.SlurmError) as error:
         # ConfigError: this machine has no squeue. SlurmError: squeue failed with an error.
         return Queue(away=str(error))
@@ -131,8 +169,9 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: One of `given` is not a run's directory, or no run was found.
     """
-    for run in given:
-        check_run(run)
+    if len(given) == 1:
+        # Of several, one that is no run gets a line of its own: they may come from runs/*.
+        check_run(given[0])
     if given:
         return list(given)
     root = Path("runs") if Path("runs").is_dir() else Path()
@@ -172,25 +211,31 @@ def is_alive(attempt: AttemptRecord, now: float) -> bool:
     return attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
 
 
-def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
+def _status(
+    run: Path, sent: Sequence[JobRecord], queue: Queue, now: float, records: Records
+) -> RunStatus:
     """Return the status of one run.
 
     Args:
         run: The run's directory.
-        records: The jobs that were sent for it, oldest first.
+        sent: The jobs that were sent for it, oldest first.
         queue: Slurm's answer about these jobs.
         now: Unix seconds.
+        records: Reads the run's files.
     """
-    attempts = read_attempts(run)
+    paths, attempts = RunPaths(run), records.attempts(run)
+    if attempts and attempts[-1].ended is None:
+        beat = last_heartbeat(attempts[-1].directory)
+        attempts[-1] = dataclasses.replace(attempts[-1], last_heartbeat=beat)
     alive = bool(attempts) and is_alive(attempts[-1], now)
-    training = queued(records, queue, JobKind.TRAIN)
+    training = queued(sent, queue, JobKind.TRAIN)
     # Two can be in the queue when one was sent by hand. The running one is of interest.
     newest = training[-1] if training else None
     job = next((job for job in training if job.state == "RUNNING"), newest)
     if job:
         state, reason = job.state, job.reason
     else:
-        state, reason = _state_without_a_job(run, records, attempts, alive, queue)
+        state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
     # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
     # also counts.
     is_made_by_job = bool(
@@ -198,7 +243,8 @@ def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -
     )
     running = alive or is_made_by_job
     splits = time_splits(attempts, now if running else None)
-    rates, num_steps = read_rates(RunPaths(run).metrics), read_num_steps(run)
+    rates = records.read(read_rates, paths.metrics)
+    num_steps = records.read(read_num_steps, run, paths.launch_config, paths.config)
     return RunStatus(
         run=run,
         state=state,
@@ -213,7 +259,7 @@ def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -
         attempts=attempts,
         splits=splits,
         job=job,
-        evaluations=queued(records, queue, JobKind.EVALUATE),
+        evaluations=queued(sent, queue, JobKind.EVALUATE),
     )
 
 
@@ -234,12 +280,11 @@ def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobSta
 def _is_attempt_of(attempt: AttemptRecord, job: JobState) -> bool:
     """Return True if a running job makes this attempt.
 
-    A requeued job keeps its id, so the restart count has to agree as well. In an array,
-    SLURM_JOB_ID differs from the id that squeue shows ("123_0"), therefore `raw_id`.
+    A requeued job keeps its id, so the restart count has to agree as well.
     """
     return (
         job.state == "RUNNING"
-        and attempt.owner.slurm_job_id == job.raw_id
+        and attempt.owner.is_of_job(job.job_id, job.raw_id)
         and (attempt.owner.slurm_restart_count or 0) == job.restarts
     )
 

@@ -17,7 +17,6 @@ from typing import Any
 import tomli_w
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
@@ -104,14 +103,9 @@ def sweep(
     if dry_run:
         print_dry_run(runs, job)
         return
+    # squeue shows one name for all tasks of an array. Names of their own would take a call of
+    # scontrol each, and split the array's one record in slurmctld into as many.
     for job_id, run in zip(ids := send(runs, job), runs):
-        # sbatch gives all tasks of an array one name; squeue should show which run a task trains.
-        try:
-            slurm.rename(job_id, run.name)
-        except slurm.SlurmError as error:
-            print(
-                f"warning: job {job_id}: could not be renamed, its name stays {job.name}: {error}"
-            )
         print(f"job {job_id}: {run.config.run.directory}")
     print(
         f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
+from pretrain.launcher.login.records import Records
 from pretrain.launcher.login.status import RunStatus, find_runs, read_num_steps, read_statuses
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
@@ -27,6 +28,7 @@ WIDTH = 120
 GAP = "  "
 COLUMNS = (
     "run",
+    "job",
     "state",
     "reason",
     "nodes",
@@ -42,7 +44,7 @@ RIGHT = {"restarts", "step", "tokens/s", "loss", "checkpoint", "goodput"}
 """Columns that are aligned to the right."""
 SHORTENED = {"reason": 8, "nodes": 8, "run": 14}
 """Columns that are shortened to fit the terminal, in this order, and the least width of each."""
-DROPPED = ("nodes", "reason", "ends", "checkpoint", "restarts", "tokens/s")
+DROPPED = ("nodes", "job", "reason", "ends", "checkpoint", "restarts", "tokens/s")
 """Columns that are left out, in this order, when shortening was not enough."""
 
 
@@ -61,7 +63,8 @@ def show(given: Sequence[Path], watch: bool) -> None:
     Raises:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
-    text = _page(given)
+    records = Records()
+    text = _page(given, records)
     if not watch:
         print(text)
         return
@@ -75,15 +78,15 @@ def show(given: Sequence[Path], watch: bool) -> None:
                 text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
             print(text, end="" if in_place else "\n\n", flush=True)
             time.sleep(WATCH_SECONDS)
-            text = _page(given)
+            text = _page(given, records)
     except KeyboardInterrupt:
         print()
 
 
-def _page(given: Sequence[Path]) -> str:
-    """Return what `launcher status` prints once."""
+def _page(given: Sequence[Path], records: Records | None = None) -> str:
+    """Return what `launcher status` prints once; `records` is the same for all pages of --watch."""
     now = time.time()
-    statuses, away = read_statuses(find_runs(given), now)
+    statuses, away = read_statuses(find_runs(given), now, records)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     if away is None or not any(status.state in ("running", "unknown") for status in statuses):
@@ -175,6 +178,7 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
         step += f"/{status.num_steps}"
     return (
         str(status.run),
+        status.job.job_id if status.job else "",
         status.state,
         status.reason,
         status.nodes,

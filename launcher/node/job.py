@@ -85,7 +85,11 @@ def attempt(run: Path) -> int:
     with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
         owner = job_owner(job_id, launch.num_tasks)
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
-        supervisor = Supervisor(config, signals, lambda record: record.owner.slurm_job_id == job_id)
+        supervisor = Supervisor(
+            config,
+            signals,
+            lambda record: record.owner.is_of_job(owner.slurm_job_id, owner.slurm_raw_job_id),
+        )
         attempt = Attempt.begin(run, owner, job_is_over)
         end = supervisor.make_attempt(attempt, start, _SubmitEvaluations(run))
         if end.again and not _requeue(job_id, signals):
@@ -100,10 +104,15 @@ def job_owner(job_id: str, num_tasks: int) -> Owner:
         job_id: The job this process runs in.
         num_tasks: Number of ranks of the attempt.
     """
-    states = slurm.jobs([job_id]) or {}
+    try:
+        states = slurm.jobs([job_id]) or {}
+    except slurm.SlurmError:
+        # The time of submission is for the account of the run's time alone.
+        states = {}
     state = states.get(job_id)
     return Owner.here(
         slurm_job_id=job_id,
+        slurm_raw_job_id=os.environ.get("SLURM_JOB_ID"),
         slurm_restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
         slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
         submitted_at=state.submitted_at if state else None,

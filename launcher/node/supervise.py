@@ -40,7 +40,7 @@ from pretrain.launcher.node.ranks import Ranks
 from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
 from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts
+from pretrain.rundir.attempts import AttemptRecord, read_attempts, steps_done
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
@@ -49,6 +49,8 @@ POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
 EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
+STOP_SECONDS = 2.0
+"""How long the end of an attempt waits for a call in a thread before it is recorded."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
 SIGNAL_CODE = 128
@@ -94,11 +96,11 @@ class Repeater(threading.Thread):
             if self._over.wait(self._seconds):
                 return
 
-    def stop(self) -> None:
-        """Stop calling, and wait for a call that is under way."""
+    def stop(self, seconds: float | None = None) -> None:
+        """Stop calling, and wait for a call that is under way, for `seconds` at most."""
         self._over.set()
         if self.is_alive():
-            self.join()
+            self.join(seconds)
 
 
 @dataclass
@@ -167,11 +169,13 @@ class Supervisor:
             self._record(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, reason))
             raise
         finally:
-            # In reverse, so that the heartbeat goes on while a call to `evaluate` ends.
+            # In reverse, so that the heartbeat goes on while a call to `evaluate` ends. Slurm may
+            # take minutes to answer that, and the job's time may be over before.
             for thread in reversed(threads):
-                thread.stop()
+                thread.stop(STOP_SECONDS)
         end = self._conclude(attempt, verdict)
         if evaluate and not end.again:
+            threads[-1].stop()
             evaluate(True)
         return end
 
@@ -251,7 +255,7 @@ class Supervisor:
         The order matters: a code that the ranks chose counts before the signals that were sent, and
         after a signal to stop no failure leads to another attempt.
         """
-        at = f"step {read_attempt(attempt.directory).step}"
+        at = f"step {steps_done(attempt.directory)}"
         if code == ExitCode.FINISHED:
             return Verdict(Outcome.FINISHED, code, f"at step {self.config.train.num_steps}")
         if code == ExitCode.BAD_INPUT:
@@ -330,7 +334,7 @@ class Supervisor:
         # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
         # signal ended may have been a victim of its node (out of memory, a fault), so signals do
         # not count as the same failure.
-        same_end = (before.ended.code, before.ended.step) == (code, now.step)
+        same_end = (before.ended.code, before.ended.step) == (code, steps_done(now.directory))
         both_trained = all(
             any(phase.phase == Phase.TRAINING for phase in record.phases)
             for record in (before, now)
@@ -342,8 +346,7 @@ class Supervisor:
     def _record(self, attempt: Attempt, verdict: Verdict) -> None:
         """Write the attempt's ended.json, which also gives the run back."""
         finished = verdict.outcome == Outcome.FINISHED
-        # progress is written at most twice a second, so it may lack the last steps.
-        steps = self.config.train.num_steps if finished else read_attempt(attempt.directory).step
+        steps = self.config.train.num_steps if finished else steps_done(attempt.directory)
         try:
             attempt.end(verdict.outcome, verdict.code, verdict.reason, steps)
         except OSError as error:

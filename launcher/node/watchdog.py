@@ -1,8 +1,8 @@
 """Tell from an attempt's progress file that its ranks are stuck.
 
 Ranks that hang in a collective operation cannot report it themselves, so the check is made outside
-of them. Rank 0 replaces the file `progress` in the attempt's directory at most twice a second while
-it works (`pretrain.rundir.lock.Attempt.progress`).
+of them. Rank 0 replaces the file `progress` in the attempt's directory while it works, ten times
+within recovery.hang_seconds or every ten seconds (`pretrain.rundir.lock.Attempt.progress`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 from pretrain.rundir.attempts import PROGRESS, Progress, read_progress
+from pretrain.rundir.lock import LOOKS, PROGRESS_SECONDS
 from pretrain.rundir.states import Phase
 
-LOOK_SECONDS = 1.0
-"""Time between two looks at the progress file."""
 WORKING = (Phase.TRAINING, Phase.EVALUATING)
 """Phases in which progress comes with every step, so recovery.hang_seconds applies. In the others
 (starting, loading, saving, ending) the limit is recovery.startup_seconds."""
@@ -32,14 +31,14 @@ class Watchdog:
             startup_seconds: The longest time without progress in every other phase.
         """
         self._directory, self._hang, self._startup = directory, hang_seconds, startup_seconds
-        self._pause = min(LOOK_SECONDS, hang_seconds / 10, startup_seconds / 10)
+        self._pause = min(PROGRESS_SECONDS, hang_seconds / LOOKS, startup_seconds / LOOKS)
         self._last_look, self._idle = time.monotonic(), 0.0
         self._seen: tuple[Progress | None, int] = None, 0
 
     def stuck(self) -> str | None:
         """Return why the ranks must be ended, or None while they make progress.
 
-        Cheap to call often: it reads the file at most once per LOOK_SECONDS.
+        Cheap to call often: it reads the file as seldom as rank 0 writes it.
         """
         passed = time.monotonic() - self._last_look
         if passed < self._pause:

@@ -18,14 +18,17 @@ from pathlib import Path
 from pretrain.config import load_config
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import from_json, read_json, read_json_lines, read_text
+from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
-from pretrain.rundir.states import Outcome
+from pretrain.rundir.states import Outcome, Phase
 
 OWNER = "owner.json"
 HEARTBEAT = "heartbeat"
 PHASES = "phases.jsonl"
 PROGRESS = "progress"
 ENDED = "ended.json"
+METRICS_BYTES = 64 * 1024
+"""How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class Owner:
     boot_id: str | None = None
     user: str = ""
     slurm_job_id: str | None = None
+    """"123", or "123_4" for a task of an array. Earlier releases wrote SLURM_JOB_ID here."""
+    slurm_raw_job_id: str | None = None
+    """SLURM_JOB_ID, in which a task of an array differs from `slurm_job_id`."""
     slurm_restart_count: int | None = None
     slurm_cluster: str | None = None
     """Job ids are unique in a cluster, and clusters share file systems."""
@@ -60,6 +66,7 @@ class Owner:
     def here(
         *,
         slurm_job_id: str | None = None,
+        slurm_raw_job_id: str | None = None,
         slurm_restart_count: int | None = None,
         slurm_cluster: str | None = None,
         submitted_at: float | None = None,
@@ -69,8 +76,9 @@ class Owner:
         """Describe this process.
 
         Args:
-            slurm_job_id: The job this process is in. What Slurm says is passed in, because the
-                environment is read in the launcher and in `topology` alone.
+            slurm_job_id: The job this process is in, from `jobs.job_id_of`. What Slurm says is
+                passed in, because the environment is read in the launcher and in `topology` alone.
+            slurm_raw_job_id: SLURM_JOB_ID.
             slurm_restart_count: How often Slurm has started the job again.
             slurm_cluster: The cluster's name.
             submitted_at: Unix seconds at which the job was submitted.
@@ -93,6 +101,7 @@ class Owner:
             boot_id=read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None,
             user=user,
             slurm_job_id=slurm_job_id,
+            slurm_raw_job_id=slurm_raw_job_id,
             slurm_restart_count=slurm_restart_count,
             slurm_cluster=slurm_cluster,
             began_at=time.time(),
@@ -105,6 +114,15 @@ class Owner:
     def read(directory: Path) -> Owner:
         """Return the owner of an attempt, or an empty one when the file is damaged."""
         return from_json(Owner, read_json(directory / OWNER)) or Owner()
+
+    def is_of_job(self, job_id: str | None, raw_id: str | None) -> bool:
+        """Return True if this owner was in a job, whichever release recorded it.
+
+        Args:
+            job_id: The job, "123" or "123_4".
+            raw_id: Its SLURM_JOB_ID, which earlier releases recorded.
+        """
+        return self.slurm_job_id is not None and self.slurm_job_id in (job_id, raw_id)
 
     def __str__(self) -> str:
         job = f"job {self.slurm_job_id}, " if self.slurm_job_id else ""
@@ -199,6 +217,23 @@ def read_attempt(directory: Path) -> AttemptRecord:
 def read_progress(directory: Path) -> Progress | None:
     """Return the last sign of life of an attempt's training; None before the first."""
     return from_json(Progress, read_json(directory / PROGRESS))
+
+
+def steps_done(directory: Path) -> int:
+    """Return how many steps an attempt's training has done, as its files prove it.
+
+    `progress` may be older than the last steps, but metrics.jsonl has a line for each. It is the
+    attempt's own from the moment at which training begins and drops the lines of lost steps.
+
+    Args:
+        directory: RUN/attempts/####.
+    """
+    record = read_attempt(directory)
+    steps = [record.step]
+    if any(phase.phase == Phase.TRAINING for phase in record.phases):
+        metrics = read_metrics(RunPaths(directory.parents[1]).metrics, METRICS_BYTES)
+        steps += [line["step"] for line in metrics]
+    return max(steps)
 
 
 def is_finished(run: Path, num_steps: int | None = None) -> bool:

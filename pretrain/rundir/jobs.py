@@ -22,7 +22,7 @@ class JobRecord:
     kind: str
     """A `JobKind`: train or evaluate."""
     name: str
-    """Slurm's job name."""
+    """Slurm's job name. A task of an array has the array's name there, and here the run's."""
     submitted_at: float
     """Unix seconds."""
     site: str

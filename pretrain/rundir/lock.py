@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -44,8 +45,12 @@ from pretrain.rundir.states import Phase
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 60.0
 """A holder that gave no heartbeat for so long is taken for dead."""
-PROGRESS_SECONDS = 0.5
-"""The least time between two writes of `progress`."""
+PROGRESS_SECONDS = 10.0
+"""The most time that a run lets pass between two writes of `progress`, if its steps allow it. For
+people that is enough, and each write is three requests to the file server."""
+LOOKS = 10
+"""How often progress is written, and looked at, within the time after which a run counts as hung.
+See `Attempt.join`."""
 POLL_SECONDS = 1.0
 """Between two looks at another holder's heartbeat."""
 
@@ -68,6 +73,8 @@ class Attempt:
 
     number: int
     directory: Path
+    progress_seconds: float = PROGRESS_SECONDS
+    """The least time between two writes of `progress` in one phase."""
     _count: int = 0
     _last: tuple[float, str] = field(default=(0.0, ""))
 
@@ -124,9 +131,15 @@ class Attempt:
         return Attempt(number + 1, final)
 
     @staticmethod
-    def join(directory: Path) -> Attempt:
-        """Return the attempt that a supervisor holds, for rank 0 to report its phases to."""
-        return Attempt(int(directory.name), directory)
+    def join(directory: Path, hang_seconds: float = math.inf) -> Attempt:
+        """Return the attempt that a supervisor holds, for rank 0 to report its phases to.
+
+        Args:
+            directory: RUN/attempts/####.
+            hang_seconds: The time without progress after which the supervisor ends the ranks.
+        """
+        seconds = min(PROGRESS_SECONDS, hang_seconds / LOOKS)
+        return Attempt(int(directory.name), directory, seconds)
 
     def heartbeat(self) -> bool:
         """Renew the lease; call it every HEARTBEAT_SECONDS.
@@ -165,7 +178,7 @@ class Attempt:
         self.progress(step, phase)
 
     def progress(self, step: int, phase: str) -> None:
-        """Record a sign of life. It is cheap to call: within a phase it writes twice a second.
+        """Record a sign of life. It is cheap to call: within a phase it writes now and then.
 
         Raises:
             OSError: The disk refused, and so only the file's time is new.
@@ -173,7 +186,7 @@ class Attempt:
         self._count += 1
         written, last = self._last
         now = time.monotonic()
-        if phase == last and now - written < PROGRESS_SECONDS:
+        if phase == last and now - written < self.progress_seconds:
             return
         self._last = now, phase
         content = {"count": self._count, "step": step, "phase": phase}
@@ -231,7 +244,7 @@ def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | No
     if seen or other.slurm_job_id is None:
         return seen
     same_cluster = other.slurm_cluster == mine.slurm_cluster
-    same_job = same_cluster and other.slurm_job_id == mine.slurm_job_id
+    same_job = same_cluster and other.is_of_job(mine.slurm_job_id, mine.slurm_raw_job_id)
     earlier_start = (other.slurm_restart_count or 0) < (mine.slurm_restart_count or 0)
     # Slurm starts a job again only when its former processes are dead, or their node is.
     if same_job and (seen is False or earlier_start):

@@ -77,7 +77,6 @@ def train(
         if topology.is_main:
             with writing(config.directory):
                 replace_file(RunPaths(config.directory).config, dump_config(config))
-        reporter.phase(Phase.TRAINING, run.state.step)
         _train_steps(run)
         return _end(run)
 
@@ -86,6 +85,8 @@ def _train_steps(run: Run) -> None:
     """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
     hooks = make_hooks(run)
     try:
+        # From here on the lines of metrics.jsonl are this attempt's (rundir.attempts.steps_done).
+        run.reporter.phase(Phase.TRAINING, run.state.step)
         # A signal may have come before the first step, whose loss would carry the votes.
         agree(run.requests)
         for hook in hooks:

@@ -8,6 +8,7 @@ run's directory against a second trainer.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -42,9 +43,14 @@ class AttemptReporter:
         """Return RUN/attempts/#### of the attempt; None on ranks that report to nobody."""
         return self._attempt.directory if self._attempt is not None else None
 
-    def join(self, directory: Path) -> None:
-        """Report to the attempt in `directory`, which a supervisor holds."""
-        self._attempt = Attempt.join(directory)
+    def join(self, directory: Path, hang_seconds: float = math.inf) -> None:
+        """Report to the attempt in `directory`, which a supervisor holds.
+
+        Args:
+            directory: RUN/attempts/####.
+            hang_seconds: recovery.hang_seconds, from which the supervisor's patience follows.
+        """
+        self._attempt = Attempt.join(directory, hang_seconds)
 
     def begin(self, run: Path, owner: Owner) -> None:
         """Take the run and begin an attempt. Raises RunBusy when another process trains it."""

@@ -193,7 +193,7 @@ def take_run(
             f"run.directory = {config.directory}: cannot be made ({error.strerror}). Choose another"
         ) from None
     if supervised is not None:
-        reporter.join(supervised)
+        reporter.join(supervised, config.recovery.hang_seconds)
     else:
         reporter.begin(config.directory, owner())
     with writing(config.directory):

@@ -37,7 +37,9 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.states import ExitCode
-rank, attempt = int(os.environ["SLURM_PROCID"]), Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
+# With a second's patience, progress is written ten times a second.
+rank = int(os.environ["SLURM_PROCID"])
+attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]), 1)
 run = attempt.directory.parents[1]
 step = newest_checkpoint_step(run) or 0
 if rank == 0:
@@ -296,6 +298,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     assert f"submitted again as job {again}" in sent and again != second and again.endswith("_1")
     desk.wait_for_step(two, 1)
     assert desk.cluster.job(again)["JobName"] == read_jobs(desk.folder / two)[0].name
+    assert desk.cluster.job(first)["JobName"] == "a"
     assert desk.job_states().keys() == {first, again}
     assert "cancelled; it may save" in desk.launcher("cancel", one).out
     wait_for(lambda: desk.job_states().keys() == {again}, 30)

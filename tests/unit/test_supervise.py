@@ -496,6 +496,32 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
     assert all(not last and thread is not threading.main_thread() for last, thread in calls[:-1])
 
 
+def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_path, monkeypatch):
+    """squeue may take minutes, and the job must be requeued before its time is over."""
+    monkeypatch.setattr(supervise, "STOP_SECONDS", 0.1)
+    asked, answers, calls = threading.Event(), threading.Event(), []
+
+    class Fails:
+        failure = "rank 0 failed"
+
+        def poll(self) -> int | None:
+            return 1 if asked.is_set() else None
+
+    def evaluate(last: bool) -> None:
+        calls.append(last)
+        asked.set()
+        answers.wait(PATIENCE_SECONDS)
+
+    with Signals() as signals:
+        supervisor = Supervisor(config_of(tmp_path), signals, lambda each: True)
+        end = supervisor.make_attempt(Attempt.begin(tmp_path), lambda attempt: Fails(), evaluate)
+    # The call is still waiting for its answer.
+    assert end.again and not answers.is_set() and calls == [False]
+    assert any(thread.is_alive() for thread in threading.enumerate() if thread.daemon)
+    assert read_attempts(tmp_path)[0].ended.outcome == "failed"
+    answers.set()
+
+
 # ---- what srun says ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("said", "code", "expected"),

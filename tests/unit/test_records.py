@@ -1,0 +1,241 @@
+"""Count what `launcher status --watch`, `logs --follow` and a run's signs of life open."""
+
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.launcher.login import logs, tables
+from pretrain.launcher.login.records import Records, Repeated
+from pretrain.launcher.login.status import find_runs, read_statuses
+from pretrain.launcher.node.watchdog import Watchdog
+from pretrain.rundir.attempts import Owner, read_attempts, read_progress, steps_done
+from pretrain.rundir.lock import Attempt
+from tests.end_to_end.commands import wait_for
+from tests.unit.test_status import make_run, no_slurm  # noqa: F401  a fixture
+
+EVENTS: list[tuple[str, str]] = []
+"""(event, path) of what this process does to files, while `counting`."""
+_COUNTS = False
+
+
+def _path(argument):
+    """Return what an event says was opened; "" for a descriptor."""
+    return "" if isinstance(argument, int) else os.fsdecode(argument)
+
+
+def _hook(event, arguments):
+    if _COUNTS and event in ("open", "os.listdir", "os.scandir") and arguments:
+        EVENTS.append((event, _path(arguments[0])))
+
+
+# It cannot be removed again.
+sys.addaudithook(_hook)
+
+
+class counting:
+    """Count the files that the block opens, below a folder."""
+
+    def __init__(self, folder="runs"):
+        self._folder = str(folder)
+
+    def __enter__(self):
+        global _COUNTS
+        EVENTS.clear()
+        _COUNTS = True
+        return self
+
+    def __exit__(self, *exception):
+        global _COUNTS
+        _COUNTS = False
+
+    @property
+    def opened(self):
+        return [path for event, path in EVENTS if event == "open" and path.startswith(self._folder)]
+
+    @property
+    def listed(self):
+        return [path for event, path in list(EVENTS) if event == "os.listdir"]
+
+
+def many_runs(count=20):
+    """Make runs with an attempt that failed before and one that goes on, or has finished."""
+    for number in range(count):
+        run, attempt = make_run(f"r{number:02d}", job="7")
+        attempt.end("failed", 1, "killed", 100)
+        second = Attempt.begin(run, Owner.here(slurm_job_id="7"))
+        second.phase("training", 100)
+        if number % 2:
+            second.end("finished", 0, "at step 400", 400)
+    return [Path(f"runs/r{number:02d}") for number in range(count)]
+
+
+def test_watching_opens_only_the_heartbeats_of_runs_that_go_on():
+    runs, records = many_runs(), Records()
+    with counting() as first:
+        tables._page([], records)
+        assert len(first.opened) > 10 * len(runs)
+    for _ in range(3):
+        with counting() as again:
+            tables._page([], records)
+            assert sorted(again.opened) == [f"{run}/attempts/0002/heartbeat" for run in runs[::2]]
+
+
+def test_watching_reads_again_what_changed():
+    [run, *_], records = many_runs(2), Records()
+    read_statuses(find_runs([]), records=records)
+    with (run / "metrics.jsonl").open("a") as file:
+        line = {"step": 101, "loss_nats": 2.0, "step_seconds": 0.5, "tokens_per_second": 1.0}
+        file.write(json.dumps(line) + "\n")
+    Attempt.join(run / "attempts/0002").end("stopped", 80, "saved", 101)
+    with counting() as again:
+        statuses, _ = read_statuses(find_runs([]), records=records)
+        assert len(again.opened) <= 6
+    assert statuses[0].state == "stopped" and statuses[0].step == 101
+
+
+def test_following_a_run_opens_nothing_again_while_nothing_changes(monkeypatch, capfdbinary):
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0.01)
+    run, attempt = make_run("a", job="7")
+    for _ in range(30):
+        attempt.end("restart", 75, "saved", 100)
+        attempt = Attempt.begin(run, Owner.here(slurm_job_id="7"))
+    (run / "logs/attempt-0031.log").write_text("0: first\n")
+    ends = []
+    follower = threading.Thread(target=lambda: ends.append(logs.follow(run)))
+    with counting() as seen:
+        follower.start()
+        # Slurm is not asked in this time, so these are looks for another attempt.
+        wait_for(lambda: seen.listed.count(f"{run}/attempts") > 100, 60)
+        assert len(seen.opened) <= 8, seen.opened
+        attempt.end("finished", 0, "at step 400", 400)
+        follower.join(60)
+        assert len(seen.opened) <= 16 and not any("0030" in path for path in seen.opened)
+    assert ends == [f"{run}: finished: at step 400"]
+    assert capfdbinary.readouterr().out == b"0: first\n"
+
+
+def test_an_hour_of_training_writes_and_reads_progress_every_ten_seconds(tmp_path, monkeypatch):
+    now = [0.0]
+    holder = Attempt.begin(tmp_path)
+    rank_0 = Attempt.join(holder.directory, 900)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watchdog = Watchdog(holder.directory, 900.0, 1800.0)
+    with counting(tmp_path) as seen:
+        for half_second in range(7200):
+            now[0] = half_second / 2
+            rank_0.progress(half_second, "training")
+            assert watchdog.stuck() is None
+        # Each write has a name of its own, and its opening is reported twice (open, os.open).
+        writes = {path for path in seen.opened if path.endswith(".partial")}
+        reads = [path for path in seen.opened if path.endswith("progress")]
+        assert len(writes) <= 361 and len(reads) <= 361
+    # A run with little patience still has its signs of life seen in time.
+    assert Attempt.join(holder.directory, 6).progress_seconds == 0.6
+    monkeypatch.undo()
+    assert read_progress(holder.directory).step > 7150
+
+
+def test_the_step_of_an_end_is_what_the_lines_of_the_steps_prove(tmp_path):
+    attempt = Attempt.begin(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {s}}}\n' for s in range(1, 58)))
+    # These may be lines of lost steps, until training begins.
+    attempt.phase("loading", 3)
+    assert steps_done(attempt.directory) == 3
+    attempt.phase("training", 3)
+    assert steps_done(attempt.directory) == 57
+    assert read_attempts(tmp_path)[0].step == 3
+
+
+# ---- runs that cannot be read --------------------------------------------------------------------
+def damage_later_version(run):
+    (run / "run.json").write_text('{"run_directory_version": 99}')
+
+
+def damage_attempts(run):
+    for path in (run / "attempts").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"\0\xff{" * 9)
+
+
+def damage_numbers(run):
+    (run / "attempts/0001/owner.json").write_text(json.dumps({"began_at": -9e15}))
+    lines = [{"at": at, "phase": "training", "step": 2**52} for at in (-8e15, 8e15, 0)]
+    (run / "attempts/0001/phases.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def damage_config(run):
+    (run / "config.toml").write_text("[train\nnum_steps = {")
+
+
+def damage_nested(run):
+    (run / "config.toml").write_text("x = " + "[" * 100_000)
+
+
+def damage_metrics(run):
+    lines = [{"step": 10**15, "step_seconds": 1e-300, "loss_nats": "x", "tokens_per_second": []}]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) * 3)
+
+
+def damage_kinds(run):
+    (run / "jobs.jsonl").mkdir()
+    (run / "attempts/0001/ended.json").mkdir()
+
+
+DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
+
+
+def test_a_run_that_cannot_be_read_leaves_the_others_their_rows(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    good, _ = make_run("good")
+    for damage in DAMAGES:
+        run, _ = make_run(damage.__name__)
+        damage(run)
+    Path("runs/notes").mkdir()
+    given = [*sorted(Path("runs").iterdir()), Path("runs/missing")]
+    for runs in (given, []):
+        lines = tables._page(runs).splitlines()
+        rows = {line.split()[0]: line for line in lines if line.startswith("runs/")}
+        assert " running " in rows[str(good)], lines
+        assert " unreadable " in rows["runs/damage_later_version"]
+    statuses = {str(status.run): status for status in read_statuses(given)[0]}
+    later = statuses["runs/damage_later_version"]
+    assert "run_directory_version = 99" in later.reason and not later.is_over
+    assert "no such run" in statuses["runs/missing"].reason
+    assert "not a run" in statuses["runs/notes"].reason
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_files_cut_off_and_mixed_up_leave_the_others_their_rows(seed):
+    import random
+
+    dice, (good, _) = random.Random(seed), make_run("good")
+    for number in range(30):
+        run, _ = make_run(f"r{number}")
+        files = sorted(path for path in run.rglob("*") if path.is_file())
+        for path in dice.sample(files, 2):
+            content = dice.choice(files).read_bytes() or b"9" * 30
+            cut = dice.randrange(len(content))
+            path.write_bytes(content[:cut] + dice.randbytes(dice.randrange(9)) + content[cut:])
+    assert f"{good} " in tables._page([])
+
+
+def test_a_call_is_repeated_in_a_thread_and_not_before_the_last_has_ended():
+    calls, go_on = itertools.count(1), threading.Event()
+
+    def slow():
+        number = next(calls)
+        go_on.wait(60)
+        return number
+
+    repeated = Repeated(slow, 0.0)
+    assert [repeated.new() for _ in range(100)] == [None] * 100
+    go_on.set()
+    got = []
+    wait_for(lambda: got.append(repeated.new()) or got[-1] == 3, 60)
+    assert [number for number in got if number] == [1, 2, 3]
