@@ -22,20 +22,27 @@ from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
+    Account,
+    Dependency,
     DryRun,
     EvaluationTasks,
     EvaluationTime,
     Lengths,
+    Mail,
     MaxTokens,
     Nodes,
+    Partition,
     Protocols,
+    Qos,
     Resume,
     Run,
     SaveBefore,
+    Sbatch,
     SiteFile,
     Stride,
     TimeLimit,
 )
+from pretrain.launcher.request import SlurmRequest
 from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
@@ -139,6 +146,18 @@ def submit(
     evaluation_tasks: EvaluationTasks = None,
     evaluation_time: EvaluationTime = None,
     allow_changed: AllowChanged = [],  # noqa: B006
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    sbatch: Sbatch = [],  # noqa: B006
+    dependency: Dependency = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Start when this run's job has ended well, whatever its restarts."
+        ),
+    ] = None,
+    mail: Mail = None,
 ) -> None:
     """Train on a Slurm cluster.
 
@@ -188,6 +207,8 @@ def submit(
         dry_run=dry_run,
         plan=plan,
         allow_changed=allow_changed,
+        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
+        after=after,
     )
 
 
@@ -214,6 +235,12 @@ def sweep(
     save_before: SaveBefore = None,
     dry_run: DryRun = False,
     allow_changed: AllowChanged = [],  # noqa: B006
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    sbatch: Sbatch = [],  # noqa: B006
+    dependency: Dependency = None,
+    mail: Mail = None,
 ) -> None:
     """Train one run for each combination of values.
 
@@ -240,6 +267,7 @@ def sweep(
         concurrent=concurrent,
         dry_run=dry_run,
         allow_changed=allow_changed,
+        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
     )
 
 

@@ -18,42 +18,8 @@ from pydantic import Field, ValidationError
 
 from pretrain.config import ConfigError
 from pretrain.config.section import Section
+from pretrain.launcher.slurm_options import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
 
-OUR_OPTIONS = (
-    "account",
-    "array",
-    "batch",
-    "chdir",
-    "constraint",
-    "cpus-per-task",
-    "export",
-    "gpus-per-node",
-    "job-name",
-    "mem",
-    "nodes",
-    "no-requeue",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "error",
-    "input",
-    "no-kill",
-    "export-file",
-    "parsable",
-    "partition",
-    "qos",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "uid",
-    "wait",
-    "wrap",
-)
-"""Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
-would change what the launcher relies on. sbatch also accepts any unambiguous beginning of an
-option's name."""
 _SECRET_WORDS = {
     "KEY",
     "APIKEY",
@@ -112,7 +78,8 @@ class Site(Section):
     """Environment modules that the job loads before anything else."""
     container: tuple[str, ...] = Field(default=(), strict=False)
     """A command that starts each rank's Python in a container, one string per argument:
-    ["apptainer", "exec", "--nv", "image.sif"]."""
+    ["apptainer", "exec", "--nv", "image.sif"]. Where options of srun make the container, as with
+    pyxis, they belong into `srun_arguments`."""
     python: str | None = None
     """The Python of the ranks. The default is the one that runs `launcher`, or `python3` in a
     container."""
@@ -124,6 +91,9 @@ class Site(Section):
     """A directory that exists on every node, for temporary files and compiled kernels."""
     sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
     """Further options of sbatch, one string each: "--reservation=night"."""
+    srun_arguments: tuple[str, ...] = Field(default=(), strict=False)
+    """Further options of srun, one string each: "--container-image=/images/pretrain.sqsh". All that
+    runs where the ranks run is started with them: ranks, evaluations and tasks of builds."""
 
     @property
     def max_tasks_per_node(self) -> int:
@@ -133,7 +103,13 @@ class Site(Section):
     @property
     def ranks_python(self) -> str | None:
         """Return the Python of the ranks, or None for the one that runs `launcher`."""
-        return self.python or ("python3" if self.container else None)
+        return self.python or ("python3" if self.is_contained else None)
+
+    @property
+    def is_contained(self) -> bool:
+        """Return True if the ranks run in a container, by a command or by options of srun."""
+        options = (option_name(argument) for argument in self.srun_arguments)
+        return bool(self.container) or "container-image" in options
 
 
 def load_site(path: str | Path) -> Site:
@@ -290,7 +266,8 @@ def _refused_variables(site: Site) -> Iterator[str]:
 
 def _secrets_in_arguments(site: Site) -> Iterator[str]:
     """Refuse secrets in arguments, such as --env WANDB_API_KEY=... of a container."""
-    for key, words in (("container", site.container), ("sbatch_arguments", site.sbatch_arguments)):
+    for key in ("container", "sbatch_arguments", "srun_arguments"):
+        words: tuple[str, ...] = getattr(site, key)
         assigned = [name for word in words for name in re.findall(r"(\w+)=", word)]
         for name in filter(_is_secret, assigned):
             yield (
@@ -337,19 +314,16 @@ def _refused_sizes(site: Site) -> Iterator[str]:
 
 
 def _refused_arguments(site: Site) -> Iterator[str]:
-    """Refuse what is no long option of sbatch, and options that the launcher sets itself."""
-    for argument in site.sbatch_arguments:
-        name = argument.removeprefix("--").split("=")[0]
-        if not re.fullmatch(r"--[a-z][a-z-]+(=.*)?", argument):
-            yield (
-                f"sbatch_arguments: {argument!r}: not an option. Write each option as one string, "
-                'such as "--reservation=night"'
-            )
-        elif any(ours.startswith(name) for ours in OUR_OPTIONS):
-            yield (
-                f"sbatch_arguments: {argument!r}: the launcher sets this option itself. Leave it "
-                "out"
-            )
+    """Refuse options that the launcher sets itself, and words in the wrong place."""
+    for key, ours in (("sbatch_arguments", OUR_OPTIONS), ("srun_arguments", SRUN_OPTIONS)):
+        for argument in getattr(site, key):
+            if why := why_refused(argument, ours):
+                yield f"{key}: {argument!r}: {why}. Leave it out"
+    if site.container and site.container[0].startswith("-"):
+        yield (
+            f"container = {list(site.container)}: begins with an option, and is a command. Options "
+            f'of srun, as those of pyxis, belong into srun_arguments = ["{site.container[0]}"]'
+        )
 
 
 def _explain(error: Any) -> str:

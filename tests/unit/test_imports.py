@@ -37,7 +37,17 @@ LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
 LAUNCHER_FLOORS = [
     {
         f"{LAUNCHER}.{name}"
-        for name in ("terminal", "slurm", "cluster", "nodes", "job", "evaluations", "options")
+        for name in (
+            "terminal",
+            "slurm",
+            "cluster",
+            "request",
+            "slurm_options",
+            "nodes",
+            "job",
+            "evaluations",
+            "options",
+        )
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.data_cli"},

@@ -15,12 +15,13 @@ import tomli_w
 
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.cluster import OUR_OPTIONS, parse_site
+from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login import sweep
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
-from pretrain.launcher.login.submit import signal_seconds
+from pretrain.launcher.login.limits import signal_seconds
 from pretrain.launcher.node import job as node_job
+from pretrain.launcher.slurm_options import OUR_OPTIONS
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
