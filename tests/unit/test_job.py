@@ -162,6 +162,14 @@ def test_the_script_passes_every_value_exactly(tmp_path):
             directory=directory,
             commands=((sys.executable, "-c", code, text),),
         )
+        if not text.isprintable():
+            # It would end the line #SBATCH, and bash would run what follows.
+            with pytest.raises(ConfigError, match="--chdir=.*control characters"):
+                made.script()
+            (moved := work / str(number)).mkdir()
+            directory.rmdir()
+            directory = moved
+            made = dataclasses.replace(made, directory=directory)
         done = subprocess.run(
             ["bash"], input=made.script(), capture_output=True, text=True, check=False
         )
