@@ -16,6 +16,7 @@ import typer
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.trajectory import allow_options, check_allowed
+from pretrain.launcher import run_cli
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
@@ -121,6 +122,9 @@ def local(
     code = run_locally(run, nproc, train, [str(config), *settings], resume)
     _print_summary(run.directory, code)
     raise typer.Exit(code)
+
+
+app.command()(run_cli.run)
 
 
 @app.command()

@@ -8,9 +8,10 @@ later, when it starts.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,10 @@ from pretrain.config import ConfigError
 from pretrain.config.section import Section
 from pretrain.launcher.slurm_options import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
 
+VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
+"""Keys of a site for which a variable SBATCH_<KEY> may stand in."""
+VARIABLE_ARGUMENTS = ("reservation", "wckey")
+"""Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
 _SECRET_WORDS = {
     "KEY",
     "APIKEY",
@@ -113,7 +118,7 @@ class Site(Section):
 
 
 def load_site(path: str | Path) -> Site:
-    """Read and check a site file.
+    """Read and check a site file. Keys that it leaves out may come from variables SBATCH_...
 
     Raises:
         ConfigError: The file is missing or wrong. Every line of the message names the file, a key,
@@ -121,7 +126,7 @@ def load_site(path: str | Path) -> Site:
     """
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text())
+        values = with_variables(tomllib.loads(path.read_text()), os.environ)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
@@ -132,6 +137,35 @@ def load_site(path: str | Path) -> Site:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return parse_site(values, str(path))
+
+
+def with_variables(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Add what the variables SBATCH_... say about where jobs may run to what a site leaves out.
+
+    Many clusters set these for all users. They become part of the site, because they are shown,
+    recorded and sent again with it. Other variables SBATCH_... would change the shape of a job,
+    and sbatch does not get them (pretrain.launcher.slurm).
+
+    Args:
+        values: The content of a site file, unchecked.
+        environment: The variables of this process.
+    """
+    set_here = {
+        key: value
+        for key in (*VARIABLE_KEYS, *VARIABLE_ARGUMENTS)
+        if (value := environment.get(f"SBATCH_{key.upper()}"))
+    }
+    keys = {key: set_here[key] for key in VARIABLE_KEYS if key in set_here}
+    arguments = values.get("sbatch_arguments", [])
+    if isinstance(arguments, list):
+        names = {option_name(str(argument)) for argument in arguments}
+        inherited = [
+            f"--{key}={set_here[key]}"
+            for key in VARIABLE_ARGUMENTS
+            if key in set_here and key not in names
+        ]
+        arguments = [*inherited, *arguments]
+    return keys | values | ({"sbatch_arguments": arguments} if arguments else {})
 
 
 def parse_site(values: dict[str, Any], origin: str) -> Site:

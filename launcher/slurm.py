@@ -353,7 +353,7 @@ def _environment() -> dict[str, str]:
     where srun takes some of them for options. A user's SQUEUE_... variables would change the output
     that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX makes a job
     array of every job. Those that say where a job may run are options of the job by now
-    (pretrain.launcher.request).
+    (pretrain.launcher.cluster.with_variables).
     """
     dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
     return {

@@ -66,7 +66,7 @@ def submit(
         ConfigError: The run cannot work; nothing was written or sent.
         SlurmError: Slurm refused the job; nothing is left of it in the run's directory.
     """
-    site = request.site(site, os.environ)
+    site = request.site(site)
     run = dataclasses.replace(allocate(config, site, nodes), allow_changed=tuple(allow_changed))
     check_runs([run], site, dry_run)
     job = training_job([run], site, time_limit, save_before, request=request)

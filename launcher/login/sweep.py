@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import re
 import shlex
 import tomllib
@@ -81,7 +80,7 @@ def sweep(
         ConfigError: The axes are malformed, or a run cannot work; nothing was sent.
         SlurmError: Slurm refused the array; nothing is left of it on disk.
     """
-    site = request.site(site, os.environ)
+    site = request.site(site)
     base = str(load_config(path, overrides).directory)
     runs = _runs(path, site, parse_axes(axes), overrides, base, nodes)
     finished = [run for run in runs if is_finished(run.directory, run.config.train.num_steps)]

@@ -50,7 +50,7 @@ LAUNCHER_FLOORS = [
         )
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
-    {f"{LAUNCHER}.data_cli"},
+    {f"{LAUNCHER}.data_cli", f"{LAUNCHER}.run_cli"},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},

@@ -164,7 +164,7 @@ def test_the_script_passes_every_value_exactly(tmp_path):
         )
         if not text.isprintable():
             # It would end the line #SBATCH, and bash would run what follows.
-            with pytest.raises(ConfigError, match="--chdir=.*control characters"):
+            with pytest.raises(ConfigError, match=r"--chdir=.*control characters"):
                 made.script()
             (moved := work / str(number)).mkdir()
             directory.rmdir()
