@@ -70,7 +70,8 @@ def launcher() -> None:
 
     \b
     Example, on the login node of a cluster:
-      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2
+      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 \\
+          --set batch.micro_batch_size=1
       launcher status runs/demo/alibi --watch
     """
 
@@ -177,8 +178,10 @@ def submit(
 
     \b
     Examples:
-      launcher submit configs/demo.toml --site slurm/site.toml --dry-run
-      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00
+      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00 \\
+          --set batch.micro_batch_size=1 --dry-run
+      launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
+          --mail me@example.org --sbatch exclude=node07
     """
     from pretrain.launcher.login import evaluations
     from pretrain.launcher.login import submit as jobs
