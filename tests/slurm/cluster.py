@@ -40,8 +40,8 @@ PROGRAMS = (
 )
 PACKAGES = "slurmctld slurmd slurm-client munge"
 PREFIX = os.environ.get("SLURM_PREFIX")
-"""Where another Slurm than Debian's is installed (tests/slurm/another_version.sh), if it is to be
-tested."""
+"""Where another Slurm than the system's is installed (tests/slurm/build_slurm.sh), if it is to be
+tested. Its programs come first in PATH."""
 START_SECONDS = 60
 STATE_SAVE_SECONDS = 6
 """SAVE_MAX_WAIT (5 s) in Slurm's src/slurmctld/state_save.c, and a second for the writing."""
@@ -92,6 +92,12 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         """The variables with which a command finds this cluster."""
         return {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Slurm's version, such as (22, 5) or (24, 11)."""
+        year, month = self.run("sinfo", "--version").stdout.split()[1].split(".")[:2]
+        return int(year), int(month)
 
     # ---- the whole cluster ----
     def start(self) -> None:

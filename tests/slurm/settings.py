@@ -98,4 +98,4 @@ def gres_conf(root: Path, gpus: int) -> str:
 
 def cgroup_conf() -> str:
     """Return a cgroup.conf, without which slurmd uses the machine's. The cluster has no cgroups."""
-    return "CgroupAutomount=no\n"
+    return "ConstrainCores=no\n"
