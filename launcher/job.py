@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed, writing
 from pretrain.launcher.cluster import Site, is_plain, seconds_of, share_of_memory
+from pretrain.launcher.slurm_options import option_name
 
 TEMPLATE = Path(__file__).parents[1] / "slurm" / "job.sbatch"
 """The template of the batch script."""
@@ -171,7 +172,7 @@ class Job:
             # Each line of output begins with its rank, by which `launcher logs` and SrunRanks
             # tell the ranks apart.
             "--label",
-            *self.site.srun_arguments,
+            *self._srun_arguments(),
             *self.site.container,
         ]
 
@@ -184,7 +185,7 @@ class Job:
             return list(self.site.container)
         one = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
         share = [*one, f"--cpus-per-task={self.cpus_per_task}"]
-        return ["srun", *share, *self.site.srun_arguments, *self.site.container]
+        return ["srun", *share, *self._srun_arguments(), *self.site.container]
 
     @property
     def is_array(self) -> bool:
@@ -203,6 +204,17 @@ class Job:
             "gpus-per-node": gpus if site.gpus_per_node else None,
             "mem": memory and share_of_memory(memory, self.tasks_per_node, site.max_tasks_per_node),
         }
+
+    def _srun_arguments(self) -> list[str]:
+        """Return the site's options of srun.
+
+        pyxis starts in the image's directory, where relative paths of the config mean nothing.
+        """
+        given = list(self.site.srun_arguments)
+        names = {option_name(argument) for argument in given}
+        if "container-image" in names and "container-workdir" not in names:
+            given.append(f"--container-workdir={self.directory}")
+        return given
 
     def _mail(self) -> list[str]:
         """Return the options for one mail at the end: Slurm sends none of these at a requeue.

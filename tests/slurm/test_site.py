@@ -18,6 +18,7 @@ from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.data import data_job
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import ROOT, explained, wait_for
+from tests.slurm import pyxis
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_submit import DEMO, Desk, files
 
@@ -314,13 +315,14 @@ def test_a_mail_is_sent_once_at_the_end_and_the_next_run_starts_then(
 
 # ---- containers ----------------------------------------------------------------------------------
 INSIDE = """#!/bin/sh
-echo "$INSIDE $*" >> "$NOTES/inside"
+grep -q pytorch /etc/os-release && INSIDE=yes
+echo "$INSIDE $PWD $*" >> "$NOTES/inside"
 for last; do :; done
 case "$*" in *" evaluate "*) mkdir -p "$(dirname "$last")" ;; esac
 """
 
 
-@pytest.mark.parametrize("way", ["srun_arguments", "container"])
+@pytest.mark.parametrize("way", ["pyxis", "srun_arguments", "container"])
 def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     cluster: Cluster, desk: Desk, tmp_path: Path, way: str
 ) -> None:
@@ -328,11 +330,18 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
 
     srun's --task-prolog is an option like pyxis's: srun alone knows it, and it changes the tasks.
     """
+    if way == "pyxis" and cluster.without_pyxis:
+        pytest.skip(f"no pyxis here: {cluster.without_pyxis}")
     (prolog := tmp_path / "prolog").write_text("#!/bin/sh\necho export INSIDE=yes\n")
     prolog.chmod(0o755)
     words = {"srun_arguments": [f"--task-prolog={prolog}"], "container": ["env", "INSIDE=yes"]}
     desk.python.write_text(INSIDE)
-    desk.site(**{way: words[way]})
+    if way == "pyxis":
+        # Without the directory to start in, which the launcher knows.
+        image = [word for word in pyxis.options(tmp_path) if "workdir" not in word]
+        desk.site(srun_arguments=image)
+    else:
+        desk.site(**{way: words[way]})
     assert desk.submit("run").code == 0
     checkpoint = checkpoint_directory(desk.work / "run", 1)
     checkpoint.mkdir(parents=True)
@@ -348,7 +357,9 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     lines = (desk.notes / "inside").read_text().splitlines()
     said = {word for line in lines for word in line.split() if word in KINDS}
     assert said == set(KINDS), (lines, [p.read_text() for p in desk.work.rglob("*.log")])
-    assert {line.split()[0] for line in lines} == {"yes"}, lines
+    at = {tuple(line.split()[:2]) for line in lines if "datatrove" not in line}
+    assert at == {("yes", str(desk.work))}, lines
+    assert all(line.startswith("yes ") for line in lines), lines
 
 
 KINDS = ("train", "evaluate", "report", "datatrove.tools.launch_pickled_pipeline")

@@ -226,6 +226,20 @@ def test_a_container_stands_between_srun_and_python():
     ]
 
 
+def test_options_of_srun_stand_before_the_container_and_need_srun():
+    """Also where one process is enough, since srun alone knows its options."""
+    container = ["env", "A=1"]
+    made = job(CPU | {"srun_arguments": ["--mpi=none"], "container": container})
+    assert made.step()[-3:] == ["--mpi=none", *container]
+    assert made.single()[0] == "srun" and made.single()[-3:] == ["--mpi=none", *container]
+    assert "--ntasks=1" in made.single()
+    assert job(CPU | {"container": container}).single() == container and job().single() == []
+    image = job(CPU | {"srun_arguments": ["--container-image=x"]}, directory=Path("/a"))
+    assert image.step()[-2:] == ["--container-image=x", "--container-workdir=/a"]
+    there = ["--container-image=x", "--container-workdir=/b"]
+    assert job(CPU | {"srun_arguments": there}).single()[-2:] == there
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
