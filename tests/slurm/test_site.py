@@ -382,9 +382,9 @@ def test_the_demo_is_submitted_as_the_readme_says(desk: Desk) -> None:
     (desk.work / "runs/demo").mkdir(parents=True)
     (desk.work / "data").rename(desk.work / "runs/demo/data")
     text = (ROOT / "README.md").read_text() + desk.launcher("--help").out
-    commands = re.findall(
-        r"^ *launcher (submit configs/demo.toml [^#\n]*(?:\\\n[^#\n]*)?)", text, re.M
-    )
+    # A command ends at a comment, or at a line's end without a backslash.
+    pattern = r"^ *launcher (submit configs/demo.toml (?:[^#\n\\]|\\\n)*)"
+    commands = re.findall(pattern, text, re.MULTILINE)
     assert len(commands) >= 2
     for command in commands:
         words = shlex.split(command.replace("\\\n", " "))
