@@ -71,7 +71,12 @@ def submit(
     check_runs([run], site, dry_run)
     job = training_job([run], site, time_limit, save_before, request=request)
     if after is not None:
-        job = dataclasses.replace(job, dependency=chained(after, job.dependency))
+        try:
+            job = dataclasses.replace(job, dependency=chained(after, job.dependency))
+        except slurm.SlurmAway as error:
+            if not dry_run:
+                raise
+            print(f"warning: {error}", file=sys.stderr)
     files = {RunPaths(run.directory).evaluation_plan: plan(run, job)} if plan else NO_FILES
     if dry_run:
         print_dry_run([run], job, files)

@@ -304,6 +304,7 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(
     away = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
     explained(desk.submit("run", **away), 1, "sbatch", "Nothing was submitted")
     # A dry run shows the job all the same, also of a run that had one.
+    (desk.work / "had").mkdir()
     append_job(desk.work / "had", JobRecord("9", "train", "x", 1.0, "s", 1, 1, "/r"))
     for name in ("run", "had"):
         shown = desk.submit(name, "--dry-run", **away)
