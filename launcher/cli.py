@@ -16,26 +16,34 @@ import typer
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.trajectory import allow_options, check_allowed
+from pretrain.launcher import run_cli
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
+    Account,
+    Dependency,
     DryRun,
     EvaluationTasks,
     EvaluationTime,
     Lengths,
+    Mail,
     MaxTokens,
     Nodes,
+    Partition,
     Protocols,
+    Qos,
     Resume,
     Run,
     SaveBefore,
+    Sbatch,
     SiteFile,
     Stride,
     TimeLimit,
 )
+from pretrain.launcher.request import SlurmRequest
 from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
@@ -62,7 +70,8 @@ def launcher() -> None:
 
     \b
     Example, on the login node of a cluster:
-      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2
+      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 \\
+          --set batch.micro_batch_size=1
       launcher status runs/demo/alibi --watch
     """
 
@@ -116,6 +125,9 @@ def local(
     raise typer.Exit(code)
 
 
+app.command()(run_cli.run)
+
+
 @app.command()
 def submit(
     config: Config,
@@ -139,6 +151,18 @@ def submit(
     evaluation_tasks: EvaluationTasks = None,
     evaluation_time: EvaluationTime = None,
     allow_changed: AllowChanged = [],  # noqa: B006
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    sbatch: Sbatch = [],  # noqa: B006
+    dependency: Dependency = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Start when this run's job has ended well, whatever its restarts."
+        ),
+    ] = None,
+    mail: Mail = None,
 ) -> None:
     """Train on a Slurm cluster.
 
@@ -154,8 +178,10 @@ def submit(
 
     \b
     Examples:
-      launcher submit configs/demo.toml --site slurm/site.toml --dry-run
-      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00
+      launcher submit configs/demo.toml --site slurm/site.toml --nodes 2 --time 12:00:00 \\
+          --set batch.micro_batch_size=1 --dry-run
+      launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
+          --mail me@example.org --sbatch exclude=node07
     """
     from pretrain.launcher.login import evaluations
     from pretrain.launcher.login import submit as jobs
@@ -188,6 +214,8 @@ def submit(
         dry_run=dry_run,
         plan=plan,
         allow_changed=allow_changed,
+        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
+        after=after,
     )
 
 
@@ -214,6 +242,12 @@ def sweep(
     save_before: SaveBefore = None,
     dry_run: DryRun = False,
     allow_changed: AllowChanged = [],  # noqa: B006
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    sbatch: Sbatch = [],  # noqa: B006
+    dependency: Dependency = None,
+    mail: Mail = None,
 ) -> None:
     """Train one run for each combination of values.
 
@@ -240,6 +274,7 @@ def sweep(
         concurrent=concurrent,
         dry_run=dry_run,
         allow_changed=allow_changed,
+        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
     )
 
 

@@ -8,9 +8,10 @@ later, when it starts.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,42 +19,12 @@ from pydantic import Field, ValidationError
 
 from pretrain.config import ConfigError
 from pretrain.config.section import Section
+from pretrain.launcher.slurm_options import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
 
-OUR_OPTIONS = (
-    "account",
-    "array",
-    "batch",
-    "chdir",
-    "constraint",
-    "cpus-per-task",
-    "export",
-    "gpus-per-node",
-    "job-name",
-    "mem",
-    "nodes",
-    "no-requeue",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "error",
-    "input",
-    "no-kill",
-    "export-file",
-    "parsable",
-    "partition",
-    "qos",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "uid",
-    "wait",
-    "wrap",
-)
-"""Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
-would change what the launcher relies on. sbatch also accepts any unambiguous beginning of an
-option's name."""
+VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
+"""Keys of a site for which a variable SBATCH_<KEY> may stand in."""
+VARIABLE_ARGUMENTS = ("reservation", "wckey")
+"""Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
 _SECRET_WORDS = {
     "KEY",
     "APIKEY",
@@ -112,7 +83,8 @@ class Site(Section):
     """Environment modules that the job loads before anything else."""
     container: tuple[str, ...] = Field(default=(), strict=False)
     """A command that starts each rank's Python in a container, one string per argument:
-    ["apptainer", "exec", "--nv", "image.sif"]."""
+    ["apptainer", "exec", "--nv", "image.sif"]. Where options of srun make the container, as with
+    pyxis, they belong into `srun_arguments`."""
     python: str | None = None
     """The Python of the ranks. The default is the one that runs `launcher`, or `python3` in a
     container."""
@@ -124,6 +96,9 @@ class Site(Section):
     """A directory that exists on every node, for temporary files and compiled kernels."""
     sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
     """Further options of sbatch, one string each: "--reservation=night"."""
+    srun_arguments: tuple[str, ...] = Field(default=(), strict=False)
+    """Further options of srun, one string each: "--container-image=/images/pretrain.sqsh". All that
+    runs where the ranks run is started with them: ranks, evaluations and tasks of builds."""
 
     @property
     def max_tasks_per_node(self) -> int:
@@ -133,11 +108,17 @@ class Site(Section):
     @property
     def ranks_python(self) -> str | None:
         """Return the Python of the ranks, or None for the one that runs `launcher`."""
-        return self.python or ("python3" if self.container else None)
+        return self.python or ("python3" if self.is_contained else None)
+
+    @property
+    def is_contained(self) -> bool:
+        """Return True if the ranks run in a container, by a command or by options of srun."""
+        options = (option_name(argument) for argument in self.srun_arguments)
+        return bool(self.container) or "container-image" in options
 
 
 def load_site(path: str | Path) -> Site:
-    """Read and check a site file.
+    """Read and check a site file. Keys that it leaves out may come from variables SBATCH_...
 
     Raises:
         ConfigError: The file is missing or wrong. Every line of the message names the file, a key,
@@ -145,7 +126,7 @@ def load_site(path: str | Path) -> Site:
     """
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text())
+        values = with_variables(tomllib.loads(path.read_text()), os.environ)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
@@ -156,6 +137,35 @@ def load_site(path: str | Path) -> Site:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return parse_site(values, str(path))
+
+
+def with_variables(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Add what the variables SBATCH_... say about where jobs may run to what a site leaves out.
+
+    Many clusters set these for all users. They become part of the site, because they are shown,
+    recorded and sent again with it. Other variables SBATCH_... would change the shape of a job,
+    and sbatch does not get them (pretrain.launcher.slurm).
+
+    Args:
+        values: The content of a site file, unchecked.
+        environment: The variables of this process.
+    """
+    set_here = {
+        key: value
+        for key in (*VARIABLE_KEYS, *VARIABLE_ARGUMENTS)
+        if (value := environment.get(f"SBATCH_{key.upper()}"))
+    }
+    keys = {key: set_here[key] for key in VARIABLE_KEYS if key in set_here}
+    arguments = values.get("sbatch_arguments", [])
+    if isinstance(arguments, list):
+        names = {option_name(str(argument)) for argument in arguments}
+        inherited = [
+            f"--{key}={set_here[key]}"
+            for key in VARIABLE_ARGUMENTS
+            if key in set_here and key not in names
+        ]
+        arguments = [*inherited, *arguments]
+    return keys | values | ({"sbatch_arguments": arguments} if arguments else {})
 
 
 def parse_site(values: dict[str, Any], origin: str) -> Site:
@@ -290,7 +300,8 @@ def _refused_variables(site: Site) -> Iterator[str]:
 
 def _secrets_in_arguments(site: Site) -> Iterator[str]:
     """Refuse secrets in arguments, such as --env WANDB_API_KEY=... of a container."""
-    for key, words in (("container", site.container), ("sbatch_arguments", site.sbatch_arguments)):
+    for key in ("container", "sbatch_arguments", "srun_arguments"):
+        words: tuple[str, ...] = getattr(site, key)
         assigned = [name for word in words for name in re.findall(r"(\w+)=", word)]
         for name in filter(_is_secret, assigned):
             yield (
@@ -337,19 +348,16 @@ def _refused_sizes(site: Site) -> Iterator[str]:
 
 
 def _refused_arguments(site: Site) -> Iterator[str]:
-    """Refuse what is no long option of sbatch, and options that the launcher sets itself."""
-    for argument in site.sbatch_arguments:
-        name = argument.removeprefix("--").split("=")[0]
-        if not re.fullmatch(r"--[a-z][a-z-]+(=.*)?", argument):
-            yield (
-                f"sbatch_arguments: {argument!r}: not an option. Write each option as one string, "
-                'such as "--reservation=night"'
-            )
-        elif any(ours.startswith(name) for ours in OUR_OPTIONS):
-            yield (
-                f"sbatch_arguments: {argument!r}: the launcher sets this option itself. Leave it "
-                "out"
-            )
+    """Refuse options that the launcher sets itself, and words in the wrong place."""
+    for key, ours in (("sbatch_arguments", OUR_OPTIONS), ("srun_arguments", SRUN_OPTIONS)):
+        for argument in getattr(site, key):
+            if why := why_refused(argument, ours):
+                yield f"{key}: {argument!r}: {why}. Leave it out"
+    if site.container and site.container[0].startswith("-"):
+        yield (
+            f"container = {list(site.container)}: begins with an option, and is a command. Options "
+            f'of srun, as those of pyxis, belong into srun_arguments = ["{site.container[0]}"]'
+        )
 
 
 def _explain(error: Any) -> str:

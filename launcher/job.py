@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed, writing
 from pretrain.launcher.cluster import Site, is_plain, seconds_of, share_of_memory
+from pretrain.launcher.slurm_options import option_name
 
 TEMPLATE = Path(__file__).parents[1] / "slurm" / "job.sbatch"
 """The template of the batch script."""
@@ -27,6 +28,8 @@ NAME_LENGTH = 64
 PATH_LENGTH = 3_500
 """The longest path of a run's directory, in bytes. Linux takes 4,095; the rest is for the files
 below it."""
+OPTION_LENGTH = 8_000
+"""The longest option in a line #SBATCH, in bytes. sbatch reads it into 8,192, unchecked."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Job:
     """Makes a job array, of which at most this many tasks run at once."""
     repeats: int | None = None
     """Makes a job array with so many tasks, which all run the only command."""
+    dependency: str | None = None
+    """As in sbatch --dependency. It belongs to one sending, so a job that is sent again does not
+    wait any more."""
+    mail: str | None = None
+    """Where Slurm sends a mail when the job has finished or given up."""
 
     @property
     def num_tasks(self) -> int:
@@ -96,12 +104,25 @@ class Job:
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         # --requeue: Slurm starts the job again when one of its nodes dies, whatever the cluster's
         # default is.
-        return ["--requeue", *given, *site.sbatch_arguments]
+        return ["--requeue", *given, *site.sbatch_arguments, *self._mail()]
+
+    def waiting(self) -> list[str]:
+        """Return the options of sbatch that make the job wait for others.
+
+        A job that waits for what cannot happen any more is cancelled.
+        """
+        if self.dependency is None:
+            return []
+        return [f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"]
 
     def script(self) -> str:
         """Return the batch script.
 
+        Its #SBATCH lines are `arguments`, so `sbatch` with this file alone sends the same job.
+        Options on sbatch's command line go before them.
+
         Raises:
+            ConfigError: An option cannot be written in such a line.
             RunFailed: The template is not installed.
         """
         setup = [shlex.join(["module", "load", name]) for name in self.site.modules]
@@ -112,6 +133,7 @@ class Job:
             # Only a login shell is sure to know `module`.
             "SHELL": "#!/bin/bash -l" if self.site.modules else "#!/bin/bash",
             "NAME": self.name,
+            "OPTIONS": "\n".join(f"#SBATCH {_quoted(word)}" for word in self.arguments()),
             "DIRECTORY": shlex.quote(str(self.directory)),
             "SETUP": "\n".join(setup),
             "COMMAND": self._command(),
@@ -150,8 +172,20 @@ class Job:
             # Each line of output begins with its rank, by which `launcher logs` and SrunRanks
             # tell the ranks apart.
             "--label",
+            *self._srun_arguments(),
             *self.site.container,
         ]
+
+    def single(self) -> list[str]:
+        """Return the command that starts one process where the ranks run, up to its `python -m`.
+
+        Only srun knows its options, of which the container may be one.
+        """
+        if not self.site.srun_arguments:
+            return list(self.site.container)
+        one = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
+        share = [*one, f"--cpus-per-task={self.cpus_per_task}"]
+        return ["srun", *share, *self._srun_arguments(), *self.site.container]
 
     @property
     def is_array(self) -> bool:
@@ -170,6 +204,26 @@ class Job:
             "gpus-per-node": gpus if site.gpus_per_node else None,
             "mem": memory and share_of_memory(memory, self.tasks_per_node, site.max_tasks_per_node),
         }
+
+    def _srun_arguments(self) -> list[str]:
+        """Return the site's options of srun.
+
+        pyxis starts in the image's directory, where relative paths of the config mean nothing.
+        """
+        given = list(self.site.srun_arguments)
+        names = {option_name(argument) for argument in given}
+        if "container-image" in names and "container-workdir" not in names:
+            given.append(f"--container-workdir={self.directory}")
+        return given
+
+    def _mail(self) -> list[str]:
+        """Return the options for one mail at the end: Slurm sends none of these at a requeue.
+
+        It sends FAIL also when a node dies, though the job starts again.
+        """
+        if self.mail is None:
+            return []
+        return [f"--mail-user={self.mail}", "--mail-type=END,FAIL,INVALID_DEPEND"]
 
     def _environment(self) -> dict[str, str]:
         """Return the variables that the batch script exports; the site's come last and win."""
@@ -193,6 +247,24 @@ class Job:
             f"{index}) exec {shlex.join(command)} ;;" for index, command in enumerate(self.commands)
         ]
         return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
+
+
+def _quoted(word: str) -> str:
+    """Return an option as a line #SBATCH takes it (src/sbatch/opt.c of Slurm, _get_argument).
+
+    Inside quotation marks a backslash makes the next character literal, and nothing else counts.
+
+    Raises:
+        ConfigError: The word has a line break, or is longer than sbatch's buffer.
+    """
+    if not is_plain(word) or len(word.encode()) > OPTION_LENGTH:
+        raise ConfigError(
+            f"option {word[:80]!r} of sbatch: has control characters, or more than "
+            f"{OPTION_LENGTH} bytes. Choose another value"
+        )
+    if re.fullmatch(r"[\w@%+=:,./-]+", word, re.ASCII):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
 
 
 def launcher_command(*arguments: str) -> tuple[str, ...]:
@@ -240,12 +312,16 @@ def check_path(key: str, path: Path) -> None:
             raise ConfigError(f"{key} = {text}: is a file. Choose another name")
 
 
-def check_time(time_limit: str | None, signal_seconds: int) -> None:
+def check_time(
+    time_limit: str | None, signal_seconds: int, start_seconds: int = 0, is_measured: bool = False
+) -> None:
     """Check that a run has time to train before it has to save.
 
     Args:
         time_limit: As in sbatch --time; None for the partition's default.
         signal_seconds: The time between the signal to save and the limit.
+        start_seconds: The time until the first step.
+        is_measured: An attempt took this time to start; otherwise it is an estimate.
 
     Raises:
         ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal so
@@ -258,9 +334,11 @@ def check_time(time_limit: str | None, signal_seconds: int) -> None:
             f"{MOST_SIGNAL_SECONDS}, or a faster file system"
         )
     limit = seconds_of(time_limit) if time_limit else None
-    if limit is not None and limit <= signal_seconds:
+    needed = start_seconds + signal_seconds
+    if limit is not None and (limit < needed or limit <= signal_seconds):
+        known = "as it did before" if is_measured else "an estimate, as it has not started yet"
         raise ConfigError(
-            f"time limit {time_limit}: leaves no time before the {signal_seconds} s that saving "
-            f"may take. Ask for more than {signal_seconds // 60 + 1} minutes with --time, or set a "
-            "shorter time to save with --save-before"
+            f"time limit {time_limit}: nothing would be saved, as the run takes {start_seconds} s "
+            f"to start ({known}) and is asked to save {signal_seconds} s before the limit. Set at "
+            f"least {needed // 60 + 1} minutes with --time, or save later with --save-before"
         )

@@ -96,3 +96,33 @@ EvaluationTime = Annotated[
     str | None,
     typer.Option(metavar="LIMIT", help="Time limit of an evaluation. Default: that of training."),
 ]
+Partition = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Partition of the job. Default: the site's.")
+]
+Account = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Account that pays. Default: the site's.")
+]
+Qos = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Quality of service. Default: the site's.")
+]
+Sbatch = Annotated[
+    list[str],
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Another option of sbatch, as in exclude=node07. Can be repeated; comes before the "
+        "site's sbatch_arguments.",
+    ),
+]
+Dependency = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE:JOB", help="Jobs to wait for, as sbatch --dependency takes them: afterok:123."
+    ),
+]
+Mail = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Have Slurm send a mail when the job has finished or given up, and when a node dies.",
+    ),
+]

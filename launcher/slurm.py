@@ -83,6 +83,10 @@ class SlurmError(RunFailed):
     """A Slurm command failed. The message has the words of the command."""
 
 
+class NoSlurm(ConfigError):
+    """This machine has no Slurm commands."""
+
+
 class SlurmAway(SlurmError):
     """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
 
@@ -164,6 +168,14 @@ def test(arguments: Sequence[str], script: str) -> str:
     """
     answer = _run("sbatch", ["--test-only", *arguments], script)
     return _words(answer.stderr or answer.stdout)
+
+
+def ask(program: str, *arguments: str) -> str | None:
+    """Return what one of Slurm's commands prints, or None when it fails or does not answer."""
+    try:
+        return _run(program, arguments).stdout
+    except (ConfigError, SlurmError):
+        return None
 
 
 def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState] | None:
@@ -343,7 +355,7 @@ def _run(
         script: What it reads from stdin.
 
     Raises:
-        ConfigError: There is no such command here.
+        NoSlurm: There is no such command here.
         SlurmAway: slurmctld does not answer.
         SlurmError: The command failed otherwise.
     """
@@ -364,7 +376,7 @@ def _run(
             check=False,
         )
     except FileNotFoundError:
-        raise ConfigError(
+        raise NoSlurm(
             f"{program}: no such command here. Slurm's commands are on the login nodes of a "
             "cluster; `launcher local` trains on this machine"
         ) from None
@@ -381,9 +393,11 @@ def _environment() -> dict[str, str]:
 
     The SLURM_... variables of a job that this process runs in would be handed on to the new job,
     where srun takes some of them for options. A user's SQUEUE_... variables would change the output
-    that is parsed here.
+    that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX makes a job
+    array of every job. Those that say where a job may run are options of the job by now
+    (pretrain.launcher.cluster.with_variables).
     """
-    dropped = re.compile(r"(SLURM|SQUEUE|SRUN|SCANCEL)_")
+    dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
     return {
         name: value
         for name, value in os.environ.items()

@@ -112,8 +112,8 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
     Args:
         runs: The runs.
         site: The cluster.
-        dry_run: Print a warning instead of refusing when data is missing, because a dry run is
-            useful before the corpus has been downloaded.
+        dry_run: Print a warning instead of refusing when data is missing or slurmctld does not
+            answer, because a dry run is useful before the corpus has been downloaded.
 
     Raises:
         ConfigError: A run is finished or in a job already, its newest checkpoint was trained with
@@ -130,7 +130,12 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
                 "further, increase train.num_steps; for a new run, choose another directory"
             )
         _check_goes_on(run)
-    _check_not_in_a_job(runs)
+    try:
+        _check_not_in_a_job(runs)
+    except slurm.SlurmAway as error:
+        if not dry_run:
+            raise
+        print(f"warning: {error}", file=sys.stderr)
     # Usually one data set, which all runs of a sweep share.
     # What lies at a URL is looked at by the run, which may have rights that the login node lacks.
     local = [run.config for run in runs if not is_url(run.config.data.directory)]

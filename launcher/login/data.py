@@ -9,6 +9,7 @@ the builder has ended in whatever way, it cancels the array.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -122,16 +123,17 @@ def data_job(
         }
     )
     python = site.ranks_python or sys.executable
-    return Job(
+    job = Job(
         name=name,
         site=cores,
         directory=Path.cwd(),
         logs=pickle.parent,
-        commands=((*site.container, python, *RUN_PICKLED, str(pickle)),),
+        commands=(),
         time_limit=time_limit or site.time_limit,
         concurrent=concurrent,
         repeats=tasks,
     )
+    return dataclasses.replace(job, commands=((*job.single(), python, *RUN_PICKLED, str(pickle)),))
 
 
 def _print_dry_run(job: Job) -> None:

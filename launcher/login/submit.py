@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shlex
 import sys
@@ -19,24 +18,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
+from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
-from pretrain.launcher.job import Job, check_time, launcher_command
+from pretrain.launcher.job import Job, launcher_command
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
-from pretrain.rundir.attempts import read_attempts
+from pretrain.launcher.login.limits import check_times, check_with_slurm, signal_seconds
+from pretrain.launcher.login.status import check_run, read_statuses
+from pretrain.launcher.request import NO_REQUEST, SlurmRequest
+from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job
 from pretrain.rundir.paths import RunPaths, claim_version
-from pretrain.rundir.states import JobKind, Phase
+from pretrain.rundir.states import JobKind
 
-BYTES_PER_PARAMETER = 12
-"""Size of a checkpoint: an fp32 master weight and two fp32 Adam moments per parameter."""
-BYTES_PER_SECOND = 200e6
-"""Assumed write bandwidth of a modest shared file system."""
-EARLY_SECONDS = 60
-"""Slurm may send the signal of --signal up to 60 seconds earlier than specified, sbatch(1)."""
-STEP_SECONDS = 60.0
-"""Assumed duration of a step, for a run that has not taken one yet."""
 NO_FILES: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -50,6 +44,8 @@ def submit(
     dry_run: bool = False,
     plan: Callable[[TrainingRun, Job], str] | None = None,
     allow_changed: Sequence[str] = (),
+    request: SlurmRequest = NO_REQUEST,
+    after: Path | None = None,
 ) -> None:
     """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
 
@@ -63,14 +59,24 @@ def submit(
         plan: Makes the text of RUN/evaluations/plan.json, with which the run's checkpoints are
             evaluated while it trains. Without it they are not evaluated.
         allow_changed: Keys that may differ from the checkpoint's although they change training.
+        request: What this command asks of Slurm.
+        after: Another run, which has to end well before this one starts.
 
     Raises:
         ConfigError: The run cannot work; nothing was written or sent.
         SlurmError: Slurm refused the job; nothing is left of it in the run's directory.
     """
+    site = request.site(site)
     run = dataclasses.replace(allocate(config, site, nodes), allow_changed=tuple(allow_changed))
     check_runs([run], site, dry_run)
-    job = training_job([run], site, time_limit, save_before)
+    job = training_job([run], site, time_limit, save_before, request=request)
+    if after is not None:
+        try:
+            job = dataclasses.replace(job, dependency=chained(after, job.dependency))
+        except slurm.SlurmAway as error:
+            if not dry_run:
+                raise
+            print(f"warning: {error}", file=sys.stderr)
     files = {RunPaths(run.directory).evaluation_plan: plan(run, job)} if plan else NO_FILES
     if dry_run:
         print_dry_run([run], job, files)
@@ -85,6 +91,8 @@ def submit(
         f"job {job_id}: submitted {run.directory} on {run.nodes} nodes x {run.tasks_per_node} "
         f"ranks, {limit}"
     )
+    if job.dependency:
+        print(f"it starts after {job.dependency}, and is cancelled if that cannot happen any more")
     argument = shlex.quote(config.run.directory)
     print(f"next: launcher status {argument}\n      launcher logs {argument} --follow")
 
@@ -98,6 +106,7 @@ def training_job(
     concurrent: int | None = None,
     name: str | None = None,
     logs: Path | None = None,
+    request: SlurmRequest = NO_REQUEST,
 ) -> Job:
     """Return the job that trains a run, or with `concurrent` the job array that trains several.
 
@@ -110,13 +119,14 @@ def training_job(
         concurrent: How many tasks of the array may run at the same time.
         name: The job's name; by default the first run's.
         logs: The folder of slurm-JOB.log; by default the first run's logs/.
+        request: What the command asks of Slurm; `site` holds its partition and the like already.
 
     Raises:
         ConfigError: The time limit leaves no time to train before the signal.
     """
     time_limit = time_limit or site.time_limit
     lead_seconds = save_before or max(signal_seconds(run) for run in runs)
-    check_time(time_limit, lead_seconds)
+    check_times(runs, time_limit, lead_seconds)
     return Job(
         name=name or runs[0].name,
         site=site,
@@ -128,31 +138,41 @@ def training_job(
         time_limit=time_limit,
         signal_seconds=lead_seconds,
         concurrent=concurrent,
+        dependency=request.dependency,
+        mail=request.mail,
     )
 
 
-def signal_seconds(run: TrainingRun) -> int:
-    """Return how many seconds before the time limit Slurm should ask the run for a checkpoint.
+def chained(run: Path, dependency: str | None) -> str | None:
+    """Return the dependency on the end of another run, beside a dependency that was asked for.
 
-    It is 2 x save + step + 60 s: the signal may arrive during a regular save or a step, which are
-    completed first, the checkpoint itself has to be written, and Slurm may signal early. The
-    times are the longest that the run's attempts have recorded. Before any were, a checkpoint is
-    assumed to have 12 bytes per parameter written at 200 MB/s, and a step to take a minute.
+    The job of that run keeps its id when it is requeued, so its restarts are waited for. A run
+    that is finished is not waited for.
+
+    Args:
+        run: The other run's directory.
+        dependency: As in sbatch --dependency.
+
+    Raises:
+        ConfigError: There is no such run, or it is not finished and has no job.
+        SlurmAway: slurmctld does not answer.
     """
-    saves, steps = [], []
-    for attempt in read_attempts(run.directory):
-        for number, (begin, end) in enumerate(zip(attempt.phases, attempt.phases[1:])):
-            if begin.phase == Phase.SAVING:
-                # A checkpoint is written beside training, and completed some steps later. A save
-                # that was cut off has no `saved`, and would make saving look too fast.
-                later = attempt.phases[number + 1 :]
-                saves += [m.at - begin.at for m in later if (m.saved or -1) >= begin.step][:1]
-            elif begin.phase == Phase.TRAINING and end.step > begin.step:
-                steps.append((end.at - begin.at) / (end.step - begin.step))
-    estimate = num_parameters(run.config) * BYTES_PER_PARAMETER / BYTES_PER_SECOND
-    save_seconds = max(saves, default=estimate)
-    step_seconds = max(steps, default=STEP_SECONDS)
-    return EARLY_SECONDS + math.ceil(2 * save_seconds + step_seconds)
+    check_run(run)
+    [status], away = read_statuses([run])
+    if status.job is not None:
+        return ",".join(filter(None, (f"afterok:{status.job.job_id}", dependency)))
+    if away:
+        raise slurm.SlurmAway(
+            f"--after {run}: {away}, so it is unknown if a job trains this run. Try again later"
+        )
+    if is_finished(run):
+        print(f"--after {run}: is finished, so nothing is waited for")
+        return dependency
+    how = f"{status.state}: {status.reason}" if status.reason else status.state
+    raise ConfigError(
+        f"--after {run}: is not finished ({how}) and has no job that could be waited for. Start it "
+        f"first with `launcher requeue {shlex.quote(str(run))}`"
+    )
 
 
 def print_dry_run(
@@ -177,7 +197,7 @@ def print_dry_run(
             f"step, ZeRO {run.config.parallel.zero_stage}"
         )
     print(f"\n{job.script()}")
-    sbatch = shlex.join(["sbatch", *job.arguments()])
+    sbatch = shlex.join(["sbatch", *job.waiting(), *job.arguments()])
     print(f"# submitted with\n{sbatch} < train.sbatch\n")
     srun = shlex.join([*job.step(), _ranks_python(job.site)])
     print(f"# the job starts its ranks with\n{srun} -m pretrain train ...\n")
@@ -186,10 +206,14 @@ def print_dry_run(
     # Before sbatch, whose answer may take a while, or be the error that ends this command.
     sys.stdout.flush()
     try:
-        print(f"# sbatch --test-only: {slurm.test(job.arguments(), job.script())}")
-    except ConfigError as error:
-        # A machine without Slurm's commands may show the job all the same.
+        print(f"# sbatch --test-only: {check_with_slurm(runs, job)}")
+    except (slurm.SlurmAway, slurm.NoSlurm) as error:
+        # The job may be shown all the same, also on a machine without Slurm's commands.
         print(f"# sbatch --test-only: not asked: {error}")
+        if isinstance(error, slurm.SlurmAway):
+            print(
+                f"warning: Slurm was not asked whether it takes the job: {error}", file=sys.stderr
+            )
 
 
 # ---- sending it ----
@@ -205,8 +229,13 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
         The job id of each run: "123", or "123_0" in an array.
 
     Raises:
+        ConfigError: The job does not fit into the time limits of its partition.
         SlurmError: sbatch refused. All files are left as they were before.
     """
+    try:
+        check_with_slurm(runs, job)
+    except slurm.SlurmAway as error:
+        raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
     launch_files = dict(files)
     for run in runs:
         launch_files |= _launch_files(run, job)
@@ -214,7 +243,7 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
     # Before sbatch: on an idle cluster the job may start, and read them, before sbatch returns;
     # and Slurm does not make the folder of --output, without it a job dies with no message.
     with _files_unless_refused(launch_files, folders):
-        job_id = slurm.submit(job.arguments(), job.script())
+        job_id = slurm.submit([*job.waiting(), *job.arguments()], job.script())
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (run_job_id, run) in enumerate(zip(ids, runs)):
         claim_version(run.directory)

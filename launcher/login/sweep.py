@@ -21,6 +21,7 @@ from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.submit import print_dry_run, send, training_job
+from pretrain.launcher.request import NO_REQUEST, SlurmRequest
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.files import read_json
 from pretrain.rundir.paths import LAYOUT, RunPaths
@@ -54,6 +55,7 @@ def sweep(
     concurrent: int | None = None,
     dry_run: bool = False,
     allow_changed: Sequence[str] = (),
+    request: SlurmRequest = NO_REQUEST,
 ) -> None:
     """Submit one run for each combination of values, below the config's run.directory.
 
@@ -71,11 +73,13 @@ def sweep(
         concurrent: How many runs may train at the same time; by default all.
         dry_run: Only print the array.
         allow_changed: Keys that may differ from the checkpoints' although they change training.
+        request: What this command asks of Slurm.
 
     Raises:
         ConfigError: The axes are malformed, or a run cannot work; nothing was sent.
         SlurmError: Slurm refused the array; nothing is left of it on disk.
     """
+    site = request.site(site)
     base = str(load_config(path, overrides).directory)
     runs = _runs(path, site, parse_axes(axes), overrides, base, nodes)
     finished = [run for run in runs if is_finished(run.directory, run.config.train.num_steps)]
@@ -99,6 +103,7 @@ def sweep(
         concurrent or len(runs),
         job_name(folder.name),
         folder / LOGS,
+        request,
     )
     if dry_run:
         print_dry_run(runs, job)

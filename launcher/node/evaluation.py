@@ -66,7 +66,7 @@ def run_job(run: Path, name: str) -> int:
     code = evaluate_once(run, name, start, job_owner(job_id, plan.job.num_tasks), job_is_over)
     # Also when another job made the result: that job may have been killed before its report.
     if (paths.evaluations / name).exists():
-        report = [*plan.job.site.container, *python, "report", str(run)]
+        report = [*plan.job.single(), *python, "report", str(run)]
         reported = subprocess.run(report, check=False).returncode
         code = code or reported
     submit_pending(run, at_once=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.slurm import pyxis
 from tests.slurm.settings import cgroup_conf, gres_conf, slurm_conf
 
 PROGRAMS = (
@@ -38,6 +39,9 @@ PROGRAMS = (
     "setpriv",
 )
 PACKAGES = "slurmctld slurmd slurm-client munge"
+PREFIX = os.environ.get("SLURM_PREFIX")
+"""Where another Slurm than the system's is installed (tests/slurm/build_slurm.sh), if it is to be
+tested. Its programs come first in PATH."""
 START_SECONDS = 60
 STATE_SAVE_SECONDS = 6
 """SAVE_MAX_WAIT (5 s) in Slurm's src/slurmctld/state_save.c, and a second for the writing."""
@@ -80,12 +84,20 @@ class Cluster:
         # all users, because munged refuses a socket that others cannot reach.
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.root.chmod(0o755)
+        self.without_pyxis: str | None = "the cluster has not been started"
+        """Why this cluster has no pyxis, or None if it has."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables with which a command finds this cluster."""
         return {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Slurm's version, such as (22, 5) or (24, 11)."""
+        year, month = self.run("sinfo", "--version").stdout.split()[1].split(".")[:2]
+        return int(year), int(month)
 
     # ---- the whole cluster ----
     def start(self) -> None:
@@ -109,11 +121,7 @@ class Cluster:
         self.start_controller()
         for node in self.nodes:
             self._spawn_node(node)
-        self._wait(
-            lambda: set(self.node_states().values()) == {"idle"},
-            "the nodes are not up",
-            *self.nodes,
-        )
+        self._wait_for_nodes()
 
     def stop(self) -> None:
         """Kill every process of the cluster, including its jobs, and remove its files."""
@@ -136,12 +144,13 @@ class Cluster:
         )
 
     def restore(self) -> None:
-        """Start the daemons that a test has killed."""
+        """Start the daemons that a test has killed, and wait until Slurm may use every node."""
         if CONTROLLER not in self._daemons:
             self.start_controller()
         for node in self.nodes:
             if node not in self._daemons:
                 self.start_node(node)
+        self._wait_for_nodes()
 
     def kill_controller(self) -> None:
         """Kill slurmctld (SIGKILL), after the seconds in which it saves its current state to disk.
@@ -279,10 +288,25 @@ class Cluster:
         (self.root / "slurm.conf").write_text(conf)
         (self.root / "gres.conf").write_text(gres_conf(self.root, self.gpus))
         (self.root / "cgroup.conf").write_text(cgroup_conf())
+        self.without_pyxis = pyxis.build(self.root, Path(PREFIX, "include") if PREFIX else None)
 
     def _spawn_node(self, node: str) -> None:
         self._spawn_in_namespace(
             node, ["slurmd", "-D", "-N", node, "-f", str(self.root / "slurm.conf")]
+        )
+
+    def _wait_for_nodes(self) -> None:
+        """Wait until Slurm may use every node, after asking for those that a test has drained."""
+        up = {"idle", "mix", "alloc", "comp", "plnd"}
+        drained = [node for node, state in self.node_states().items() if state.startswith("dr")]
+        if drained:
+            self.run("scontrol", "update", f"nodename={','.join(drained)}", "state=resume")
+        # A slurmctld that has just started does not know the nodes for some seconds. Until then
+        # `sbatch --test-only` refuses every job.
+        self._wait(
+            lambda: bool(states := set(self.node_states().values())) and states <= up,
+            "the nodes are not up",
+            *self.nodes,
         )
 
     def _spawn_in_namespace(self, hostname: str, command: Sequence[str]) -> None:
@@ -344,7 +368,8 @@ class Cluster:
 
 def _search_path() -> str:
     """Return PATH with the sbin folders, where Debian has Slurm's daemons."""
-    return f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
+    chosen = f"{PREFIX}/bin:{PREFIX}/sbin:" if PREFIX else ""
+    return f"{chosen}{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def _free_ports(count: int) -> list[int]:

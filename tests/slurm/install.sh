@@ -1,17 +1,19 @@
 #!/bin/sh
 # shellcheck disable=SC2086  # words are split on purpose
-# Debian's Slurm, for tests/slurm: as root, and without a service being started, now or later. `make test` calls it.
+# Debian's Slurm and its headers, for tests/slurm: as root, and without a service being started, now or later. `make test` calls it.
 set -eu
-packages="slurmctld slurmd slurm-client munge"
+packages="slurmctld slurmd slurm-client munge libslurm-dev g++"
 missing=
-for program in slurmctld slurmd munged sbatch; do
+for program in slurmctld slurmd munged sbatch cc; do
     command -v $program >/dev/null || missing="$missing $program"
 done
+# For tests/slurm/pyxis.c.
+echo '#include <slurm/spank.h>' | cc -E - >/dev/null 2>&1 || missing="$missing slurm/spank.h"
 if [ -z "$missing" ]; then
     exit 0
 fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "no Slurm here (missing:$missing): its tests will be skipped. Debian, as root: apt-get install $packages" >&2
+    echo "no Slurm here (missing:$missing): tests will be skipped. Debian, as root: apt-get install $packages" >&2
     exit 0
 fi
 

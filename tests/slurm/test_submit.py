@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -18,6 +19,7 @@ import tomli_w
 
 from pretrain.config import load_config
 from pretrain.launcher import slurm
+from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import ROOT, Done, explained, wait_for
 from tests.slurm.cluster import Cluster
@@ -298,9 +300,16 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(
     ):
         with pytest.raises(slurm.SlurmAway):
             order(*words)
-    explained(
-        desk.submit("run", SLURM_CONF=str(tmp_path / "slurm.conf")), 1, "sbatch", "squeue --me"
-    )
+    away = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+    explained(desk.submit("run", **away), 1, "sbatch", "Nothing was submitted")
+    # A dry run shows the job all the same, also of a run that had one.
+    (desk.work / "had").mkdir()
+    append_job(desk.work / "had", JobRecord("9", "train", "x", 1.0, "s", 1, 1, "/r"))
+    for name in ("run", "had"):
+        shown = desk.submit(name, "--dry-run", **away)
+        assert shown.code == 0 and "test-only: not asked: sbatch: " in shown.out, shown.text
+        assert "warning: Slurm was not asked whether it takes the job" in shown.err
+    shutil.rmtree(desk.work / "had")
     assert files(desk.work) == before
 
 

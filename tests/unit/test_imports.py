@@ -38,10 +38,20 @@ LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
 LAUNCHER_FLOORS = [
     {
         f"{LAUNCHER}.{name}"
-        for name in ("terminal", "slurm", "cluster", "nodes", "job", "evaluations", "options")
+        for name in (
+            "terminal",
+            "slurm",
+            "cluster",
+            "request",
+            "slurm_options",
+            "nodes",
+            "job",
+            "evaluations",
+            "options",
+        )
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
-    {f"{LAUNCHER}.data_cli"},
+    {f"{LAUNCHER}.data_cli", f"{LAUNCHER}.run_cli"},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},

@@ -15,12 +15,14 @@ import tomli_w
 
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.cluster import OUR_OPTIONS, parse_site
+from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.job import Job, check_path, check_time, job_name
 from pretrain.launcher.login import sweep
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
-from pretrain.launcher.login.submit import signal_seconds
+from pretrain.launcher.login.limits import signal_seconds, start_seconds
 from pretrain.launcher.node import job as node_job
+from pretrain.launcher.slurm_options import OUR_OPTIONS
+from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
@@ -161,6 +163,14 @@ def test_the_script_passes_every_value_exactly(tmp_path):
             directory=directory,
             commands=((sys.executable, "-c", code, text),),
         )
+        if not text.isprintable():
+            # It would end the line #SBATCH, and bash would run what follows.
+            with pytest.raises(ConfigError, match=r"--chdir=.*control characters"):
+                made.script()
+            (moved := work / str(number)).mkdir()
+            directory.rmdir()
+            directory = moved
+            made = dataclasses.replace(made, directory=directory)
         done = subprocess.run(
             ["bash"], input=made.script(), capture_output=True, text=True, check=False
         )
@@ -214,6 +224,20 @@ def test_a_container_stands_between_srun_and_python():
         "exec",
         "a b.sif",
     ]
+
+
+def test_options_of_srun_stand_before_the_container_and_need_srun():
+    """Also where one process is enough, since srun alone knows its options."""
+    container = ["env", "A=1"]
+    made = job(CPU | {"srun_arguments": ["--mpi=none"], "container": container})
+    assert made.step()[-3:] == ["--mpi=none", *container]
+    assert made.single()[0] == "srun" and made.single()[-3:] == ["--mpi=none", *container]
+    assert "--ntasks=1" in made.single()
+    assert job(CPU | {"container": container}).single() == container and job().single() == []
+    image = job(CPU | {"srun_arguments": ["--container-image=x"]}, directory=Path("/a"))
+    assert image.step()[-2:] == ["--container-image=x", "--container-workdir=/a"]
+    there = ["--container-image=x", "--container-workdir=/b"]
+    assert job(CPU | {"srun_arguments": there}).single()[-2:] == there
 
 
 @pytest.mark.parametrize(
@@ -414,11 +438,41 @@ def test_the_signal_follows_what_the_run_has_seen(tmp_path):
     assert signal_seconds(TrainingRun(run_config(), tmp_path, 1, 1)) == 60 + 2 * 30 + 5
 
 
+def test_the_time_to_start_is_what_the_run_has_seen(tmp_path):
+    run = TrainingRun(run_config(), tmp_path, 1, 1)
+    # A minute, and a checkpoint of 0.1 million parameters is read in a moment.
+    assert start_seconds(run) == (61, False)
+    owner = Owner(began_at=1000.0)
+    first, second = Attempt.begin(tmp_path), None
+    (first.directory / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
+    lines = [(1001, "starting"), (1030, "loading"), (1090.5, "training"), (1200, "saving")]
+    text = "".join(json.dumps({"at": at, "phase": p, "step": 0}) + "\n" for at, p in lines)
+    (first.directory / "phases.jsonl").write_text(text)
+    assert start_seconds(run) == (91, True)
+    first.end("stopped", 80, "asked", 0)
+    # Asked to save before its first step, after 200 s: so long at least.
+    second = Attempt.begin(tmp_path)
+    (second.directory / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
+    (second.directory / "ended.json").write_text(
+        json.dumps({"at": 1200, "code": 75, "outcome": "restart", "reason": "asked", "step": 0})
+    )
+    assert start_seconds(run) == (200, True)
+
+
 def test_a_limit_without_time_before_the_signal_is_refused():
     check_time("3:01", 180)
     check_time(None, 180)
     with pytest.raises(ConfigError, match=r"time limit 3:00.*--time"):
         check_time("3:00", 180)
+    check_time("5", 200, 100)
+    with pytest.raises(ConfigError) as error:
+        check_time("5", 200, 101)
+    said = "nothing would be saved, as the run takes 101 s to start (an estimate"
+    assert said in str(error.value) and "200 s before the limit. Set at least 6 min" in str(
+        error.value
+    )
+    with pytest.raises(ConfigError, match="as it did before"):
+        check_time("5", 200, 101, True)
     with pytest.raises(ConfigError, match="65535"):
         check_time(None, 70_000)
 

@@ -1,0 +1,246 @@
+"""Do all that a published experiment takes: data, training, evaluations and their report.
+
+Each part looks at what is there and leaves out what is done, so the same command goes on where an
+earlier one was: data that is built stays, a job in the queue is followed, a finished run is
+reported. The jobs need nobody to watch them; Ctrl-C ends the watching alone.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.config import EvaluationRequest, RunConfig, RunFailed, load_config
+from pretrain.config.run import is_url
+from pretrain.launcher.cluster import Site, load_site
+from pretrain.launcher.evaluations import submit_pending
+from pretrain.launcher.job import launcher_command
+from pretrain.launcher.login import evaluations, logs
+from pretrain.launcher.login.allocation import DATA_MANIFESTS, allocate
+from pretrain.launcher.login.limits import check_with_slurm
+from pretrain.launcher.login.status import RunStatus, read_statuses
+from pretrain.launcher.login.submit import submit, training_job
+from pretrain.launcher.terminal import say
+from pretrain.rundir.attempts import is_finished
+from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
+from pretrain.rundir.paths import RunPaths, check_version
+from pretrain.rundir.states import STARTED_AGAIN, ExitCode
+
+LOOK_SECONDS = 2.0
+"""From one look at the queue, or at the evaluations, to the next."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run on a site, from its text to its report."""
+
+    config_file: Path
+    overrides: tuple[str, ...]
+    site_file: Path
+    config: RunConfig
+    site: Site
+    nodes: int | None
+    time_limit: str | None
+    options: evaluations.EvaluationOptions
+    """How its checkpoints are evaluated, unless the run has a plan already."""
+
+    @property
+    def directory(self) -> Path:
+        """Return the run's directory, absolute."""
+        return Path.cwd() / self.config.directory
+
+    @property
+    def is_finished(self) -> bool:
+        """Return True if all steps of the config are done."""
+        return is_finished(self.directory, self.config.train.num_steps)
+
+
+def run(
+    config: Path,
+    overrides: Sequence[str],
+    site_file: Path,
+    nodes: int | None,
+    time_limit: str | None,
+    lengths: str | None,
+) -> None:
+    """Build the data, train, evaluate and report, each where that is not done yet.
+
+    Args:
+        config: The config's file.
+        overrides: Its --set options.
+        site_file: The site's file.
+        nodes: Nodes of the run and of the build; by default as parallel.world_size needs, else one.
+        time_limit: Of the training job; by default the site's.
+        lengths: Window lengths of the evaluations; by default the config's.
+
+    Raises:
+        ConfigError: The run cannot work.
+        RunFailed: Slurm refused or training did not finish.
+        SystemExit: The build failed, or Ctrl-C.
+    """
+    protocols = "nonoverlapping,sliding"
+    request = EvaluationRequest.parse(lengths, protocols, None, None)
+    options = evaluations.check_options(config, overrides, request, None, None)
+    loaded = load_config(config, overrides)
+    experiment = Experiment(
+        config,
+        tuple(overrides),
+        site_file,
+        loaded,
+        load_site(site_file),
+        nodes,
+        time_limit,
+        options,
+    )
+    check_version(experiment.directory)
+    try:
+        if not experiment.is_finished:
+            _train(experiment)
+        _evaluate(experiment)
+    except KeyboardInterrupt:
+        print(
+            "not following any more; jobs go on, and the same command follows them again",
+            file=sys.stderr,
+        )
+        raise SystemExit(ExitCode.INTERRUPTED) from None
+
+
+# ---- data ----------------------------------------------------------------------------------------
+def _build_data(experiment: Experiment, nodes: int) -> None:
+    """Build the data set on the cluster, with `launcher data build`, unless there is one.
+
+    Ctrl-C goes to that command as well, which cancels its jobs, keeps what is done and says so.
+
+    Args:
+        experiment: The run.
+        nodes: As many tasks run at the same time as these have cores.
+
+    Raises:
+        SystemExit: The build ended with an error, which it has printed.
+    """
+    config = experiment.config
+    if is_url(config.data.directory) or all(
+        (config.data_directory / name).is_file() for name in DATA_MANIFESTS
+    ):
+        return
+    say(f"{config.data_directory}: not built yet; building it with {nodes} nodes")
+    settings = [word for override in experiment.overrides for word in ("--set", override)]
+    words = [str(experiment.config_file), "--site", str(experiment.site_file), *settings]
+    process = subprocess.Popen(launcher_command("data", "build", *words, f"--nodes={nodes}"))
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            continue
+    if code:
+        raise SystemExit(ExitCode.INTERRUPTED if code < 0 else code)
+
+
+# ---- training ------------------------------------------------------------------------------------
+def _train(experiment: Experiment) -> None:
+    """Submit the run unless it has a job, and follow it until it is over.
+
+    Raises:
+        RunFailed: It is over, and not finished.
+    """
+    status = _status(experiment)
+    if status.job is None and status.is_over:
+        # Checked before data is built, which may take hours.
+        allocated = allocate(experiment.config, experiment.site, experiment.nodes)
+        job = training_job([allocated], experiment.site, experiment.time_limit)
+        check_with_slurm([allocated], job)
+        _build_data(experiment, allocated.nodes)
+        submit(
+            experiment.config,
+            experiment.site,
+            nodes=experiment.nodes,
+            time_limit=experiment.time_limit,
+            plan=experiment.options.plan,
+        )
+    else:
+        say(f"{experiment.directory}: {status.state}; following it")
+    status = _follow(experiment)
+    if not experiment.is_finished:
+        how = f"{status.state}: {status.reason}" if status.reason else status.state
+        command = shlex.join(["launcher", "logs", str(experiment.directory)])
+        raise RunFailed(
+            f"{experiment.directory}: not finished ({how}). `{command}` shows why; the same "
+            "command goes on from the newest checkpoint"
+        )
+
+
+def _follow(experiment: Experiment) -> RunStatus:
+    """Print what the ranks print until the run is over, and return how it stands then."""
+    printed = ""
+    while True:
+        status = _status(experiment)
+        ended = status.attempts[-1].ended if status.attempts else None
+        is_final = ended is not None and ended.outcome not in STARTED_AGAIN
+        if status.is_over:
+            return status
+        # The last attempt of an earlier job is not what is to be followed, nor one whose job is
+        # about to leave the queue.
+        if not is_final or not status.attempts:
+            print(logs.follow(experiment.directory), file=sys.stderr, flush=True)
+            continue
+        line = f"{status.state} {status.reason}".strip()
+        if line != printed:
+            say(f"{experiment.directory}: {line}")
+        printed = line
+        time.sleep(LOOK_SECONDS)
+
+
+def _status(experiment: Experiment) -> RunStatus:
+    """Return how the run stands, waiting for slurmctld where it does not answer."""
+    printed = ""
+    while True:
+        [status], away = read_statuses([experiment.directory])
+        if not away:
+            return status
+        if away != printed:
+            say(f"{away}; it is asked again, and jobs go on meanwhile")
+        printed = away
+        time.sleep(LOOK_SECONDS)
+
+
+# ---- evaluations ---------------------------------------------------------------------------------
+def _evaluate(experiment: Experiment) -> None:
+    """Wait until every checkpoint is evaluated, and print the report of all of them.
+
+    Raises:
+        RunFailed: The evaluation of a checkpoint was given up.
+        SystemExit: The report could not be made, which it has said.
+    """
+    run = experiment.directory
+    paths = RunPaths(run)
+    # A plan that was given up, or never made, is made now, with new tries for every checkpoint.
+    if not paths.evaluation_plan.exists() or _given_up(run):
+        evaluations.evaluate_run(run, experiment.site, experiment.options)
+    printed = 0
+    while waiting := checkpoints_awaiting_evaluation(run):
+        if len(waiting) != printed:
+            say(f"{run}: {len(waiting)} checkpoints wait for their evaluation")
+        printed = len(waiting)
+        submit_pending(run)
+        time.sleep(LOOK_SECONDS)
+    report = [sys.executable, "-m", "pretrain", "report", str(run)]
+    if code := subprocess.run(report, check=False).returncode:
+        raise SystemExit(code)
+    print(f"report: {paths.evaluations / 'report.md'}")
+    if given_up := _given_up(run):
+        raise RunFailed(
+            f"{', '.join(given_up)}: not evaluated; see failed.json in {paths.evaluations}. The "
+            "same command tries again"
+        )
+
+
+def _given_up(run: Path) -> list[str]:
+    """Return the names of the checkpoints whose evaluation was given up."""
+    results = named_by_step(RunPaths(run).evaluations)
+    return [result.name for result in results if (result / "failed.json").exists()]

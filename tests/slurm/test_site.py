@@ -1,0 +1,393 @@
+"""Check on a real Slurm what a site and a user may ask for beside the launcher's own options.
+
+The ranks' Python is a script, as in test_submit.py; all before it is real.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pretrain.launcher import slurm
+from pretrain.launcher.cluster import load_site
+from pretrain.launcher.login.data import data_job
+from pretrain.rundir.checkpoints import checkpoint_directory
+from tests.end_to_end.commands import ROOT, explained, wait_for
+from tests.slurm import pyxis
+from tests.slurm.cluster import Cluster
+from tests.slurm.test_submit import DEMO, Desk, files
+
+CHANGES = {"JobId", "SubmitTime", "EligibleTime", "AccrueTime", "LastSchedEval", "Priority"}
+CHANGES |= {"StartTime", "EndTime", "Command", "ArrayJobId", "Reason"}
+"""Fields of a job that tell when and from which file it was sent."""
+SHAPES = {
+    "ACCTG_FREQ": "task=7",
+    "ARRAY_INX": "0-2",
+    "BATCH": "x",
+    "CORE_SPEC": "1",
+    "CPUS_PER_GPU": "1",
+    "DELAY_BOOT": "9",
+    "DISTRIBUTION": "cyclic",
+    "ERROR": "err",
+    "EXCLUSIVE": "1",
+    "EXPORT": "NONE",
+    "GPUS": "1",
+    "GPUS_PER_NODE": "1",
+    "GPUS_PER_TASK": "1",
+    "GRES": "gpu:1",
+    "GRES_FLAGS": "enforce-binding",
+    "INPUT": "in",
+    "JOB_NAME": "other",
+    "MEM_PER_CPU": "9",
+    "MEM_PER_GPU": "9",
+    "MEM_PER_NODE": "9",
+    "NETWORK": "x",
+    "NO_KILL": "1",
+    "NO_REQUEUE": "1",
+    "OPEN_MODE": "truncate",
+    "OUTPUT": "out",
+    "OVERCOMMIT": "1",
+    "REQ_SWITCH": "1",
+    "SIGNAL": "USR2@9",
+    "SPREAD_JOB": "1",
+    "THREADS_PER_CORE": "1",
+    "TIMELIMIT": "9",
+    "USE_MIN_NODES": "1",
+    "WAIT": "1",
+}
+"""Variables SBATCH_... that change a job's shape, each with such a value."""
+SEEN = {"ARRAY_INX", "NO_REQUEUE", "EXCLUSIVE", "GPUS", "GRES", "JOB_NAME", "MEM_PER_CPU"}
+SEEN |= {"OUTPUT", "TIMELIMIT", "GPUS_PER_NODE", "CPUS_PER_GPU", "REQ_SWITCH"}
+"""Those of them whose effect on a plain job `scontrol show job` shows on this cluster."""
+
+
+@pytest.fixture
+def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    yield Desk(cluster, tmp_path)
+    cluster.run("scancel", "--quiet", "--user=root")
+
+
+@contextmanager
+def partition(cluster: Cluster, before: list[str], after: list[str]) -> Iterator[None]:
+    """Change the partition "main", and undo it."""
+    done = cluster.run("scontrol", "update", "PartitionName=main", *before)
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", *after)
+
+
+@contextmanager
+def nothing_starts(cluster: Cluster) -> Iterator[None]:
+    """Keep jobs in the queue."""
+    with partition(cluster, ["State=DOWN"], ["State=UP"]):
+        yield
+
+
+def described(cluster: Cluster, job_id: str) -> dict[str, str]:
+    """Return the fields of `scontrol show job`, with JOB for its id in names of logs."""
+    fields: dict[str, str] = {}
+    for line in cluster.run("scontrol", "show", "job", job_id).stdout.splitlines():
+        # A value may have blanks; a field begins with a word and "=" behind a blank.
+        for name, value in re.findall(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|$)", line):
+            # scontrol shows the id also for the %j of "%%j", which is a plain "%j" to slurmd.
+            for mark in ("slurm-", "%"):
+                value = value.replace(f"{mark}{job_id}", f"{mark}JOB")
+            fields[name] = value.strip()
+    return {name: value for name, value in fields.items() if name not in CHANGES}
+
+
+# ---- the script with its options -----------------------------------------------------------------
+def test_sending_the_script_by_hand_sends_the_same_job(
+    cluster: Cluster, desk: Desk, tmp_path: Path
+) -> None:
+    """Whatever its names; from another directory; whether or not it is an array."""
+    comment = "a\"b 'c' \\d \\\\ %j #x $(touch canary) `e` = : é"
+    desk.site(
+        gpus_per_node=2,
+        tasks_per_node=2,
+        cpus_per_node=4,
+        memory_per_node="1G",
+        account="'; touch canary; '",
+        sbatch_arguments=[f"--comment={comment}", "--exclude=n3"],
+    )
+    names = ["a b's \"c", "%j %A %% 100%", "@OPTIONS@ é # $(touch canary)"]
+    with nothing_starts(cluster):
+        for number, name in enumerate([*names, "sweep"]):
+            if name == "sweep":
+                words = ["--over", "position.method=alibi,rotary", "--set", "run.directory=sweep"]
+                words += ["--set", "data.directory=data", "--set", "batch.micro_batch_size=8"]
+                done = desk.launcher("sweep", DEMO, "--site", desk.work / "site.toml", *words)
+                name = "sweep/alibi"
+            else:
+                mail = ["--mail", "me@there"] if number else []
+                done = desk.submit(name, "--set", "batch.micro_batch_size=8", *mail)
+            assert done.code == 0, done.text
+            script = desk.work / name / "launch/train.sbatch"
+            sent = cluster.run("sbatch", "--parsable", script, cwd=tmp_path)
+            assert sent.returncode == 0, sent.stderr
+            [ours], theirs = desk.job_ids(name), sent.stdout.strip()
+            first, second = described(cluster, ours.split("_")[0]), described(cluster, theirs)
+            if name == "sweep/alibi":
+                assert second["ArrayTaskId"] == "0-1%2" and "-%A_%a.log" in script.read_text()
+                # The record of one task has these of its own.
+                for field in ("ArrayTaskId", "JobName", "StdOut", "StdErr"):
+                    first.pop(field), second.pop(field)
+            assert first == second
+            assert first["WorkDir"] == str(desk.work) and "--exclude" not in first
+            assert first["ExcNodeList"] == "n3" and first["Comment"] == comment, first
+            assert number == 0 or name == "sweep/alibi" or first["MailUser"] == "me@there"
+    assert not list(desk.work.rglob("canary")) and not (tmp_path / "canary").exists()
+
+
+def test_an_option_too_long_for_a_line_is_refused(desk: Desk) -> None:
+    desk.site(sbatch_arguments=["--comment=" + "x" * 9000])
+    explained(desk.submit("run"), 2, "--comment=xxx", "8000 bytes")
+
+
+# ---- inherited variables -------------------------------------------------------------------------
+def test_inherited_variables_do_not_change_the_shape_of_a_job(cluster: Cluster, desk: Desk) -> None:
+    desk.site(environment={}, time_limit="30")
+    plain = ["--parsable", "--hold", "--nodes=1", "--wrap=true"]
+    with nothing_starts(cluster):
+        without = described(cluster, cluster.run("sbatch", *plain).stdout.strip())
+        changed = set()
+        for name, value in SHAPES.items():
+            # What plain sbatch makes of it; WAIT would wait.
+            if name != "WAIT":
+                done = cluster.run("sbatch", *plain, environment={f"SBATCH_{name}": value})
+                job_id = done.stdout.strip()
+                if done.returncode or described(cluster, job_id) != without:
+                    changed.add(name)
+        assert changed >= SEEN, SEEN - changed
+        clean = desk.submit("one")
+        shaped = desk.submit("two", **{f"SBATCH_{name}": value for name, value in SHAPES.items()})
+        assert clean.code == 0 and shaped.code == 0, shaped.text
+        one, two = (described(cluster, *desk.job_ids(name)) for name in ("one", "two"))
+        assert {k: v.replace("two", "one") for k, v in two.items()} == one
+    desk.wait_until_over(*desk.job_ids("two"))
+    variables = dict(
+        line.split("=", 1) for line in desk.noted(desk.job_ids("two")[0], "environment")[0]
+    )
+    assert not [name for name in variables if name.startswith("SBATCH_")]
+
+
+def test_inherited_variables_of_the_place_are_part_of_the_site(
+    cluster: Cluster, desk: Desk
+) -> None:
+    site = desk.work / "site.toml"
+    desk.site()
+    site.write_text(site.read_text().replace('partition = "main"\n', ""))
+    place = {"SBATCH_PARTITION": "elsewhere", "SBATCH_WCKEY": "w", "SBATCH_ACCOUNT": "theirs"}
+    explained(desk.submit("run", **place), 1, "invalid partition specified: elsewhere")
+    shown = desk.submit("run", "--dry-run", **place | {"SBATCH_PARTITION": "main"})
+    assert shown.code == 0, shown.text
+    for word in ("--partition=main", "--account=theirs", "--wckey=w"):
+        assert f"#SBATCH {word}\n" in shown.out and f" {word} " in shown.out
+    given = ["--partition", "main", "--account", "mine", "--sbatch", "wckey=x", "--dry-run"]
+    shown = desk.submit("run", *given, **place)
+    assert shown.code == 0, shown.text
+    assert all(word in shown.out for word in ("--partition=main", "--account=mine", "--wckey=x"))
+    desk.site()
+    assert desk.submit("run", "--dry-run", SBATCH_PARTITION="elsewhere").code == 0
+    # `launcher requeue` has it from the run, in a shell without the variables.
+    with nothing_starts(cluster):
+        assert desk.submit("run", SBATCH_ACCOUNT="theirs").code == 0
+        cluster.run("scancel", *desk.job_ids("run"))
+        assert desk.launcher("requeue", "run").code == 0
+        assert cluster.job(desk.job_ids("run")[-1])["Account"] == "theirs"
+
+
+# ---- what Slurm is asked before ------------------------------------------------------------------
+def test_what_slurm_could_never_start_is_refused(cluster: Cluster, desk: Desk) -> None:
+    """sbatch itself takes each of these."""
+    before = files(desk.work) | {"site.toml"}
+    desk.site(nodes=99)
+    sweep = ["sweep", DEMO, "--site", "site.toml", "--set", "run.directory=s", "--set"]
+    sweep += ["data.directory=data", "--over", "position.method=alibi,rotary", "--nodes", 32]
+    small = ["--set", "batch.micro_batch_size=1"]
+    for refused in (desk.submit("run", "--nodes", 32, *small), desk.launcher(*sweep, *small)):
+        explained(refused, 1, "sbatch: allocation failure", "not available")
+    with partition(cluster, ["MaxTime=20"], ["MaxTime=INFINITE"]):
+        for words in ([], ["--dry-run"]):
+            explained(desk.submit("run", *words), 2, "time limit 30", "main", "0:20:00", "--time")
+        explained(desk.submit("run", "--time", "UNLIMITED"), 2, "time limit UNLIMITED")
+        assert desk.submit("run", "--time", "20", "--dry-run").code == 0
+    desk.site()
+    site = desk.work / "site.toml"
+    site.write_text(site.read_text().replace('time_limit = "30"\n', ""))
+    with partition(cluster, ["DefaultTime=3"], ["DefaultTime=NONE"]):
+        explained(
+            desk.submit("run"), 2, "time limit 0:03:00", "default of partition main", "4 minutes"
+        )
+        assert desk.submit("run", "--time", "4", "--dry-run").code == 0
+    assert files(desk.work) == before
+
+
+def test_a_job_for_drained_nodes_waits(cluster: Cluster, desk: Desk) -> None:
+    """Before a maintenance all nodes are drained, and --test-only says the job could never run."""
+    desk.site()
+    cluster.run("scontrol", "update", "NodeName=n[1-16]", "State=DRAIN", "Reason=maintenance")
+    try:
+        done = desk.submit("run")
+        assert done.code == 0 and "nodes are drained" in done.err, done.text
+        assert cluster.job(*desk.job_ids("run"))["JobState"] == "PENDING"
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n[1-16]", "State=RESUME")
+    desk.wait_until_over(*desk.job_ids("run"))
+    assert desk.noted(*desk.job_ids("run"))
+
+
+# ---- options of the commands ---------------------------------------------------------------------
+def test_options_of_sbatch_are_passed_on_or_refused(cluster: Cluster, desk: Desk) -> None:
+    desk.site(sbatch_arguments=["--exclude=n1", "--nice=3"])
+    options = ["--sbatch", "exclude=n2,n3", "--sbatch", "--exclusive", "--mail", "me@there"]
+    options += ["--qos", "fast", "--account", "a b", "--sbatch", "comment=x y", "--partition"]
+    shown = desk.submit("run", *options, "main", "--dependency", "singleton", "--dry-run")
+    assert shown.code == 0, shown.text
+    [sent] = [line for line in shown.out.splitlines() if line.startswith("sbatch ")]
+    assert shlex.split(sent)[1:3] == ["--dependency=singleton", "--kill-on-invalid-dep=yes"]
+    assert "--exclude=n1" not in sent
+    wanted = "--qos=fast --nice=3 --exclude=n2,n3 --exclusive --mail-user=me@there"
+    assert all(f" {word} " in sent for word in wanted.split())
+    assert "'--account=a b'" in sent and "'--comment=x y'" in sent
+    with nothing_starts(cluster):
+        assert desk.submit("run", *options, "main").code == 0
+        fields = described(cluster, *desk.job_ids("run"))
+        assert fields["ExcNodeList"] == "n[2-3]" and fields["OverSubscribe"] == "NO"
+        assert (fields["MailUser"], fields["MailType"]) == ("me@there", "INVALID_DEPEND,END,FAIL")
+    explained(desk.submit("other", "--sbatch", "nodes=1-4"), 2, "--nodes of this command")
+    explained(desk.submit("other", "--sbatch", "het-group=1"), 1, "unrecognized option")
+    explained(desk.submit("other", "--dependency", "never:1"), 1, "ependency")
+    assert not (desk.work / "other").exists()
+
+
+def test_a_mail_is_sent_once_at_the_end_and_the_next_run_starts_then(
+    cluster: Cluster, desk: Desk, tmp_path: Path
+) -> None:
+    """A run that is requeued keeps its job, so nothing is sent and the next one goes on waiting."""
+    mails, conf = tmp_path / "mails", Path(cluster.environment["SLURM_CONF"])
+    (program := tmp_path / "mail").write_text(f'#!/bin/sh\necho "$@" >> {mails}\n')
+    program.chmod(0o755)
+    mails.touch()
+    desk.python.write_text(f"#!/bin/sh\nwhile ! test -e {tmp_path}/end; do sleep 0.1; done\n")
+    desk.site()
+    before = conf.read_text()
+    conf.write_text(f"{before}MailProg={program}\n")
+    try:
+        cluster.run("scontrol", "reconfigure")
+        assert desk.submit("first", "--mail", "me@there").code == 0
+        [first] = desk.job_ids("first")
+        cluster.wait_for_job(first, ["RUNNING"])
+        done = desk.submit("next", "--after", "first")
+        assert done.code == 0 and f"it starts after afterok:{first}" in done.out, done.text
+        [second] = desk.job_ids("next")
+        cluster.run("scontrol", "requeue", first)
+        wait_for(lambda: cluster.job(first)["Restarts"] == "1")
+        cluster.wait_for_job(first, ["RUNNING"])
+        assert cluster.job(second)["Reason"] == "Dependency" and mails.read_text() == ""
+        cluster.run("scancel", "--signal=KILL", "--batch", first)
+        # The script of the job fails, so the job does.
+        wait_for(lambda: cluster.job(first)["JobState"] == "FAILED")
+        wait_for(lambda: mails.read_text())
+        wait_for(lambda: cluster.job(second)["JobState"] == "CANCELLED")
+        [mail] = mails.read_text().splitlines()
+        assert "me@there" in mail and f"Job_id={first} " in mail and "Failed" in mail
+        explained(desk.submit("more", "--after", "first"), 2, "--after first", "launcher requeue")
+        explained(desk.submit("more", "--after", "none"), 2, "none: no such run")
+        assert desk.launcher("requeue", "next").code == 0
+        # What it waited for is over, so it does not wait any more.
+        assert cluster.job(desk.job_ids("next")[-1])["Dependency"] == "(null)"
+        (tmp_path / "end").touch()
+        desk.wait_until_over(*desk.job_ids("next"))
+    finally:
+        conf.write_text(before)
+        cluster.run("scontrol", "reconfigure")
+
+
+# ---- containers ----------------------------------------------------------------------------------
+INSIDE = """#!/bin/sh
+grep -q pytorch /etc/os-release && INSIDE=yes
+echo "$INSIDE $PWD $*" >> "$NOTES/inside"
+for last; do :; done
+case "$*" in *" evaluate "*) mkdir -p "$(dirname "$last")" ;; esac
+"""
+
+
+@pytest.mark.parametrize("way", ["pyxis", "srun_arguments", "container"])
+def test_all_that_runs_where_the_ranks_run_is_in_the_container(
+    cluster: Cluster, desk: Desk, tmp_path: Path, way: str
+) -> None:
+    """Ranks, the evaluation of a checkpoint, its report, and a task of a build.
+
+    srun's --task-prolog is an option like pyxis's: srun alone knows it, and it changes the tasks.
+    """
+    if way == "pyxis" and cluster.without_pyxis:
+        pytest.skip(f"no pyxis here: {cluster.without_pyxis}")
+    (prolog := tmp_path / "prolog").write_text("#!/bin/sh\necho export INSIDE=yes\n")
+    prolog.chmod(0o755)
+    words = {"srun_arguments": [f"--task-prolog={prolog}"], "container": ["env", "INSIDE=yes"]}
+    desk.python.write_text(INSIDE)
+    if way == "pyxis":
+        # Without the directory to start in, which the launcher knows.
+        image = [word for word in pyxis.options(tmp_path) if "workdir" not in word]
+        desk.site(srun_arguments=image)
+    else:
+        desk.site(**{way: words[way]})
+    assert desk.submit("run").code == 0
+    checkpoint = checkpoint_directory(desk.work / "run", 1)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    desk.wait_until_over(*desk.job_ids("run"))
+    done = desk.launcher("evaluate-checkpoints", "run", "--site", "site.toml")
+    assert done.code == 0, done.text
+    site = load_site(desk.work / "site.toml")
+    (tmp_path / "build").mkdir()
+    job = data_job(site, "build", tmp_path / "build/executor.pik", 1, 1, None)
+    ids = [*desk.job_ids("run"), slurm.submit(job.arguments(), job.script())]
+    desk.wait_until_over(*ids)
+    lines = (desk.notes / "inside").read_text().splitlines()
+    said = {word for line in lines for word in line.split() if word in KINDS}
+    assert said == set(KINDS), (lines, [p.read_text() for p in desk.work.rglob("*.log")])
+    at = {tuple(line.split()[:2]) for line in lines if "datatrove" not in line}
+    assert at == {("yes", str(desk.work))}, lines
+    assert all(line.startswith("yes ") for line in lines), lines
+
+
+KINDS = ("train", "evaluate", "report", "datatrove.tools.launch_pickled_pipeline")
+
+
+def test_options_of_srun_are_no_command(desk: Desk) -> None:
+    desk.site(container=["--container-image=x.sqsh"])
+    explained(desk.submit("run"), 2, "container = ['--container", "srun_arguments = [")
+    desk.site(srun_arguments=["--nodes=2"])
+    explained(desk.submit("run"), 2, "srun_arguments: '--nodes=2'", "sets this option itself")
+
+
+# ---- the first command that a user tries ---------------------------------------------------------
+def test_the_demo_is_submitted_as_the_readme_says(desk: Desk) -> None:
+    """On two nodes with two ranks each."""
+    desk.site(tasks_per_node=2, cpus_per_node=2)
+    (desk.work / "configs").symlink_to(ROOT / "configs")
+    (desk.work / "slurm").mkdir()
+    (desk.work / "site.toml").rename(desk.work / "slurm/site.toml")
+    (desk.work / "runs/demo").mkdir(parents=True)
+    (desk.work / "data").rename(desk.work / "runs/demo/data")
+    text = (ROOT / "README.md").read_text() + desk.launcher("--help").out
+    # A command ends at a comment, or at a line's end without a backslash.
+    pattern = r"^ *launcher (submit configs/demo.toml (?:[^#\n\\]|\\\n)*)"
+    commands = re.findall(pattern, text, re.MULTILINE)
+    assert len(commands) >= 2
+    for number, command in enumerate(commands):
+        words = shlex.split(command.replace("\\\n", " "))
+        done = desk.launcher(*words, "--set", f"run.directory='r{number}'")
+        assert done.code == 0 and "on 2 nodes x 2 ranks" in done.out, (command, done.text)
+        desk.wait_until_over(*desk.job_ids(f"r{number}"))
