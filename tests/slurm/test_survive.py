@@ -123,7 +123,8 @@ def test_a_killed_controller_killed_and_stopped_ranks_and_a_killed_node(
 
 def test_signals_before_the_limit(runs: Runs, undisturbed: Callable[[], Path]) -> None:
     """Send two signals, and meanwhile a second job on the run's directory."""
-    run = runs.submit("signals", "logging.wandb=offline")
+    # Before the first step wandb is imported, which takes seconds on a busy machine.
+    run = runs.submit("signals", "logging.wandb=offline", "recovery.hang_seconds=120")
     assert "--signal=USR1@" in " ".join(run.launch["sbatch"])
     run.wait_for_ranks(1)
     explained(runs.try_to_submit("signals"), 2, f"job {run.job_id}", "trains this run")
