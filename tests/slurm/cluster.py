@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.slurm import pyxis
 from tests.slurm.settings import cgroup_conf, gres_conf, slurm_conf
 
@@ -49,6 +50,8 @@ CONTROLLER = "controller"
 # Linux takes the ports of outgoing connections from 32768 up. A lower one is still free when a
 # killed daemon is started again.
 PORTS = range(20_000, 32_000)
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+"""States in which a job stays."""
 # Bash stays as process 1 to reap orphans, as an init does, so the command is not `exec`ed. A bind
 # mount also works in a container, where /etc/hosts is itself a mount and cannot be replaced.
 IN_NAMESPACE = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && "$@"; exit $?'
@@ -211,7 +214,7 @@ class Cluster:
             env=variables,
             text=True,
             capture_output=True,
-            timeout=120,
+            timeout=TIMEOUT_SECONDS,
             **options,
         )
 
@@ -224,17 +227,19 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for_job(
-        self, job_id: str, states: Iterable[str] = ("COMPLETED",), seconds: float = 120
+        self,
+        job_id: str,
+        states: Iterable[str] = ("COMPLETED",),
+        seconds: float = TIMEOUT_SECONDS,
     ) -> dict[str, str]:
         """Wait until a job is in one of `states` and return its fields.
 
         The test fails when the job ends in another state, or after `seconds`.
         """
         wanted = set(states)
-        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
         deadline = time.monotonic() + seconds
         while (fields := self.job(job_id)).get("JobState") not in wanted:
-            assert fields.get("JobState") not in over, (
+            assert fields.get("JobState") not in OVER, (
                 f"job {job_id}: {fields}, waited for {wanted}"
             )
             assert time.monotonic() < deadline, (

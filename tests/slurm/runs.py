@@ -201,15 +201,15 @@ class Run:
             first = next(mark.step for mark in records[-1].phases if mark.phase == "training")
             return records[-1].progress.step >= first + steps
 
-        wait_for(reached, 120)
+        wait_for(reached)
 
     def wait_for_ranks(self, attempt: int, count: int = 2) -> None:
         """Wait until the ranks of attempt number `attempt` have processes, which may do nothing."""
-        wait_for(lambda: len(self.attempts) == attempt and len(self.ranks()) == count, 120)
+        wait_for(lambda: len(self.attempts) == attempt and len(self.ranks()) == count)
 
     def wait_for_end(self, attempt: int) -> Ended:
         """Wait for the end of attempt number `attempt` and return how it ended."""
-        wait_for(lambda: len(self.attempts) >= attempt and self.attempts[attempt - 1].ended, 120)
+        wait_for(lambda: len(self.attempts) >= attempt and self.attempts[attempt - 1].ended)
         ended = self.attempts[attempt - 1].ended
         assert ended is not None
         return ended

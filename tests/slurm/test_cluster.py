@@ -46,7 +46,7 @@ def test_tasks_run_on_their_nodes(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_a_killed_node_takes_its_processes_along(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, "sleep 600 & srun sleep 300", "--nodes=1", "--no-requeue")
-    wait_for(lambda: cluster.step_processes(job, "sleep 300"), 30)
+    wait_for(lambda: cluster.step_processes(job, "sleep 300"))
     node = cluster.job(job)["NodeList"]
     there = set(cluster.processes(node))
     # The script, two slurmstepd, srun, and the two sleeping processes.
@@ -67,7 +67,7 @@ def test_jobs_outlive_the_controller(cluster: Cluster, tmp_path: Path) -> None:
         tmp_path,
         f"srun bash -c 'until test -e {tmp_path}/go; do sleep .1; done; echo went on'",
     )
-    wait_for(lambda: cluster.step_processes(job, "go"), 30)
+    wait_for(lambda: cluster.step_processes(job, "go"))
     cluster.kill_controller()
     assert cluster.node_states() == {}
     (tmp_path / "go").touch()
@@ -95,7 +95,7 @@ def test_a_job_of_high_preempts_those_of_the_low_partitions(
         return path.read_text().splitlines() if path.exists() else []
 
     jobs = {partition: occupy(partition) for partition in places}
-    wait_for(lambda: all("ready" in said(partition) for partition in places), 30)
+    wait_for(lambda: all("ready" in said(partition) for partition in places))
     assert {cluster.job(job).get("PreemptTime", "None") for job in jobs.values()} == {"None"}
     (tmp_path / "high").mkdir()
     preempting = [
@@ -103,7 +103,7 @@ def test_a_job_of_high_preempts_those_of_the_low_partitions(
         for node in places.values()
     ]
     *low, main = jobs
-    wait_for(lambda: all("told" in said(partition) for partition in low), 30)
+    wait_for(lambda: all("told" in said(partition) for partition in low))
     for job in preempting[:-1]:
         cluster.wait_for_job(job)
     fields = {partition: cluster.job(job) for partition, job in jobs.items()}
@@ -183,7 +183,7 @@ def test_nothing_is_left_when_it_stops(cluster: Cluster, tmp_path: Path) -> None
     try:
         other.start()
         job = submit(other, tmp_path, "srun sleep 301")
-        wait_for(lambda: other.step_processes(job, "sleep 301"), 30)
+        wait_for(lambda: other.step_processes(job, "sleep 301"))
     finally:
         other.stop()
     named = [

@@ -22,7 +22,7 @@ import tomli_w
 
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
-from tests.end_to_end.commands import LAUNCHER, ROOT, Done, wait_for
+from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, wait_for
 from tests.slurm.cluster import Cluster
 
 # Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/train does.
@@ -141,7 +141,7 @@ class Desk:
             first = next(mark.step for mark in made[-1].phases if mark.phase == "training")
             return made[-1] if made[-1].progress.step > first + 2 else None
 
-        wait_for(trains, 90)
+        wait_for(trains)
         return read_attempts(self.folder / run)[-1]
 
     def job_states(self) -> dict[str, str]:
@@ -193,7 +193,7 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
         log.open("w") as output,
         desk.started("logs", run, "--follow", "--rank", 1, output=output) as following,
     ):
-        wait_for(lambda: "attempt 1: rank 1 took step" in log.read_text(), 30)
+        wait_for(lambda: "attempt 1: rank 1 took step" in log.read_text())
         assert f"job {job}: asked to save" in desk.launcher("requeue", run).out
         second = desk.wait_for_step(run, 2)
         first = read_attempts(desk.folder / run)[0]
@@ -221,7 +221,7 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
             f"stopped after step {step}; newest checkpoint step-{step:08d}" in done.out
             and step > second.step
         )
-        following.wait(60)
+        following.wait(TIMEOUT_SECONDS)
     said = [line for line in log.read_text().splitlines() if "took" in line]
     logs = [(desk.folder / run / f"logs/attempt-{number:04d}.log").read_text() for number in (1, 2)]
     printed = [re.findall(r"^ *1: (.* took .*)$", text, re.MULTILINE) for text in logs]
@@ -245,17 +245,17 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
     assert "attempts 1 to 2" in desk.launcher("logs", run, "--attempt", 3, code=2).err
     assert "ranks 0 to 1" in desk.launcher("logs", run, "--rank", 2, code=2).err
 
-    wait_for(lambda: job not in desk.job_states(), 30)
+    wait_for(lambda: job not in desk.job_states())
     assert f"job {evaluation}: cancelled; it was to evaluate" in desk.launcher("cancel", run).out
-    wait_for(lambda: not desk.job_states(), 30)
+    wait_for(lambda: not desk.job_states())
     assert "no job in the queue (stopped" in desk.launcher("cancel", run, code=2).err
     new = desk.launcher("requeue", run).out.split("job ")[-1].split(";")[0].strip()
     assert new != job and read_jobs(desk.folder / run)[-1].job_id == new
     third = desk.wait_for_step(run, 3)
     assert third.owner.checkpoint_step == step and third.owner.slurm_job_id == new
     (desk.folder / run / "enough").touch()
-    wait_for(lambda: read_attempts(desk.folder / run)[-1].ended, 30)
-    wait_for(lambda: new not in desk.job_states(), 30)
+    wait_for(lambda: read_attempts(desk.folder / run)[-1].ended)
+    wait_for(lambda: new not in desk.job_states())
     assert fields(desk.launcher("status").out)["STATE"] == "finished"
     assert "is finished" in desk.launcher("requeue", run, code=2).err
 
@@ -288,7 +288,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
         desk.cluster.start_controller()
 
     assert f"job {second}: cancelled; it was waiting" in desk.launcher("cancel", two).out
-    wait_for(lambda: second not in desk.job_states(), 30)
+    wait_for(lambda: second not in desk.job_states())
     assert (
         " ended "
         in {line.split()[0]: line for line in desk.launcher("status").out.splitlines()}[two]
@@ -301,4 +301,4 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     assert desk.cluster.job(first)["JobName"] == "a"
     assert desk.job_states().keys() == {first, again}
     assert "cancelled; it may save" in desk.launcher("cancel", one).out
-    wait_for(lambda: desk.job_states().keys() == {again}, 30)
+    wait_for(lambda: desk.job_states().keys() == {again})

@@ -459,7 +459,7 @@ REFUSED_BY_US: list[dict[str, Any]] = [
 REFUSED_BY_SLURM: list[dict[str, Any]] = [
     {"partition": "main; touch canary"},
     {"constraint": "$(touch canary)"},
-    {"sbatch_arguments": ["--extra=`id`"]},
+    {"sbatch_arguments": ["--no-such-option=`id`"]},
 ]
 
 

@@ -45,7 +45,7 @@ def check_over(run: Run, states: tuple[str, ...] = ("COMPLETED",)) -> None:
     """Check that the job ended in one of `states` and left no process on any node, and no step."""
     cluster = run.cluster
     cluster.wait_for_job(run.job_id, states)
-    wait_for(lambda: not any(cluster.processes(node) for node in cluster.nodes), 30)
+    wait_for(lambda: not any(cluster.processes(node) for node in cluster.nodes))
     assert cluster.run("squeue", "--noheader", "--steps", f"--jobs={run.job_id}").stdout == ""
 
 
@@ -63,7 +63,7 @@ def check_never_again(runs: Runs, run: Run) -> None:
     attempts, job = len(run.attempts), runs.cluster.job(run.job_id)
     explained(runs.try_to_submit(run.directory.name), 2, "this run is finished")
     assert runs.cluster.run("scontrol", "requeue", run.job_id).returncode == 0
-    wait_for(lambda: int(runs.cluster.job(run.job_id)["Restarts"]) > int(job["Restarts"]), 30)
+    wait_for(lambda: int(runs.cluster.job(run.job_id)["Restarts"]) > int(job["Restarts"]))
     check_over(run)
     assert len(run.attempts) == attempts and "finished already" in run.job_said()
 
@@ -123,7 +123,8 @@ def test_a_killed_controller_killed_and_stopped_ranks_and_a_killed_node(
 
 def test_signals_before_the_limit(runs: Runs, undisturbed: Callable[[], Path]) -> None:
     """Send two signals, and meanwhile a second job on the run's directory."""
-    run = runs.submit("signals", "logging.wandb=offline")
+    # Before the first step wandb is imported, which takes seconds on a busy machine.
+    run = runs.submit("signals", "logging.wandb=offline", "recovery.hang_seconds=120")
     assert "--signal=USR1@" in " ".join(run.launch["sbatch"])
     run.wait_for_ranks(1)
     explained(runs.try_to_submit("signals"), 2, f"job {run.job_id}", "trains this run")
