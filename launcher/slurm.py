@@ -380,3 +380,46 @@ def _parse(line: str) -> JobState:
         int(restarts),
         name.removesuffix("|"),
     )
+
+
+# ---- the nodes of a running job ------------------------------------------------------------------
+UNUSABLE = ("down", "fail", "drained", "error", "unknown", "power", "reboot", "maint")
+"""Parts of the states, as sinfo words them, of nodes on which no step should be started."""
+
+
+def hostnames(nodes: str) -> list[str]:
+    """Return the nodes of a node list, in its order: "n[1,3]" becomes n1, n3.
+
+    Raises:
+        SlurmError: This is no node list.
+    """
+    return _run("scontrol", ["show", "hostnames", nodes]).stdout.split() if nodes else []
+
+
+def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Return those of these nodes that are down or do not answer, each with its state.
+
+    A node that is being drained still takes the steps of the jobs on it. Nothing is returned while
+    slurmctld does not answer.
+    """
+    query = ["--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N %T"]
+    try:
+        lines = _run("sinfo", query).stdout.splitlines()
+    except SlurmError:
+        return {}
+    states = dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
+    # A star: the node does not answer.
+    return {
+        node: state.strip()
+        for node, state in states.items()
+        if "*" in state or any(word in state for word in UNUSABLE)
+    }
+
+
+def exclude(job_id: str, nodes: Iterable[str]) -> None:
+    """Keep a job that waits in the queue off some nodes, beside those it avoids already."""
+    job = f"--jobs={job_id}"
+    before = _run("squeue", ["--noheader", job, "--Format=ExcNodes:|"]).stdout
+    excluded = hostnames(before.strip().rstrip("|").replace("(null)", ""))
+    listed = ",".join(dict.fromkeys([*excluded, *nodes]))
+    _run("scontrol", ["update", f"JobId={job_id}", f"ExcNodeList={listed}"])

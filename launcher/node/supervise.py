@@ -3,14 +3,15 @@
 The supervisor is a process beside the ranks that never imports torch. It renews the run's lease,
 passes signals on, ends ranks that hang, and records how the attempt ended. It does the same on a
 single machine (local.py) and inside a Slurm job (srun.py). Only two things differ: where the ranks
-run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, a Slurm
-job has itself requeued.
+run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, and so
+does a Slurm job while its nodes and its time suffice; else it has itself requeued.
 
 What each outcome of an attempt leads to:
 
-- FINISHED: every step is done. No attempt follows.
-- RESTART: the ranks saved on SIGUSR1, which Slurm sends before the time limit. Another attempt
-  follows.
+- FINISHED: every step is done. The newest checkpoint and the ranks' own last word say so; an exit
+  code of 0 alone is a failure. No attempt follows.
+- RESTART: the ranks saved on SIGUSR1, which Slurm sends before the time limit, or the job was
+  preempted. Another attempt follows.
 - FAILED, HUNG: a rank failed, or the watchdog ended the ranks. Another attempt follows, unless the
   failure looks permanent; then the outcome becomes GAVE_UP.
 - DIVERGED: the ranks found that they differ in what must be equal. As after a failure, another
@@ -78,6 +79,17 @@ class Verdict(NamedTuple):
     outcome: Outcome
     code: int
     reason: str
+    nodes: tuple[str, ...] = ()
+    """The nodes that a failure came from."""
+
+
+class NotStarted(Exception):
+    """The ranks of an attempt cannot be started: a failure of the attempt, for this reason."""
+
+    def __init__(self, reason: str, nodes: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.nodes = tuple(nodes)
+        """The nodes that are to blame."""
 
 
 class Repeater(threading.Thread):
