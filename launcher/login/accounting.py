@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pretrain.rundir.attempts import AttemptRecord
+from pretrain.rundir.states import WORK as WORK
 from pretrain.rundir.states import Outcome, Phase
 
 WAITING, LOST = "waiting", "lost"
@@ -28,9 +29,6 @@ PARTS = {
     LOST: "training, evaluating and saving after the checkpoint that the next attempt resumed from",
 }
 """The parts of the wall time, in the order in which an attempt goes through them."""
-WORK = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING)
-"""Phases whose time counts as lost when a later attempt resumes from an earlier step."""
-
 JUMP_SECONDS = 60.0
 """Times that go back by more are those of a clock that was set; by less, clocks disagree."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.launcher import slurm
-from pretrain.launcher.node.supervise import NotStarted
+from pretrain.launcher.node.verdict import NotStarted
 from pretrain.launcher.nodes import choose_nodes, count_failures, failing_nodes
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import LaunchRecord
@@ -56,6 +56,15 @@ class Allocation:
             **slurm.unusable_nodes(self.nodes()),
             **self.faults,
         }
+
+    def check(self, attempt: Attempt) -> None:
+        """Check all nodes of the job, spare ones too, and leave those with a fault out from now on.
+
+        Args:
+            attempt: The attempt that is to start on them.
+        """
+        # check_nodes(self._launch, self._config, self.nodes(), attempt, ...) goes here: it returns
+        # the faults, node -> cause.
 
     def choose(self) -> list[str]:
         """Return the nodes of the next attempt.

@@ -162,6 +162,8 @@ class LocalRanks:
             append: Append to the logs of an earlier attempt instead of replacing them.
         """
         self.failure = ""
+        # One machine: there is no other node to choose.
+        self.nodes: tuple[str, ...] = ()
         self._paths = paths
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked_to_end, self._deadline = False, 0.0
@@ -208,6 +210,10 @@ class LocalRanks:
         self._asked_to_end |= number in PASSED_ON
         for process in self._processes:
             process.send_signal(number)
+
+    def stuck_nodes(self) -> tuple[str, ...]:
+        """Return nothing: there is no other node to choose."""
+        return ()
 
     def end(self) -> int:
         """Send SIGTERM to every rank that runs and, 10 s later, SIGKILL to those that are left.
