@@ -20,7 +20,7 @@ from pretrain.rundir.states import Phase
 STARTUP_SECONDS = 60.0
 """How long an attempt is taken to need until its first step, before one has been measured."""
 EARLY_SECONDS = 60.0
-"""Slurm may send its signal before the time limit so much earlier than it was told; see sbatch(1)."""
+"""Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
 
 CheckNodes = Callable[[Attempt, Sequence[str]], Mapping[str, str]]
 """Checks nodes before an attempt; returns those with a fault, each with its cause."""
@@ -40,7 +40,8 @@ class Allocation:
         """
         self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
         self.faults: dict[str, str] = {}
-        """Nodes that cannot be used in this start of the job, each with the cause."""
+        """Nodes in which the preflight found a fault, each with the cause."""
+        self._lost: dict[str, str] = {}
 
     # ---- nodes ----
     def nodes(self) -> list[str]:
@@ -52,10 +53,25 @@ class Allocation:
     def unusable(self) -> dict[str, str]:
         """Return the nodes that the next attempt must not use, each with the reason."""
         return {
-            **failing_nodes(self._records()),
+            **self.excluded(),
             **slurm.unusable_nodes(self.nodes()),
-            **self.faults,
+            **self._lost,
         }
+
+    def excluded(self) -> dict[str, str]:
+        """Return the nodes that no start of this job should use again, each with the reason."""
+        return {**failing_nodes(self._records()), **self.faults}
+
+    def lose(self, nodes: Sequence[str], reason: str) -> None:
+        """Leave nodes out of this start of the job: they died, or take no task.
+
+        Slurm itself gives such a node to no job until it answers again, so it is not excluded.
+
+        Args:
+            nodes: The nodes.
+            reason: What srun said.
+        """
+        self._lost |= dict.fromkeys(nodes, reason)
 
     def check(self, attempt: Attempt) -> None:
         """Check all nodes of the job, spare ones too, and leave those with a fault out from now on.
@@ -73,9 +89,7 @@ class Allocation:
             NotStarted: Too few of the job's nodes can be used.
         """
         held, unusable = self.nodes(), self.unusable()
-        chosen = choose_nodes(
-            held, self._launch.nodes, unusable, count_failures(self._records())
-        )
+        chosen = choose_nodes(held, self._launch.nodes, unusable, count_failures(self._records()))
         if len(chosen) < self._launch.nodes:
             raise NotStarted(self.too_few(held, unusable), tuple(unusable))
         return chosen

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig, load_config
@@ -19,6 +19,7 @@ from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.node.allocation import Allocation
+from pretrain.launcher.node.guard import guarded
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.node.supervise import End, Supervisor
@@ -38,6 +39,12 @@ REQUEUED_SECONDS = 300.0
 """How long a job that has been requeued waits for Slurm to end it."""
 RETRY_SECONDS = 2.0
 """Time between two tries of a requeue."""
+EXCLUDE_TRIES = 3
+"""How often Slurm is asked to keep a requeued job off a node."""
+NOT_REQUEUED = (
+    "Slurm did not put the job back into its queue. `launcher requeue {run}` submits it again, "
+    "from the newest checkpoint"
+)
 
 
 def attempt(run: Path) -> int:
@@ -72,7 +79,10 @@ def attempt(run: Path) -> int:
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
-    with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
+    with (
+        Signals(signal.SIGTERM, signal.SIGUSR1) as signals,
+        guarded(run, job_id, launch.sbatch),
+    ):
         return _Start(run, job_id, launch, config, signals).make_attempts()
 
 
@@ -86,6 +96,7 @@ class _Start:
         self._signals = signals
         self._allocation = Allocation(run, job_id, launch, config)
         self._check_nodes = True
+        self._ranks: SrunRanks | None = None
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(run).launch_config)]
         self._command = [*launch.command, *train, *allow_options(launch.allow_changed)]
 
@@ -104,10 +115,12 @@ class _Start:
             end = supervisor.make_attempt(attempt, self._start, _SubmitEvaluations(self._run))
             if not end.again:
                 return end.code
+            if self._ranks is not None:
+                self._allocation.lose(self._ranks.lost, end.reason)
             if why := self._why_requeue(end):
                 if end.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
-                if not _requeue(self._job_id, self._signals, self._allocation.unusable()):
+                if not _requeue(self._job_id, self._signals, self._allocation.excluded()):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return end.code
             self._check_nodes = True
@@ -120,12 +133,13 @@ class _Start:
         Raises:
             NotStarted: Too few can.
         """
+        self._ranks = None
         if self._check_nodes:
             self._allocation.check(attempt)
             self._check_nodes = False
         nodes = self._allocation.choose()
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {','.join(nodes)}")
-        return SrunRanks(
+        self._ranks = SrunRanks(
             self._command,
             self._job_id,
             f"attempt-{attempt.directory.name}",
@@ -133,6 +147,7 @@ class _Start:
             RunPaths(self._run).attempt_log(attempt.number),
             nodes,
         )
+        return self._ranks
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.
@@ -158,8 +173,24 @@ class _Start:
         return None
 
     def _is_preempted(self) -> bool:
-        """Return True if Slurm takes this job's nodes away for another job, or has requeued it."""
-        raise NotImplementedError
+        """Return True if Slurm takes this job's nodes away for another job, or has requeued it.
+
+        In a grace time (GraceTime > 0) Slurm sends SIGTERM to the ranks alone, and does not requeue
+        a job that ends before the time is over, whatever its PreemptMode. Without one, or at its
+        end, it sends SIGTERM to this process as well while the job is ending already; with
+        PreemptMode REQUEUE it has then counted one more restart.
+        """
+        began = time.monotonic()
+        while (state := slurm.preemption(self._job_id)) is None:
+            if time.monotonic() - began > REFUSED_SECONDS:
+                return False
+            time.sleep(RETRY_SECONDS)
+        if state.restarts > _restart_count():
+            return True
+        if state.preempted_at is None:
+            return False
+        # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
+        return state.state != "RUNNING" or not self._signals.stops
 
 
 def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
@@ -174,7 +205,7 @@ def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
     state = states.get(job_id)
     return Owner.here(
         slurm_job_id=job_id,
-        slurm_restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        slurm_restart_count=_restart_count(),
         slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
         submitted_at=state.submitted_at if state and is_first else None,
         num_processes=num_tasks,
@@ -190,7 +221,7 @@ def job_is_over(other: Owner) -> bool | None:
         return None
 
 
-def _requeue(job_id: str, signals: Signals) -> bool:
+def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool:
     """Have Slurm put this process's job back into the queue, then wait until Slurm ends it.
 
     Exiting right after the request would be a race: Slurm could take the end of the batch script
@@ -199,13 +230,17 @@ def _requeue(job_id: str, signals: Signals) -> bool:
     Args:
         job_id: The job.
         signals: The signals received so far; one more is Slurm ending the job.
+        without: Nodes on which the job must not start again.
 
     Returns:
         False when the job could not be requeued.
     """
     began, signals_before = time.monotonic(), len(signals.received)
     printed = ""
-    while True:
+    state = slurm.preemption(job_id)
+    # Slurm ends the job already, as when it is preempted without a grace time.
+    is_ending = state is not None and state.state != "RUNNING"
+    while not (state is not None and state.restarts > _restart_count()):
         try:
             slurm.requeue(job_id)
             break
@@ -222,10 +257,34 @@ def _requeue(job_id: str, signals: Signals) -> bool:
             if time.monotonic() - began > patience:
                 return False
         time.sleep(RETRY_SECONDS)
+    _exclude(job_id, without)
+    if is_ending:
+        return True
     deadline = time.monotonic() + REQUEUED_SECONDS
     while len(signals.received) == signals_before and time.monotonic() < deadline:
         time.sleep(RETRY_SECONDS / 10)
     return True
+
+
+def _restart_count() -> int:
+    """Return how often Slurm had requeued the job when this process started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def _exclude(job_id: str, nodes: Iterable[str]) -> None:
+    """Keep a job that has just been requeued off these nodes, if Slurm can find it others."""
+    if not (names := sorted(nodes)):
+        return
+    for _ in range(EXCLUDE_TRIES):
+        try:
+            slurm.exclude(job_id, names)
+        except slurm.SlurmError as error:
+            # SIGTERM, with which Slurm ends the job, may have ended scontrol.
+            refused = error
+            continue
+        say(f"job {job_id}: will not start on {', '.join(names)} again")
+        return
+    say(f"job {job_id}: may start on {', '.join(names)} again, which failed ({refused})")
 
 
 class _SubmitEvaluations:

@@ -280,7 +280,10 @@ class Supervisor:
             count = without_progress(records, self.is_ours)
             if why := self._permanent(records, verdict.code, count):
                 reason = f"{verdict.reason}; given up: {why}"
-                verdict, again = Verdict(Outcome.GAVE_UP, verdict.code, reason, verdict.nodes), False
+                verdict, again = (
+                    Verdict(Outcome.GAVE_UP, verdict.code, reason, verdict.nodes),
+                    False,
+                )
             else:
                 saved = newest_checkpoint_step(attempt.run)
                 start = "from scratch" if saved is None else f"from step {saved}"

@@ -86,6 +86,7 @@ while step < LAST:
         os._exit(75 if agreed == signal.SIGUSR1 else 80)
 if rank == 0:
     save()
+    phase('ending')
 """
 
 
