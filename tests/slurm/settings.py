@@ -11,6 +11,17 @@ MUNGE_SECONDS = 5
 
 slurmctld starts a requeued job only after the credentials of its last start have expired.
 """
+GRACE_SECONDS = 60
+"""How long a preempted job of the partitions "low" and "low_cancel" has to end by itself."""
+PARTITIONS = {
+    "main": "Default=YES PriorityTier=5 PreemptMode=OFF",
+    "low": f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}",
+    "low_nograce": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
+    "low_cancel": f"PriorityTier=1 PreemptMode=CANCEL GraceTime={GRACE_SECONDS}",
+    "high": "PriorityTier=10 PreemptMode=OFF",
+}
+"""Each has all nodes. A job of "high" preempts those of the three "low" ones, which differ in what
+becomes of a preempted job. Jobs of "main" are never preempted; "main" and "high" preempt "low"."""
 
 
 def slurm_conf(
@@ -22,7 +33,7 @@ def slurm_conf(
         root: The cluster's directory.
         controller: The hostname of slurmctld.
         port: The port of slurmctld.
-        nodes: The port of each node's slurmd. All nodes are in the partition "main".
+        nodes: The port of each node's slurmd. All nodes are in each of PARTITIONS.
         cpus: Processors per node.
         gpus: GPUs per node.
     """
@@ -30,6 +41,10 @@ def slurm_conf(
     lines = [
         f"NodeName={node} NodeAddr=127.0.0.1 Port={port} {resources} State=UNKNOWN"
         for node, port in nodes.items()
+    ]
+    partitions = [
+        f"PartitionName={name} Nodes=ALL {settings} MaxTime=INFINITE State=UP"
+        for name, settings in PARTITIONS.items()
     ]
     return f"""\
 ClusterName=tests
@@ -65,8 +80,10 @@ MessageTimeout=5
 KillWait=3
 ReturnToService=2
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {chr(10).join(lines)}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+{chr(10).join(partitions)}
 """
 
 
