@@ -238,7 +238,7 @@ def _first_failure(log: Path, code: int) -> Failure:
             how = f"{where} was ended ({task['how']}); see {log}"
             return Failure(how, code, (task["node"],))
         # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
-        alike = {each["node"] for each in tasks if EXIT_CODE.fullmatch(each["how"])}
+        alike = {each["node"] for each in tasks if each["how"] == task["how"]}
         reason = f"{where} ended with exit code {exited[1]}; see {log}"
         return Failure(reason, int(exited[1]), tuple(alike) if len(alike) == 1 else ())
     why = f" ({errors[0].removeprefix('srun: error: ')})" if errors else ""

@@ -102,7 +102,7 @@ def _missing(record: AttemptRecord, num_steps: int) -> str:
     """Return what is missing of the proof that a run is done."""
     if not said_done(record, num_steps):
         last = record.phases[-1] if record.phases else None
-        said = f"their last word was {last.phase}, step {last.step}" if last else "said nothing"
-        return f"{said}, of {num_steps}"
+        said = f'"{last.phase}", at step {last.step}' if last else "never written"
+        return f"rank 0's last word was {said} of {num_steps}"
     newest = newest_checkpoint_step(record.directory.parents[1])
     return f"the newest checkpoint is {'none' if newest is None else f'of step {newest}'}"

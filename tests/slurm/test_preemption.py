@@ -33,38 +33,26 @@ def preempt(run: ScriptedRun) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("partition", ["low", "low_cancel"])
-def test_a_run_that_is_preempted_with_a_grace_time_saves_and_comes_back(
-    script: Script, partition: str
-) -> None:
-    run = script.submit("grace", partition=partition)
-    run.wait_for_training(1)
-    other = preempt(run)
-    first = run.wait_for_end(1)
-    step = newest_checkpoint_step(run.directory)
-    assert first.outcome == "restart" and first.reason == f"preempted; saved at step {step}"
-    run.cluster.run("scancel", other)
-    run.wait_for_training(2)
-    assert run.attempts[1].owner.checkpoint_step == step
-    run.ask("finish")
-    assert run.cluster.wait_for_job(run.job_id)["Restarts"] == "1"
-    assert run.outcomes == ["restart", "finished"]
-
-
-@pytest.mark.parametrize("partition", ["low_nograce", "low_cancel_nograce"])
-def test_a_run_that_is_preempted_without_a_grace_time_comes_back(
-    script: Script, partition: str
-) -> None:
-    run = script.submit("at-once", partition=partition)
-    run.wait_for_training(1)
-    other = preempt(run)
-    first = run.wait_for_end(1)
-    assert first.outcome == "restart" and first.reason.startswith("preempted; "), first
-    run.cluster.run("scancel", other)
-    run.wait_for_training(2)
-    run.ask("finish")
-    assert run.cluster.wait_for_job(run.job_id)["Restarts"] == "1"
-    assert run.outcomes == ["restart", "finished"]
+def test_a_preempted_run_saves_if_it_can_and_comes_back(script: Script) -> None:
+    """With a grace time and without, where Slurm requeues what it preempts and where it cancels."""
+    partitions = ("low", "low_cancel", "low_nograce", "low_cancel_nograce")
+    runs = {name: script.submit(name, partition=name) for name in partitions}
+    for run in runs.values():
+        run.wait_for_training(1)
+    others = [preempt(run) for run in runs.values()]
+    saved = {}
+    for name, run in runs.items():
+        first = run.wait_for_end(1)
+        saved[name] = newest_checkpoint_step(run.directory)
+        assert first.outcome == "restart", (name, first)
+        assert first.reason == f"preempted; saved at step {saved[name]}", (name, first)
+    script.cluster.run("scancel", *others)
+    for name, run in runs.items():
+        run.wait_for_training(2)
+        assert run.attempts[1].owner.checkpoint_step == saved[name]
+        run.ask("finish")
+        assert run.cluster.wait_for_job(run.job_id)["Restarts"] == "1"
+        assert run.outcomes == ["restart", "finished"]
 
 
 def test_a_cancelled_run_does_not_come_back(script: Script) -> None:
