@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import wait_for
+from tests.end_to_end.commands import LAUNCHER, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.scripted import Script, ScriptedRun
 
@@ -89,7 +89,9 @@ def test_a_node_that_fails_twice_is_excluded(script: Script) -> None:
     assert bad not in run.nodes()
     job = finish(run)
     assert job["Restarts"] == "1" and job["ExcNodeList"] == bad
-    assert f"{bad}" in run.job_said() and "goes back to the queue" in run.job_said()
+    assert "goes back to the queue: 2 nodes are needed" in run.job_said()
+    status = script.cluster.run(*LAUNCHER, "status", run.directory).stdout
+    assert f"node {bad}: not used any more: rank 1 on {bad} ended with exit code 1" in status
 
 
 def test_with_a_spare_a_node_that_failed_once_is_left_out(script: Script) -> None:
