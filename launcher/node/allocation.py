@@ -46,7 +46,7 @@ class Allocation:
     # ---- nodes ----
     def nodes(self) -> list[str]:
         """Return all nodes that the job holds now: with --no-kill a dead one has been taken out."""
-        state = (slurm.jobs([self._job_id]) or {}).get(self._job_id)
+        state = job_state(self._job_id)
         held = state.nodes if state and state.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
         return slurm.hostnames(held)
 
@@ -118,13 +118,21 @@ class Allocation:
 
     def seconds_left(self) -> float | None:
         """Return the time to the job's limit; None when it has none, or Slurm does not answer."""
-        state = (slurm.jobs([self._job_id]) or {}).get(self._job_id)
+        state = job_state(self._job_id)
         return state.ends_at - time.time() if state and state.ends_at else None
 
     def _records(self) -> list[AttemptRecord]:
         """Return the attempts that this job has made, in all of its starts."""
         attempts = read_attempts(self._run)
         return [each for each in attempts if each.owner.slurm_job_id == self._job_id]
+
+
+def job_state(job_id: str) -> slurm.JobState | None:
+    """Return what Slurm says about a job, None when it says nothing: an attempt goes on without."""
+    try:
+        return (slurm.jobs([job_id]) or {}).get(job_id)
+    except slurm.SlurmError:
+        return None
 
 
 def startup_seconds(attempts: Sequence[AttemptRecord]) -> float:

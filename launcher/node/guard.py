@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
+from pretrain.launcher.node.allocation import job_state
 from pretrain.launcher.node.signals import signals_blocked
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import last_heartbeat
@@ -74,7 +75,7 @@ def guarded(run: Path, job_id: str, options: Sequence[str]) -> Iterator[None]:
         job_id: The job.
         options: The job's options of sbatch; without --no-kill there is nothing to guard.
     """
-    state = (slurm.jobs([job_id]) or {}).get(job_id) if "--no-kill" in options else None
+    state = job_state(job_id) if "--no-kill" in options else None
     nodes = slurm.hostnames(state.nodes)[1:][-GUARDS:] if state else []
     if not nodes:
         yield

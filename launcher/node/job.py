@@ -18,7 +18,7 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.node.allocation import Allocation
+from pretrain.launcher.node.allocation import Allocation, job_state
 from pretrain.launcher.node.guard import guarded
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import SrunRanks
@@ -201,8 +201,7 @@ def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
         num_tasks: Number of ranks of the attempt.
         is_first: True for the first attempt of this start of the job, which waited in the queue.
     """
-    states = slurm.jobs([job_id]) or {}
-    state = states.get(job_id)
+    state = job_state(job_id)
     return Owner.here(
         slurm_job_id=job_id,
         slurm_restart_count=_restart_count(),

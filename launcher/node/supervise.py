@@ -44,7 +44,7 @@ from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
-from pretrain.rundir.states import FAILURES, STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
+from pretrain.rundir.states import STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
 
 POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
@@ -54,9 +54,6 @@ DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
 SIGNAL_CODE = 128
 """The exit code of a process that signal n ended is this plus n."""
-
-PREEMPTIBLE = (Outcome.STOPPED, *FAILURES)
-"""Outcomes that may be the effect of a preemption."""
 
 IsOurs = Callable[[AttemptRecord], bool]
 """Tells if an earlier attempt belongs to this series of restarts."""
@@ -118,8 +115,8 @@ class Supervisor:
     rank 0 printed there is not repeated. A failure before the first step is final when it repeats;
     under Slurm the next attempt may run on another node, where it works."""
     is_preempted: Callable[[], bool] = never
-    """Asks, when an attempt did not finish, if Slurm took the nodes away for another job: then the
-    run is to come back, whoever ended its ranks."""
+    """Asks, when an attempt was stopped, if Slurm took the nodes away for another job: then the run
+    is to come back."""
     _passed_on: int = 0
     """How many of the received signals were passed on to the ranks."""
 
@@ -167,7 +164,7 @@ class Supervisor:
                 thread.start()
             verdict = self._watch(attempt, ranks, lost)
             # While the heartbeat goes on: Slurm may take a while to answer.
-            if verdict.outcome in PREEMPTIBLE and self.is_preempted():
+            if verdict.outcome == Outcome.STOPPED and self.is_preempted():
                 reason = f"preempted; {verdict.reason}"
                 verdict = Verdict(Outcome.RESTART, verdict.code, reason)
         except NotStarted as error:
