@@ -48,7 +48,10 @@ class Allocation:
         """Return all nodes that the job holds now: with --no-kill a dead one has been taken out."""
         state = job_state(self._job_id)
         held = state.nodes if state and state.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
-        return slurm.hostnames(held)
+        try:
+            return slurm.hostnames(held)
+        except slurm.SlurmError:
+            return []
 
     def unusable(self) -> dict[str, str]:
         """Return the nodes that the next attempt must not use, each with the reason."""
@@ -83,12 +86,14 @@ class Allocation:
         # the faults, node -> cause.
 
     def choose(self) -> list[str]:
-        """Return the nodes of the next attempt.
+        """Return the nodes of the next attempt; none where srun has to choose, as Slurm names none.
 
         Raises:
             NotStarted: Too few of the job's nodes can be used.
         """
-        held, unusable = self.nodes(), self.unusable()
+        if not (held := self.nodes()):
+            return []
+        unusable = self.unusable()
         chosen = choose_nodes(held, self._launch.nodes, unusable, count_failures(self._records()))
         if len(chosen) < self._launch.nodes:
             raise NotStarted(self.too_few(held, unusable), tuple(unusable))

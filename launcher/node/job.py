@@ -138,7 +138,8 @@ class _Start:
             self._allocation.check(attempt)
             self._check_nodes = False
         nodes = self._allocation.choose()
-        say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {','.join(nodes)}")
+        where = ",".join(nodes) or "this job's nodes"
+        say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
         self._ranks = SrunRanks(
             self._command,
             self._job_id,
