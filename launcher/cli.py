@@ -427,7 +427,7 @@ def requeue(run: Run) -> None:
 # ---- what batch scripts run ----------------------------------------------------------------------
 @app.command(hidden=True)
 def attempt(run: Run) -> None:
-    """Make one attempt at a run, inside its Slurm job.
+    """Make attempts at a run, inside its Slurm job.
 
     The batch script of `launcher submit` runs this command.
     """
@@ -436,6 +436,17 @@ def attempt(run: Run) -> None:
     code = job.attempt(run)
     _print_summary(run, code)
     raise typer.Exit(code)
+
+
+@app.command(hidden=True)
+def guard(run: Run) -> None:
+    """Requeue the Slurm job that this runs in when the node of its batch script dies.
+
+    The jobs of runs with spare nodes run this command as a job step.
+    """
+    from pretrain.launcher.node.guard import guard
+
+    raise typer.Exit(guard(run))
 
 
 @app.command(hidden=True)

@@ -48,6 +48,8 @@ class Job:
     nodes: int = 1
     tasks_per_node: int = 1
     """Ranks per node, one on each GPU."""
+    spare_nodes: int = 0
+    """Nodes that the job holds beside `nodes`, on which no rank runs until another node fails."""
     time_limit: str | None = None
     """As in sbatch --time; None takes the partition's default."""
     signal_seconds: int | None = None
@@ -90,6 +92,7 @@ class Job:
             "qos": site.qos,
             "constraint": site.constraint,
             **self._share(),
+            "nodes": self.nodes + self.spare_nodes,
             "time": self.time_limit,
             # Without "B:" before it, the signal goes to the job steps, which are the ranks.
             "signal": f"USR1@{self.signal_seconds}" if self.signal_seconds else None,
@@ -104,7 +107,9 @@ class Job:
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         # --requeue: Slurm starts the job again when one of its nodes dies, whatever the cluster's
         # default is.
-        return ["--requeue", *given, *site.sbatch_arguments, *self._mail()]
+        # --no-kill: with a spare node the job goes on when a node dies.
+        no_kill = ["--no-kill"] if self.spare_nodes else []
+        return ["--requeue", *no_kill, *given, *site.sbatch_arguments, *self._mail()]
 
     def waiting(self) -> list[str]:
         """Return the options of sbatch that make the job wait for others.

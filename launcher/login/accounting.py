@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pretrain.rundir.attempts import AttemptRecord
+from pretrain.rundir.states import WORK as WORK
 from pretrain.rundir.states import Outcome, Phase
 
 WAITING, LOST = "waiting", "lost"
 """Parts that are no phase of an attempt."""
 PARTS = {
-    WAITING: "before an attempt: in the queue, or between the end of one attempt and the next",
-    Phase.STARTING: "the processes start and find each other",
+    WAITING: "before an attempt: in the queue, or between two attempts without a job",
+    Phase.STARTING: "the processes start and find each other; nodes are chosen and checked",
     Phase.LOADING: "the model is built and a checkpoint is loaded",
     Phase.TRAINING: "training steps that the run kept",
     Phase.EVALUATING: "evaluations while training",
@@ -28,9 +29,6 @@ PARTS = {
     LOST: "training, evaluating and saving after the checkpoint that the next attempt resumed from",
 }
 """The parts of the wall time, in the order in which an attempt goes through them."""
-WORK = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING)
-"""Phases whose time counts as lost when a later attempt resumes from an earlier step."""
-
 JUMP_SECONDS = 60.0
 """Times that go back by more are those of a clock that was set; by less, clocks disagree."""
 
@@ -106,7 +104,9 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         # While an attempt runs, all its work may still be saved.
         kept_until = end if running else _kept_until(intervals, attempt, attempts[index + 1 :])
         parts = dict.fromkeys(PARTS, 0)
-        parts[WAITING] = begin - free_from
+        # Between two attempts of one start of a job its nodes are held.
+        held = index > 0 and _is_same_start(attempts[index - 1], attempt)
+        parts[Phase.STARTING if held else WAITING] += begin - free_from
         for interval in intervals:
             lost = interval.phase in WORK and interval.begin >= kept_until
             parts[LOST if lost else interval.phase] += interval.end - interval.begin
@@ -163,6 +163,12 @@ def total(splits: Sequence[TimeSplit]) -> TimeSplit:
 
 def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _is_same_start(before: AttemptRecord, attempt: AttemptRecord) -> bool:
+    """Return True if one start of one Slurm job made both attempts."""
+    job = before.owner.slurm_job_id, before.owner.slurm_restart_count
+    return job == (attempt.owner.slurm_job_id, attempt.owner.slurm_restart_count) != (None, None)
 
 
 def _first_moment(attempts: Sequence[AttemptRecord]) -> int:

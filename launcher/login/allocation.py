@@ -50,6 +50,11 @@ class TrainingRun:
         return self.nodes * self.tasks_per_node
 
     @property
+    def spare_nodes(self) -> int:
+        """Nodes that the job holds beside those."""
+        return self.config.recovery.spare_nodes
+
+    @property
     def name(self) -> str:
         """Slurm's job name: "demo.alibi" for runs/demo/alibi."""
         return job_name(".".join(self.directory.parts[-2:]))
@@ -82,6 +87,12 @@ def allocate(
         raise ConfigError(
             f"nodes = {num_nodes}: site {site.name} has {site.nodes} nodes with {size} each. "
             f"Request fewer with --nodes{largest}"
+        )
+    if num_nodes + (spare := config.recovery.spare_nodes) > site.nodes:
+        raise ConfigError(
+            f"recovery.spare_nodes = {spare}: beside the {num_nodes} nodes that train, site "
+            f"{site.name} has {site.nodes - num_nodes} more. Set "
+            f"recovery.spare_nodes={site.nodes - num_nodes}, or request fewer nodes with --nodes"
         )
     tasks = max_tasks if world_size is None else world_size // num_nodes
     # sbatch and srun get --ntasks-per-node, one number for all nodes.

@@ -17,7 +17,7 @@ from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import ExitCode, JobKind, in_words
+from pretrain.rundir.states import FAILURES, ExitCode, JobKind, in_words
 
 POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
@@ -220,7 +220,9 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
             and (attempt.owner.slurm_restart_count or 0) == job.restarts
         ]
         attempt = attempts[-1] if attempts else None
-        if job_is_over or (attempt and attempt.ended):
+        # After a failure the same start of the job may make another attempt, which is asked too.
+        is_last = attempt and attempt.ended and attempt.ended.outcome not in FAILURES
+        if job_is_over or is_last:
             return attempt
         progress = attempt.progress if attempt else None
         if progress and progress.phase != printed:

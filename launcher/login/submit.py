@@ -82,6 +82,7 @@ def submit(
         print_dry_run([run], job, files)
         return
     [job_id] = send([run], job, files)
+    spare = f" and {run.spare_nodes} spare" if run.spare_nodes else ""
     limit = "the partition's default time limit"
     if job.time_limit:
         # A bare number is minutes to sbatch, which "time limit 90" would not tell.
@@ -89,7 +90,7 @@ def submit(
         limit = f"time limit {job.time_limit}{unit}, saves {job.signal_seconds} s before it"
     print(
         f"job {job_id}: submitted {run.directory} on {run.nodes} nodes x {run.tasks_per_node} "
-        f"ranks, {limit}"
+        f"ranks{spare}, {limit}"
     )
     if job.dependency:
         print(f"it starts after {job.dependency}, and is cancelled if that cannot happen any more")
@@ -135,6 +136,7 @@ def training_job(
         commands=tuple(launcher_command("attempt", str(run.directory)) for run in runs),
         nodes=runs[0].nodes,
         tasks_per_node=runs[0].tasks_per_node,
+        spare_nodes=runs[0].spare_nodes,
         time_limit=time_limit,
         signal_seconds=lead_seconds,
         concurrent=concurrent,

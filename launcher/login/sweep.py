@@ -243,9 +243,12 @@ def _check_same_run(run: TrainingRun) -> None:
 
 def _check_same_size(runs: Sequence[TrainingRun]) -> None:
     """Raise ConfigError unless all runs have the same allocation, as a job array requires."""
-    sizes = {(run.nodes, run.tasks_per_node) for run in runs}
+    sizes = {(run.nodes, run.spare_nodes, run.tasks_per_node) for run in runs}
     if len(sizes) > 1:
-        shown = " and ".join(f"{nodes} x {tasks}" for nodes, tasks in sorted(sizes))
+        shown = " and ".join(
+            f"{nodes} x {tasks}" + (f" and {spare} spare nodes" if spare else "")
+            for nodes, spare, tasks in sorted(sizes)
+        )
         raise ConfigError(
             f"--over: these runs need {shown} ranks (nodes x ranks per node), but all tasks of a "
             "job array have the same size. Sweep each size separately"

@@ -16,6 +16,7 @@ from pathlib import Path
 from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.login.status import RunStatus, find_runs, read_num_steps, read_statuses
+from pretrain.launcher.nodes import failing_nodes
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.paths import RunPaths
@@ -281,12 +282,16 @@ def _split(split: TimeSplit) -> list[str]:
 
 
 def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
-    """Return why attempts failed or were refused, one per line, and an empty line after them."""
+    """Return why attempts failed and which nodes are excluded, a line each, then an empty line."""
     lines = [
         f"  attempt {attempt.number}: {attempt.ended.reason}"
         for attempt in attempts
         if attempt.ended and attempt.ended.outcome not in ENDED_WELL
     ]
+    # Of the newest job alone: another one may be given these nodes again.
+    job = attempts[-1].owner.slurm_job_id if attempts else None
+    excluded = failing_nodes([each for each in attempts if each.owner.slurm_job_id == job])
+    lines += [f"  node {node}: not used any more: {why}" for node, why in excluded.items()]
     return [*lines, ""] if lines else []
 
 

@@ -1,7 +1,9 @@
 """Make the attempts of a Slurm job: `launcher attempt`, run by the batch script on its first node.
 
-It starts the ranks as one job step (`SrunRanks`), supervises them, and decides what follows their
-end.
+Each attempt is one job step (`SrunRanks`) on nodes that the job holds. After a failure the next one
+follows at once, in seconds and not after the minutes of a queue. The job goes back to the queue
+when it is to end anyway (its time limit, a preemption, `launcher requeue`), when too few of its
+nodes are left, or when too little of its time is.
 """
 
 from __future__ import annotations
@@ -9,20 +11,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
+from pretrain.launcher.node.allocation import Allocation, job_state
+from pretrain.launcher.node.guard import guarded
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import SrunRanks
-from pretrain.launcher.node.supervise import Supervisor
+from pretrain.launcher.node.supervise import End, Supervisor
+from pretrain.launcher.node.verdict import NotStarted
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import Owner, is_finished
-from pretrain.rundir.jobs import job_id_of, read_launch
+from pretrain.rundir.attempts import Owner, is_finished, read_attempt
+from pretrain.rundir.jobs import LaunchRecord, job_id_of, read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import Outcome
 
 AWAY_SECONDS = 600.0
 """How long a requeue is tried while slurmctld does not answer."""
@@ -32,12 +39,19 @@ REQUEUED_SECONDS = 300.0
 """How long a job that has been requeued waits for Slurm to end it."""
 RETRY_SECONDS = 2.0
 """Time between two tries of a requeue."""
+EXCLUDE_TRIES = 3
+"""How often Slurm is asked to keep a requeued job off a node."""
+NOT_REQUEUED = (
+    "Slurm did not put the job back into its queue. `launcher requeue {run}` submits it again, "
+    "from the newest checkpoint"
+)
 
 
 def attempt(run: Path) -> int:
-    """Make one attempt at a run that `launcher submit` has put into RUN/launch.
+    """Make attempts at a run that `launcher submit` has put into RUN/launch, until it is over.
 
-    When another attempt follows, the job is requeued and Slurm ends this process.
+    When the run is to go on in another start of the job, the job is requeued and Slurm ends this
+    process.
 
     Args:
         run: The run's directory.
@@ -62,60 +76,146 @@ def attempt(run: Path) -> int:
         # A user may requeue the job of a finished run.
         say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
         return 0
-    train = [launch.python, "-m", "pretrain", "train", str(paths.launch_config)]
-    command = [*launch.command, *train, *allow_options(launch.allow_changed)]
+    # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
+    # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
+    # from Slurm to the ranks directly.
+    with (
+        Signals(signal.SIGTERM, signal.SIGUSR1) as signals,
+        guarded(run, job_id, launch.sbatch),
+    ):
+        return _Start(run, job_id, launch, config, signals).make_attempts()
 
-    def start(attempt: Attempt) -> SrunRanks:
-        nodes = os.environ.get("SLURM_JOB_NODELIST")
-        say(f"attempt {attempt.number}: {launch.num_tasks} ranks on {nodes}")
-        return SrunRanks(
-            command,
-            job_id,
+
+class _Start:
+    """One start of the job: the attempts that it makes in its allocation."""
+
+    def __init__(
+        self, run: Path, job_id: str, launch: LaunchRecord, config: RunConfig, signals: Signals
+    ) -> None:
+        self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
+        self._signals = signals
+        self._allocation = Allocation(run, job_id, launch, config)
+        self._check_nodes = True
+        self._ranks: SrunRanks | None = None
+        train = [launch.python, "-m", "pretrain", "train", str(RunPaths(run).launch_config)]
+        self._command = [*launch.command, *train, *allow_options(launch.allow_changed)]
+
+    def make_attempts(self) -> int:
+        """Make one attempt after the other. Returns the exit code of the job."""
+        owner = job_owner(self._job_id, self._launch.num_tasks)
+        # A job keeps its id when it is requeued, so the id marks the attempts of one series.
+        supervisor = Supervisor(
+            self._config,
+            self._signals,
+            lambda record: record.owner.is_of_job(owner.slurm_job_id, owner.slurm_raw_job_id),
+            is_preempted=self._is_preempted,
+        )
+        while True:
+            attempt = Attempt.begin(self._run, owner, job_is_over)
+            end = supervisor.make_attempt(attempt, self._start, _SubmitEvaluations(self._run))
+            if not end.again:
+                return end.code
+            if self._ranks is not None:
+                self._allocation.lose(self._ranks.lost, end.reason)
+            if why := self._why_requeue(end):
+                if end.outcome != Outcome.RESTART:
+                    say(f"job {self._job_id}: goes back to the queue: {why}")
+                if not _requeue(self._job_id, self._signals, self._allocation.excluded()):
+                    supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
+                return end.code
+            self._check_nodes = True
+            # The nodes have not been waited for since.
+            owner = job_owner(self._job_id, self._launch.num_tasks, is_first=False)
+
+    def _start(self, attempt: Attempt) -> SrunRanks:
+        """Start the ranks of an attempt on the nodes that can be used.
+
+        Raises:
+            NotStarted: Too few can.
+        """
+        self._ranks = None
+        if self._check_nodes:
+            self._allocation.check(attempt)
+            self._check_nodes = False
+        nodes = self._allocation.choose()
+        where = ",".join(nodes) or "this job's nodes"
+        say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
+        self._ranks = SrunRanks(
+            self._command,
+            self._job_id,
             f"attempt-{attempt.directory.name}",
             {
                 "PRETRAIN_ATTEMPT": str(attempt.directory),
                 "PRETRAIN_RENDEZVOUS": str(attempt.directory),
             },
-            paths.attempt_log(attempt.number),
+            RunPaths(self._run).attempt_log(attempt.number),
+            nodes,
         )
+        return self._ranks
 
-    # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
-    # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
-    # from Slurm to the ranks directly.
-    with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
-        owner = job_owner(job_id, launch.num_tasks)
-        # A job keeps its id when it is requeued, so the id marks the attempts of one series.
-        supervisor = Supervisor(
-            config,
-            signals,
-            lambda record: record.owner.is_of_job(owner.slurm_job_id, owner.slurm_raw_job_id),
-        )
-        attempt = Attempt.begin(run, owner, job_is_over)
-        end = supervisor.make_attempt(attempt, start, _SubmitEvaluations(run))
-        if end.again and not _requeue(job_id, signals):
-            supervisor.give_up(end, "the job could not be requeued")
-        return end.code
+    def _why_requeue(self, end: End) -> str | None:
+        """Return why the next attempt needs another start of the job, or None if it does not.
+
+        Args:
+            end: The end of the last attempt, which another one follows.
+        """
+        if end.outcome == Outcome.RESTART:
+            return "as asked"
+        if read_attempt(end.attempt.directory).ended is None:
+            # As on a full disk. Without the record this process still holds the run.
+            return "the end of the attempt could not be recorded"
+        try:
+            self._allocation.choose()
+        except NotStarted as error:
+            return str(error)
+        left, needed = self._allocation.seconds_left(), self._allocation.seconds_needed()
+        if left is not None and left < needed:
+            return (
+                f"{left:.0f} s are left to the time limit, and an attempt needs {needed:.0f} s to "
+                "start and to save before it"
+            )
+        return None
+
+    def _is_preempted(self) -> bool:
+        """Return True if Slurm takes this job's nodes away for another job, or has requeued it.
+
+        In a grace time (GraceTime > 0) Slurm sends SIGTERM to the ranks alone, and does not requeue
+        a job that ends before the time is over, whatever its PreemptMode. Without one, or at its
+        end, it sends SIGTERM to this process as well while the job is ending already; with
+        PreemptMode REQUEUE it has then counted one more restart.
+        """
+        began = time.monotonic()
+        while (state := slurm.preemption(self._job_id)) is None:
+            if time.monotonic() - began > REFUSED_SECONDS:
+                return False
+            time.sleep(RETRY_SECONDS)
+        if state.restarts > _restart_count():
+            return True
+        if state.preempted_at is None:
+            return False
+        # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
+        return state.state != "RUNNING" or not self._signals.stops
 
 
-def job_owner(job_id: str, num_tasks: int) -> Owner:
+def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
     """Describe this process as the owner of an attempt inside a Slurm job.
 
     Args:
         job_id: The job this process runs in.
         num_tasks: Number of ranks of the attempt.
+        is_first: True for the first attempt of this start of the job, which waited in the queue.
     """
     try:
-        states = slurm.jobs([job_id]) or {}
+        state = job_state(job_id)
     except slurm.SlurmError:
         # The time of submission is for the account of the run's time alone.
-        states = {}
-    state = states.get(job_id)
+        state = None
     return Owner.here(
         slurm_job_id=job_id,
         slurm_raw_job_id=os.environ.get("SLURM_JOB_ID"),
-        slurm_restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        slurm_restart_count=_restart_count(),
         slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
-        submitted_at=state.submitted_at if state else None,
+        submitted_at=state.submitted_at if state and is_first else None,
         num_processes=num_tasks,
         nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
     )
@@ -129,7 +229,7 @@ def job_is_over(other: Owner) -> bool | None:
         return None
 
 
-def _requeue(job_id: str, signals: Signals) -> bool:
+def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool:
     """Have Slurm put this process's job back into the queue, then wait until Slurm ends it.
 
     Exiting right after the request would be a race: Slurm could take the end of the batch script
@@ -138,13 +238,17 @@ def _requeue(job_id: str, signals: Signals) -> bool:
     Args:
         job_id: The job.
         signals: The signals received so far; one more is Slurm ending the job.
+        without: Nodes on which the job must not start again.
 
     Returns:
         False when the job could not be requeued.
     """
     began, signals_before = time.monotonic(), len(signals.received)
     printed = ""
-    while True:
+    state = slurm.preemption(job_id)
+    # Slurm ends the job already, as when it is preempted without a grace time.
+    is_ending = state is not None and state.state != "RUNNING"
+    while not (state is not None and state.restarts > _restart_count()):
         try:
             slurm.requeue(job_id)
             break
@@ -161,10 +265,34 @@ def _requeue(job_id: str, signals: Signals) -> bool:
             if time.monotonic() - began > patience:
                 return False
         time.sleep(RETRY_SECONDS)
+    _exclude(job_id, without)
+    if is_ending:
+        return True
     deadline = time.monotonic() + REQUEUED_SECONDS
     while len(signals.received) == signals_before and time.monotonic() < deadline:
         time.sleep(RETRY_SECONDS / 10)
     return True
+
+
+def _restart_count() -> int:
+    """Return how often Slurm had requeued the job when this process started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def _exclude(job_id: str, nodes: Iterable[str]) -> None:
+    """Keep a job that has just been requeued off these nodes, if Slurm can find it others."""
+    if not (names := sorted(nodes)):
+        return
+    for _ in range(EXCLUDE_TRIES):
+        try:
+            slurm.exclude(job_id, names)
+        except slurm.SlurmError as error:
+            # SIGTERM, with which Slurm ends the job, may have ended scontrol.
+            refused = error
+            continue
+        say(f"job {job_id}: will not start on {', '.join(names)} again")
+        return
+    say(f"job {job_id}: may start on {', '.join(names)} again, which failed ({refused})")
 
 
 class _SubmitEvaluations:

@@ -76,31 +76,32 @@ def run_locally(
             f"run.directory: cannot create {logs} ({error.strerror}). Choose another directory"
         ) from None
     resume_option = _ResumeOption(run, resume)
-    attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
-    claim_version(run)
-    first = attempt.number
-
-    def start(attempt: Attempt) -> LocalRanks:
-        """Start the ranks of an attempt; after the first one, with the config as it was then."""
-        again = attempt.number > first
-        config_arguments = arguments
-        if again:
-            # The user may have edited the config file since the first attempt.
-            frozen = attempt.directory / "config.toml"
-            frozen.write_text(dump_config(config))
-            config_arguments = [str(frozen)]
-        return LocalRanks(
-            [*command, *config_arguments, *resume_option.arguments(again)],
-            nproc,
-            RunPaths(run),
-            {
-                "PRETRAIN_ATTEMPT": str(attempt.directory),
-                "PRETRAIN_RENDEZVOUS": str(attempt.directory),
-            },
-            append=again,
-        )
-
+    # Before the attempt begins: whoever sees it may send a signal.
     with Signals(*PASSED_ON) as signals:
+        attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
+        claim_version(run)
+        first = attempt.number
+
+        def start(attempt: Attempt) -> LocalRanks:
+            """Start the ranks of an attempt; after the first one, with the config as it was."""
+            again = attempt.number > first
+            config_arguments = arguments
+            if again:
+                # The user may have edited the config file since the first attempt.
+                frozen = attempt.directory / "config.toml"
+                frozen.write_text(dump_config(config))
+                config_arguments = [str(frozen)]
+            return LocalRanks(
+                [*command, *config_arguments, *resume_option.arguments(again)],
+                nproc,
+                RunPaths(run),
+                {
+                    "PRETRAIN_ATTEMPT": str(attempt.directory),
+                    "PRETRAIN_RENDEZVOUS": str(attempt.directory),
+                },
+                append=again,
+            )
+
         supervisor = Supervisor(config, signals, lambda record: record.number >= first, local=True)
         while (end := supervisor.make_attempt(attempt, start)).again:
             attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
@@ -164,6 +165,8 @@ class LocalRanks:
             append: Append to the logs of an earlier attempt instead of replacing them.
         """
         self.failure = ""
+        # One machine: there is no other node to choose.
+        self.nodes: tuple[str, ...] = ()
         self._paths = paths
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked_to_end, self._deadline = False, 0.0
@@ -210,6 +213,10 @@ class LocalRanks:
         self._asked_to_end |= number in PASSED_ON
         for process in self._processes:
             process.send_signal(number)
+
+    def stuck_nodes(self) -> tuple[str, ...]:
+        """Return nothing: there is no other node to choose."""
+        return ()
 
     def end(self) -> int:
         """Send SIGTERM to every rank that runs and, 10 s later, SIGKILL to those that are left.

@@ -15,6 +15,9 @@ class Ranks(Protocol):
     failure: str
     """What failed first, in one line for the user. Set when `poll` returns a code other than 0."""
 
+    nodes: tuple[str, ...]
+    """The nodes that the failure came from, where that is known. Set with `failure`."""
+
     def poll(self) -> int | None:
         """Return None while the ranks run, then the exit code of all of them together.
 
@@ -25,6 +28,13 @@ class Ranks(Protocol):
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank."""
+
+    def stuck_nodes(self) -> tuple[str, ...]:
+        """Return the nodes of ranks that hang by themselves, by the stacks written since SIGUSR2.
+
+        The ranks that only wait for them in a collective operation are left out. Nothing is
+        returned where that cannot be told.
+        """
 
     def end(self) -> int:
         """End every rank, after a short grace period where there is one, and wait for that.

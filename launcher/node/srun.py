@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from pretrain.config import ConfigError, writing
 from pretrain.launcher import slurm
@@ -28,6 +28,13 @@ FAILED_TASK = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+)
 """A line in which srun reports tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 """How srun words a task that exited by itself."""
+LOST_NODE = re.compile(
+    r"srun: error: (?:Node failure on (?P<failed>\S+)$"
+    r"|Task launch for \S+ failed on node (?P<silent>\S+): )"
+)
+"""A line in which srun says that a node died, or that no task can be started on it."""
+IN_COLLECTIVE = b"distributed_c10d.py"
+"""The file of torch in which a rank waits for the others."""
 LABEL = re.compile(rb"\s*(\d+): ")
 """What `srun --label` puts before each line of a task: its rank, padded with spaces."""
 
@@ -46,6 +53,7 @@ class SrunRanks:
         name: str,
         environment: Mapping[str, str],
         log: Path,
+        nodes: Sequence[str] = (),
     ) -> None:
         """Start the ranks.
 
@@ -55,13 +63,21 @@ class SrunRanks:
             name: The name of the job step, by which Slurm finds it.
             environment: Environment variables to add.
             log: The file to append the output to.
+            nodes: The nodes of the job to start the ranks on, in Slurm's order; by default srun
+                chooses.
 
         Raises:
             ConfigError: srun cannot be started.
             RunFailed: The log cannot be written.
         """
         self.failure = ""
+        self.nodes: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()
+        """The nodes of the failure that died or take no task, as srun says."""
         self._job_id, self._name, self._log = job_id, name, log
+        self._where = _nodes_of_ranks(command, nodes)
+        self._dumped_from = 0
+        options = [f"--job-name={name}", *([f"--nodelist={','.join(nodes)}"] if nodes else [])]
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             file = open(log, "ab")  # noqa: SIM115  closed by _copy_output
@@ -70,7 +86,7 @@ class SrunRanks:
                 # A process group of its own: a signal that is sent to the group of this process
                 # must reach the ranks once, passed on by the supervisor.
                 self._srun = subprocess.Popen(
-                    [command[0], f"--job-name={name}", *command[1:]],
+                    [command[0], *options, *command[1:]],
                     env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -97,8 +113,10 @@ class SrunRanks:
             return code
         # Wait until the log is complete: it says which rank failed first.
         self._copier.join(KILL_SECONDS)
-        self.failure, code = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
-        return code
+        failure = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
+        self.failure, self.nodes = failure.reason, failure.nodes
+        self.lost = failure.nodes if failure.is_loss else ()
+        return failure.code
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank, through srun where it forwards the signal.
@@ -106,6 +124,9 @@ class SrunRanks:
         Other signals are sent by slurmctld. When it does not answer, that is printed and the ranks
         do not get the signal.
         """
+        if number == signal.SIGUSR2:
+            with contextlib.suppress(OSError):
+                self._dumped_from = self._log.stat().st_size
         if number in FORWARDED_BY_SRUN:
             self._srun.send_signal(number)
             return
@@ -119,6 +140,16 @@ class SrunRanks:
             # The step is ending, alone or with its job; in the second case Slurm has sent the ranks
             # a signal itself.
             pass
+
+    def stuck_nodes(self) -> tuple[str, ...]:
+        """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
+        try:
+            with open(self._log, "rb") as log:
+                log.seek(self._dumped_from)
+                stacks = log.read()
+        except OSError:
+            return ()
+        return _stuck_nodes(stacks, self._where)
 
     def end(self) -> int:
         """Kill the ranks: srun has no grace period to offer for a single step.
@@ -161,17 +192,28 @@ def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:
                     file.flush()
 
 
-def _first_failure(log: Path, code: int) -> tuple[str, int]:
+class Failure(NamedTuple):
+    """What ended a job step first."""
+
+    reason: str
+    """One line for the user."""
+    code: int
+    """The exit code of what failed first."""
+    nodes: tuple[str, ...] = ()
+    """The nodes it came from; empty where more than one may have failed first."""
+    is_loss: bool = False
+    """True if the nodes died, or take no task."""
+
+
+def _first_failure(log: Path, code: int) -> Failure:
     """Find out what ended a job step first, from what srun wrote into the log.
 
-    srun reports tasks that end badly in the order in which they end.
+    srun reports tasks that end badly in the order in which they end. Where a node died, ranks of
+    other nodes may end first, because their connections to it break.
 
     Args:
         log: The log of the step.
         code: The exit code of srun.
-
-    Returns:
-        What failed first, in one line, and its exit code.
     """
     try:
         lines = log.read_text(errors="replace").splitlines()
@@ -179,11 +221,59 @@ def _first_failure(log: Path, code: int) -> tuple[str, int]:
         lines = []
     # Lines that a rank prints have a label before them, so they cannot be taken for srun's.
     errors = [line for line in lines if line.startswith("srun: error: ")]
-    for line in errors:
-        if match := FAILED_TASK.match(line):
-            where = f"rank {match['ranks']} on {match['node']}"
-            if exited := EXIT_CODE.fullmatch(match["how"]):
-                return f"{where} ended with exit code {exited[1]}; see {log}", int(exited[1])
-            return f"{where} was ended ({match['how']}); see {log}", code
+    tasks = [match for line in errors if (match := FAILED_TASK.match(line))]
+    lost = [
+        match["failed"] or match["silent"] for each in errors if (match := LOST_NODE.match(each))
+    ]
+    if lost:
+        nodes = tuple(dict.fromkeys(lost))
+        why = next(line for line in errors if LOST_NODE.match(line))
+        where = f"{', '.join(nodes)} failed ({why.removeprefix('srun: error: ')}); see {log}"
+        first = EXIT_CODE.fullmatch(tasks[0]["how"]) if tasks else None
+        return Failure(where, int(first[1]) if first else code or 1, nodes, is_loss=True)
+    for task in tasks[:1]:
+        where = f"rank {task['ranks']} on {task['node']}"
+        exited = EXIT_CODE.fullmatch(task["how"])
+        if exited is None:
+            how = f"{where} was ended ({task['how']}); see {log}"
+            return Failure(how, code, (task["node"],))
+        # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+        alike = {each["node"] for each in tasks if each["how"] == task["how"]}
+        reason = f"{where} ended with exit code {exited[1]}; see {log}"
+        return Failure(reason, int(exited[1]), tuple(alike) if len(alike) == 1 else ())
     why = f" ({errors[0].removeprefix('srun: error: ')})" if errors else ""
-    return f"srun ended with exit code {code}{why}; see {log}", code
+    return Failure(f"srun ended with exit code {code}{why}; see {log}", code)
+
+
+def _nodes_of_ranks(command: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Return the node of each rank, for an srun that fills one node after the other.
+
+    Args:
+        command: The srun command line.
+        nodes: The nodes of the step, in Slurm's order.
+    """
+    found = (re.fullmatch(r"--ntasks-per-node=(\d+)", word) for word in command)
+    tasks = next((int(match[1]) for match in found if match), 0)
+    return [node for node in nodes for _ in range(tasks)]
+
+
+def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
+    """Return the nodes of the ranks that hang by themselves.
+
+    Args:
+        stacks: What the ranks wrote since they were asked for their stacks, with labels.
+        where: The node of each rank.
+    """
+    said: dict[int, bytes] = {}
+    for line in stacks.splitlines():
+        if label := LABEL.match(line):
+            said[int(label[1])] = said.get(int(label[1]), b"") + line[label.end() :] + b"\n"
+    wrote = {rank for rank, text in said.items() if b"most recent call first" in text}
+    alone = [rank for rank in range(len(where)) if rank not in wrote]
+    if not alone:
+        # All answer: then the culprit is the one that the others wait for.
+        alone = [rank for rank in wrote if IN_COLLECTIVE not in said[rank]]
+        alone = alone if len(alone) == 1 else []
+    if not wrote or len(alone) == len(where):
+        return ()
+    return tuple(dict.fromkeys(where[rank] for rank in sorted(alone)))

@@ -3,14 +3,15 @@
 The supervisor is a process beside the ranks that never imports torch. It renews the run's lease,
 passes signals on, ends ranks that hang, and records how the attempt ended. It does the same on a
 single machine (local.py) and inside a Slurm job (srun.py). Only two things differ: where the ranks
-run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, a Slurm
-job has itself requeued.
+run (`Ranks`), and how the caller makes another attempt: `launcher local` starts one itself, and so
+does a Slurm job while its nodes and its time suffice; else it has itself requeued.
 
 What each outcome of an attempt leads to:
 
-- FINISHED: every step is done. No attempt follows.
-- RESTART: the ranks saved on SIGUSR1, which Slurm sends before the time limit. Another attempt
-  follows.
+- FINISHED: every step is done. The newest checkpoint and the ranks' own last word say so; an exit
+  code of 0 alone is a failure. No attempt follows.
+- RESTART: the ranks saved on SIGUSR1, which Slurm sends before the time limit, or the job was
+  preempted. Another attempt follows.
 - FAILED, HUNG: a rank failed, or the watchdog ended the ranks. Another attempt follows, unless the
   failure looks permanent; then the outcome becomes GAVE_UP.
 - DIVERGED: the ranks found that they differ in what must be equal. As after a failure, another
@@ -33,11 +34,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pretrain.config import RunConfig
 from pretrain.launcher.node.ranks import Ranks
 from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
+from pretrain.launcher.node.verdict import NotStarted, Verdict, judge
 from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import AttemptRecord, read_attempts, steps_done
@@ -70,16 +71,15 @@ class End:
     """The exit code of the ranks, which the caller exits with when no attempt follows."""
     reason: str
     """One line for the user."""
+    nodes: tuple[str, ...]
+    """The nodes that a failure came from."""
     again: bool
     """True when the caller must make another attempt."""
 
 
-class Verdict(NamedTuple):
-    """The meaning of the ranks' end by itself, before restarts are counted."""
-
-    outcome: Outcome
-    code: int
-    reason: str
+def never() -> bool:
+    """Return False: nothing preempts the ranks of a single machine."""
+    return False
 
 
 class Repeater(threading.Thread):
@@ -116,6 +116,9 @@ class Supervisor:
     """True on a single machine. A user is at the terminal: a second signal ends the ranks, and what
     rank 0 printed there is not repeated. A failure before the first step is final when it repeats;
     under Slurm the next attempt may run on another node, where it works."""
+    is_preempted: Callable[[], bool] = never
+    """Asks, when an attempt was stopped, if Slurm took the nodes away for another job: then the run
+    is to come back."""
     _passed_on: int = 0
     """How many of the received signals were passed on to the ranks."""
 
@@ -162,6 +165,12 @@ class Supervisor:
             for thread in threads:
                 thread.start()
             verdict = self._watch(attempt, ranks, lost)
+            # While the heartbeat goes on: Slurm may take a while to answer.
+            if verdict.outcome == Outcome.STOPPED and self.is_preempted():
+                reason = f"preempted; {verdict.reason}"
+                verdict = Verdict(Outcome.RESTART, verdict.code, reason)
+        except NotStarted as error:
+            verdict = Verdict(Outcome.FAILED, ExitCode.FAILED, str(error), error.nodes)
         except BaseException as error:
             if ranks is not None:
                 ranks.kill()
@@ -186,7 +195,8 @@ class Supervisor:
             end: An end with `again` set.
             why: The obstacle, in a few words.
         """
-        self._record(end.attempt, Verdict(Outcome.GAVE_UP, end.code, f"{end.reason}; {why}"))
+        reason = f"{end.reason}; {why}"
+        self._record(end.attempt, Verdict(Outcome.GAVE_UP, end.code, reason, end.nodes))
         say(f"attempt {end.attempt.number}: {why}")
 
     # ---- while the ranks run ---------------------------------------------------------------------
@@ -210,7 +220,8 @@ class Supervisor:
             # Looked at first: ranks that have ended are judged by their exit code, even when the
             # run was lost or nothing moved at the same moment.
             if code is not None:
-                return self._judge(attempt, code, ranks)
+                steps, is_asked = self.config.train.num_steps, self.signals.stops > 0
+                return judge(attempt, code, ranks, steps, is_asked)
             if lost.is_set():
                 # At once and without a checkpoint: the other attempt writes to the same directory.
                 ranks.kill()
@@ -220,23 +231,30 @@ class Supervisor:
                 )
                 return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, reason)
             if stuck := watchdog.stuck():
-                self._dump_stacks(attempt, ranks, stuck)
+                nodes = self._dump_stacks(attempt, ranks, stuck)
                 ranks.kill()
-                return Verdict(Outcome.HUNG, ExitCode.KILLED, stuck)
+                return Verdict(Outcome.HUNG, ExitCode.KILLED, stuck, nodes)
             time.sleep(POLL_SECONDS)
 
-    def _dump_stacks(self, attempt: Attempt, ranks: Ranks, stuck: str) -> None:
-        """Have every rank write the stacks of its threads into its log, to show where it hangs."""
+    def _dump_stacks(self, attempt: Attempt, ranks: Ranks, stuck: str) -> tuple[str, ...]:
+        """Have every rank write the stacks of its threads into its log, to show where it hangs.
+
+        Returns:
+            The nodes of the ranks that hang by themselves, as far as the stacks tell.
+        """
         say(
             f"attempt {attempt.number}: {stuck}; every rank writes its stacks to its log and is "
             "then killed"
         )
+        nodes: tuple[str, ...] = ()
         # `pretrain train` registers faulthandler for SIGUSR2. A rank that was suspended (SIGSTOP)
-        # has SIGUSR2 pending and writes once SIGCONT lets it run.
+        # has SIGUSR2 pending and writes once SIGCONT lets it run, after it has been found silent.
         for number in (signal.SIGUSR2, signal.SIGCONT):
             if ranks.poll() is None:
                 ranks.signal(number)
                 time.sleep(DUMP_SECONDS)
+                nodes = nodes or ranks.stuck_nodes()
+        return nodes
 
     def _pass_on_signals(self, ranks: Ranks) -> None:
         """Pass on the signals that this process received since the last call."""
@@ -249,43 +267,13 @@ class Supervisor:
             ranks.signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     # ---- when the ranks have ended ---------------------------------------------------------------
-    def _judge(self, attempt: Attempt, code: int, ranks: Ranks) -> Verdict:
-        """Return what the exit code of ranks that ended by themselves means.
-
-        The order matters: a code that the ranks chose counts before the signals that were sent, and
-        after a signal to stop no failure leads to another attempt.
-        """
-        at = f"step {steps_done(attempt.directory)}"
-        if code == ExitCode.FINISHED:
-            return Verdict(Outcome.FINISHED, code, f"at step {self.config.train.num_steps}")
-        if code == ExitCode.BAD_INPUT:
-            return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
-        if attempt.superseded():
-            # The ranks found out before the heartbeat did, as when this process was suspended.
-            return Verdict(Outcome.SUPERSEDED, code, "another attempt has taken over the run")
-        if code == ExitCode.NO_SPACE:
-            return Verdict(Outcome.NO_SPACE, code, f"the disk is full, at {at}")
-        if code == ExitCode.STOPPED:
-            return Verdict(Outcome.STOPPED, code, f"saved at {at}")
-        if code == ExitCode.DIVERGED and not self.signals.stops:
-            reason = f"the ranks differ in what must be equal, at {at}; see the ranks' last lines"
-            return Verdict(Outcome.DIVERGED, code, reason)
-        if code == ExitCode.RESTART:
-            # A signal to stop may have come while the ranks saved for a restart.
-            outcome = Outcome.STOPPED if self.signals.stops else Outcome.RESTART
-            return Verdict(outcome, code, f"saved at {at}")
-        if self.signals.stops:
-            reason = f"asked to stop at {at}, but no checkpoint was saved: {ranks.failure}"
-            return Verdict(Outcome.STOPPED, code, reason)
-        return Verdict(Outcome.FAILED, code, f"{ranks.failure}, at {at}")
-
     def _conclude(self, attempt: Attempt, verdict: Verdict) -> End:
         """Decide if another attempt follows, then record and print how this one ended."""
         recovery = self.config.recovery
-        # A signal to stop may also have come after the ranks ended.
+        # A signal to stop may also have come after the ranks ended; a preemption sends one itself.
         again = (
             verdict.outcome in STARTED_AGAIN
-            and not self.signals.stops
+            and (verdict.outcome == Outcome.RESTART or not self.signals.stops)
             and recovery.max_restarts > 0
         )
         if again:
@@ -293,7 +281,10 @@ class Supervisor:
             count = without_progress(records, self.is_ours)
             if why := self._permanent(records, verdict.code, count):
                 reason = f"{verdict.reason}; given up: {why}"
-                verdict, again = Verdict(Outcome.GAVE_UP, verdict.code, reason), False
+                verdict, again = (
+                    Verdict(Outcome.GAVE_UP, verdict.code, reason, verdict.nodes),
+                    False,
+                )
             else:
                 saved = newest_checkpoint_step(attempt.run)
                 start = "from scratch" if saved is None else f"from step {saved}"
@@ -348,7 +339,7 @@ class Supervisor:
         finished = verdict.outcome == Outcome.FINISHED
         steps = self.config.train.num_steps if finished else steps_done(attempt.directory)
         try:
-            attempt.end(verdict.outcome, verdict.code, verdict.reason, steps)
+            attempt.end(verdict.outcome, verdict.code, verdict.reason, steps, verdict.nodes)
         except OSError as error:
             # As on a full disk. The run is not blocked by that: the next attempt finds that this
             # process has ended.

@@ -236,14 +236,21 @@ def steps_done(directory: Path) -> int:
     return max(steps)
 
 
+def said_done(attempt: AttemptRecord, num_steps: int) -> bool:
+    """Return True if the last word of an attempt's ranks is that all steps are done."""
+    last = attempt.phases[-1] if attempt.phases else None
+    return last is not None and last.phase == Phase.ENDING and last.step >= num_steps
+
+
 def is_finished(run: Path, num_steps: int | None = None) -> bool:
     """Return True when an attempt finished `num_steps` steps (default: the run's own config's).
 
-    A run that has gone back to an earlier checkpoint since, or has done more steps, is not finished
-    at that step: its newest checkpoint says so.
+    What the attempt recorded has to agree with its ranks' last word and with the newest checkpoint:
+    earlier releases recorded some ends as finished by the exit code alone. A run that has gone back
+    to an earlier checkpoint since, or has done more steps, is not finished at that step.
     """
     finished = [
-        attempt.ended.step
+        attempt
         for attempt in read_attempts(run)
         if attempt.ended and attempt.ended.outcome == Outcome.FINISHED
     ]
@@ -254,7 +261,9 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
             RunPaths(run).newest_config() or RunPaths(run).config
         ).train.num_steps
     newest = newest_checkpoint_step(run)
-    return max(finished) >= num_steps and newest in (None, num_steps)
+    return newest in (None, num_steps) and any(
+        said_done(attempt, num_steps) for attempt in finished
+    )
 
 
 def last_heartbeat(directory: Path) -> float:

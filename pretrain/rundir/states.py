@@ -22,6 +22,10 @@ class Phase(StrEnum):
     """Everything is written; the processes are shutting down."""
 
 
+WORK = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING)
+"""Phases whose time counts as lost when a later attempt resumes from an earlier step."""
+
+
 class Outcome(StrEnum):
     """The ways in which an attempt ends, as written in ended.json."""
 

@@ -18,9 +18,10 @@ PARTITIONS = {
     "low": f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}",
     "low_nograce": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
     "low_cancel": f"PriorityTier=1 PreemptMode=CANCEL GraceTime={GRACE_SECONDS}",
+    "low_cancel_nograce": "PriorityTier=1 PreemptMode=CANCEL GraceTime=0",
     "high": "PriorityTier=10 PreemptMode=OFF",
 }
-"""Each has all nodes. A job of "high" preempts those of the three "low" ones, which differ in what
+"""Each has all nodes. A job of "high" preempts those of the "low" ones, which differ in what
 becomes of a preempted job. Jobs of "main" are never preempted; "main" and "high" preempt "low"."""
 
 

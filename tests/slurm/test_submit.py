@@ -30,11 +30,12 @@ NUM_STEPS = 320
 """Steps of configs/demo.toml."""
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 # Runs as the ranks' Python. Writes its working directory, arguments and environment, with a NUL
-# after each.
+# after each. The exit code is that of wrong input, after which no attempt follows.
 NOTES = """#!/bin/sh
 { pwd | tr '\\n' '\\0'; printf '%s\\0' "$@"; } > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.arguments"
 env -0 > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.environment"
 umask > "$NOTES/$SLURM_JOB_ID.$SLURM_PROCID.umask"
+exit 2
 """
 
 
@@ -331,9 +332,9 @@ def test_without_slurm_a_dry_run_still_shows_the_job(desk: Desk) -> None:
 # ---- sweeps ----
 def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, desk: Desk) -> None:
     site = desk.site()
-    (finished := Attempt.begin(desk.work / "sw/rotary-64")).end(
-        "finished", 0, "all steps done", NUM_STEPS
-    )
+    finished = Attempt.begin(desk.work / "sw/rotary-64")
+    finished.phase("ending", NUM_STEPS)
+    finished.end("finished", 0, "all steps done", NUM_STEPS)
     words = [
         "sweep",
         DEMO,

@@ -439,11 +439,21 @@ def test_what_a_later_version_adds_is_passed_over(tmp_path):
     assert "mood" not in {field.name for field in dataclasses.fields(Owner)}
 
 
+def finish(run: Path) -> None:
+    """Make an attempt that says of itself that 320 steps are done."""
+    attempt = Attempt.begin(run)
+    attempt.phase("ending", 320)
+    attempt.end("finished", 0, "", 320)
+
+
 def test_a_run_is_finished_when_an_attempt_did_all_its_steps(tmp_path):
     assert not is_finished(tmp_path)
     Attempt.begin(tmp_path).end("stopped", 80, "", 400)
     assert not is_finished(tmp_path, 400)
+    # Recorded by the exit code alone, as earlier releases did.
     Attempt.begin(tmp_path).end("finished", 0, "", 320)
+    assert not is_finished(tmp_path, 320)
+    finish(tmp_path)
     assert is_finished(tmp_path, 320) and not is_finished(tmp_path, 321)
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch/config.toml").write_text(
@@ -463,7 +473,7 @@ def test_a_disk_that_refuses_the_attempt_leaves_nothing_behind(tmp_path, monkeyp
 
 
 def test_a_run_that_went_back_or_further_is_not_finished(tmp_path):
-    Attempt.begin(tmp_path).end("finished", 0, "", 320)
+    finish(tmp_path)
     for newest, finished in ((320, True), (160, False), (400, False)):
         folder = tmp_path / f"checkpoints/step-{newest:08d}"
         folder.mkdir(parents=True)

@@ -328,6 +328,7 @@ def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
         run={"directory": str(tmp_path / "run")}, data={"directory": str(built_data(tmp_path))}
     )
     attempt = Attempt.begin(tmp_path / "run")
+    attempt.phase("ending", 20)
     attempt.end("finished", 0, "all steps done", 20)
     with pytest.raises(ConfigError, match="finished"):
         check_runs([allocate(config, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))

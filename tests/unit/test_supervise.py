@@ -86,6 +86,7 @@ while step < LAST:
         os._exit(75 if agreed == signal.SIGUSR1 else 80)
 if rank == 0:
     save()
+    phase('ending')
 """
 
 
@@ -212,6 +213,42 @@ def test_a_new_start_by_hand_has_its_restarts_again(tmp_path):
         step = f"if rank == 0 and step == number - {first - 1}: die(9)"
         assert train(tmp_path, training(step), "recovery.max_restarts=1") == 137
     assert [outcome for outcome, _, _ in outcomes(tmp_path)] == ["failed", "gave_up"] * 2
+
+
+# ---- ends are proven -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("first", "missing"),
+    [
+        # As when a step is killed while it saves, and srun ends with 0 all the same.
+        ("if step == 5: os._exit(0)", """rank 0's last word was "training", at step 0 of 12"""),
+        (
+            "if step == 5:\n    step = LAST\n    if rank == 0: phase('ending')\n    os._exit(0)",
+            "the newest checkpoint is none",
+        ),
+        (
+            "if step == 5:\n    if rank == 0: save()\n    step = LAST\n"
+            "    if rank == 0: phase('ending')\n    os._exit(0)",
+            "the newest checkpoint is of step 5",
+        ),
+    ],
+)
+def test_exit_code_0_is_no_proof_of_an_end(tmp_path, first, missing):
+    lines = "".join(f"    {line}\n" for line in first.replace("LAST", str(LAST)).splitlines())
+    assert train(tmp_path, training(f"if number == 1:\n{lines}")) == 0
+    assert [end[:2] for end in outcomes(tmp_path)] == [("failed", 1), ("finished", 0)]
+    reason = read_attempts(tmp_path)[0].ended.reason
+    assert reason.startswith(f"the ranks ended with exit code 0, but {missing}"), reason
+
+
+@pytest.mark.parametrize(
+    ("save", "reason"), [("save()", "saved at step 4"), ("", "nothing saved, at step 5")]
+)
+def test_an_end_names_the_checkpoint_of_this_attempt(tmp_path, save, reason):
+    """The exit code for "saved, start again" says nothing about a checkpoint either."""
+    step = f"if rank == 0 and (step, number) == (4, 1): {save or 'pass'}\n"
+    step += "if (step, number) == (5, 1):\n    together()\n    os._exit(75)"
+    assert train(tmp_path, training(step)) == 0
+    assert read_attempts(tmp_path)[0].ended.reason == reason
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
@@ -472,10 +509,10 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
     monkeypatch.setattr(supervise, "EVALUATE_SECONDS", 0.02)
 
     class Sleep:
-        failure, calls_at_end = "", 0
+        failure, nodes, calls_at_end = "", (), 0
 
         def __init__(self) -> None:
-            self.process = subprocess.Popen(["sleep", "1"])
+            self.process = subprocess.Popen(["sh", "-c", "sleep 1; exit 2"])
 
         def poll(self) -> int | None:
             code = self.process.poll()
@@ -491,7 +528,7 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
             start,
             lambda last: calls.append((last, threading.current_thread())),
         )
-    assert end.outcome == "finished" and steps[0].calls_at_end > 2
+    assert end.outcome == "refused" and steps[0].calls_at_end > 2
     assert calls[-1] == (True, threading.main_thread())
     assert all(not last and thread is not threading.main_thread() for last, thread in calls[:-1])
 
@@ -533,7 +570,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: n2: tasks 2-3: Killed",
             ],
             137,
-            ("rank 0 on n1 ended with exit code 75; see LOG", 75),
+            ("rank 0 on n1 ended with exit code 75; see LOG", 75, ("n1",), False),
         ),
         (
             [
@@ -542,7 +579,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun: error: n1: tasks 0-1: Exited with exit code 80",
             ],
             137,
-            ("rank 2 on n2 was ended (Killed); see LOG", 137),
+            ("rank 2 on n2 was ended (Killed); see LOG", 137, ("n2",), False),
         ),
         (
             [
@@ -554,17 +591,54 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
                 "srun ended with exit code 1 (Unable to create step for job 7: Invalid generic "
                 "resource (gres) specification); see LOG",
                 1,
+                (),
+                False,
             ),
         ),
-        ([], 143, ("srun ended with exit code 143; see LOG", 143)),
+        ([], 143, ("srun ended with exit code 143; see LOG", 143, (), False)),
+        # The ranks of other nodes may end first, when their connections break.
+        (
+            [
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "srun: launch/slurm: _step_signal: Terminating StepId=1.0",
+                "srun: error: Node failure on n2",
+            ],
+            137,
+            ("n2 failed (Node failure on n2); see LOG", 1, ("n2",), True),
+        ),
+        (
+            [
+                "srun: error: Task launch for StepId=2.1 failed on node n3: Communication "
+                "connection failure",
+                "srun: error: Application launch failed: Communication connection failure",
+            ],
+            1,
+            (
+                "n3 failed (Task launch for StepId=2.1 failed on node n3: Communication connection "
+                "failure); see LOG",
+                1,
+                ("n3",),
+                True,
+            ),
+        ),
+        # A bug: more than one node.
+        (
+            [
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "srun: error: n2: tasks 2-3: Exited with exit code 1",
+            ],
+            1,
+            ("rank 0 on n1 ended with exit code 1; see LOG", 1, (), False),
+        ),
     ],
 )
 def test_the_first_to_fail_is_read_from_what_srun_wrote(tmp_path, said, code, expected):
     """Lines as Slurm 22.05 wrote them."""
     log = tmp_path / "attempt-0001.log"
     log.write_text("\n".join(["0: training", *said]) + "\n")
-    reason, first = _first_failure(log, code)
-    assert (reason.replace(str(log), "LOG"), first) == expected
+    failure = _first_failure(log, code)
+    found = failure.reason.replace(str(log), "LOG"), failure.code, failure.nodes, failure.is_loss
+    assert found == expected
 
 
 def test_a_step_that_cannot_be_started_gives_the_run_back(tmp_path):

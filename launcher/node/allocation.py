@@ -1,0 +1,157 @@
+"""The nodes and the time that a Slurm job has for its next attempt."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pretrain.config import RunConfig
+from pretrain.launcher import slurm
+from pretrain.launcher.node.verdict import NotStarted
+from pretrain.launcher.nodes import choose_nodes, count_failures, failing_nodes
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.jobs import LaunchRecord
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.states import Phase
+
+STARTUP_SECONDS = 60.0
+"""How long an attempt is taken to need until its first step, before one has been measured."""
+EARLY_SECONDS = 60.0
+"""Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
+
+CheckNodes = Callable[[Attempt, Sequence[str]], Mapping[str, str]]
+"""Checks nodes before an attempt; returns those with a fault, each with its cause."""
+
+
+class Allocation:
+    """The nodes that this process's job holds, without those that failed."""
+
+    def __init__(self, run: Path, job_id: str, launch: LaunchRecord, config: RunConfig) -> None:
+        """Describe the job that this process runs in.
+
+        Args:
+            run: The run's directory.
+            job_id: The job.
+            launch: How the run is started.
+            config: The run.
+        """
+        self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
+        self.faults: dict[str, str] = {}
+        """Nodes in which the preflight found a fault, each with the cause."""
+        self._lost: dict[str, str] = {}
+
+    # ---- nodes ----
+    def nodes(self) -> list[str]:
+        """Return all nodes that the job holds now: with --no-kill a dead one has been taken out."""
+        state = job_state(self._job_id)
+        held = state.nodes if state and state.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
+        try:
+            return slurm.hostnames(held)
+        except slurm.SlurmError:
+            return []
+
+    def unusable(self) -> dict[str, str]:
+        """Return the nodes that the next attempt must not use, each with the reason."""
+        return {
+            **self.excluded(),
+            **slurm.unusable_nodes(self.nodes()),
+            **self._lost,
+        }
+
+    def excluded(self) -> dict[str, str]:
+        """Return the nodes that no start of this job should use again, each with the reason."""
+        return {**failing_nodes(self._records()), **self.faults}
+
+    def lose(self, nodes: Sequence[str], reason: str) -> None:
+        """Leave nodes out of this start of the job: they died, or take no task.
+
+        Slurm itself gives such a node to no job until it answers again, so it is not excluded.
+
+        Args:
+            nodes: The nodes.
+            reason: What srun said.
+        """
+        self._lost |= dict.fromkeys(nodes, reason)
+
+    def check(self, attempt: Attempt) -> None:
+        """Check all nodes of the job, spare ones too, and leave those with a fault out from now on.
+
+        Args:
+            attempt: The attempt that is to start on them.
+        """
+        # check_nodes(self._launch, self._config, self.nodes(), attempt, ...) goes here: it returns
+        # the faults, node -> cause.
+
+    def choose(self) -> list[str]:
+        """Return the nodes of the next attempt; none where srun has to choose, as Slurm names none.
+
+        Raises:
+            NotStarted: Too few of the job's nodes can be used.
+        """
+        if not (held := self.nodes()):
+            return []
+        unusable = self.unusable()
+        chosen = choose_nodes(held, self._launch.nodes, unusable, count_failures(self._records()))
+        if len(chosen) < self._launch.nodes:
+            raise NotStarted(self.too_few(held, unusable), tuple(unusable))
+        return chosen
+
+    def too_few(self, held: Sequence[str], unusable: Mapping[str, str]) -> str:
+        """Return the sentence that says which nodes are missing, and why."""
+        causes = "; ".join(f"{node}: {cause}" for node, cause in unusable.items())
+        return (
+            f"{self._launch.nodes} nodes are needed, and of the {len(held)} that the job holds "
+            f"these cannot be used: {causes or 'none is named'}"
+        )
+
+    # ---- time ----
+    def seconds_needed(self) -> float:
+        """Return the time to the limit that a new attempt needs to be warned before it.
+
+        Slurm sends the signal to save once in the life of a job, and only to processes that run
+        then.
+        """
+        return (
+            startup_seconds(read_attempts(self._run))
+            + self._config.recovery.preflight_seconds
+            + EARLY_SECONDS
+            + lead_seconds(self._launch.sbatch)
+        )
+
+    def seconds_left(self) -> float | None:
+        """Return the time to the job's limit; None when it has none, or Slurm does not answer."""
+        state = job_state(self._job_id)
+        return state.ends_at - time.time() if state and state.ends_at else None
+
+    def _records(self) -> list[AttemptRecord]:
+        """Return the attempts that this job has made, in all of its starts."""
+        attempts = read_attempts(self._run)
+        return [each for each in attempts if each.owner.slurm_job_id == self._job_id]
+
+
+def job_state(job_id: str) -> slurm.JobState | None:
+    """Return what Slurm says about a job, None when it says nothing: an attempt goes on without."""
+    try:
+        return (slurm.jobs([job_id]) or {}).get(job_id)
+    except slurm.SlurmError:
+        return None
+
+
+def startup_seconds(attempts: Sequence[AttemptRecord]) -> float:
+    """Return how long the last attempt that trained took to its first step."""
+    for attempt in reversed(attempts):
+        for mark in attempt.phases:
+            if mark.phase == Phase.TRAINING:
+                return max(0.0, mark.at - attempt.owner.began_at)
+    return STARTUP_SECONDS
+
+
+def lead_seconds(sbatch: Sequence[str]) -> float:
+    """Return how long before the time limit a job was submitted to be signalled; 0 if it is not."""
+    for word in sbatch:
+        if match := re.fullmatch(r"--signal=(?:[BR]*:)?USR1@(\d+)", word):
+            return float(match[1])
+    return 0.0

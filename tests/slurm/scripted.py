@@ -1,0 +1,166 @@
+"""Submit runs whose ranks are a small script that reports and saves as `pretrain train` does.
+
+For tests of what the launcher does about ranks and nodes, where training itself is not the point.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tomli_w
+
+from pretrain.rundir.paths import RunPaths
+from tests.end_to_end.commands import LAUNCHER, ROOT, Done, wait_for
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import Run
+
+LAST = 320
+"""Steps of configs/demo.toml."""
+# A rank takes steps until RUN/finish exists, and rank 0 reports them only while every rank takes
+# them. It saves on the signals of `pretrain train`; on SIGTERM only after RUN/slow is gone.
+RANK = """#!{python}
+import faulthandler, json, os, signal, sys, time
+asked = []
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: asked.append(number))
+faulthandler.register(signal.SIGUSR2)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2])
+attempt = os.environ['PRETRAIN_ATTEMPT']
+rank, ranks = int(os.environ['SLURM_PROCID']), int(os.environ['SLURM_NTASKS'])
+run = os.path.dirname(os.path.dirname(attempt))
+def exists(name):
+    return os.path.exists(run + '/' + name)
+def write(path, text):
+    open(path + '.new', 'w').write(text)
+    os.rename(path + '.new', path)
+count = 0
+def progress(phase):
+    global count
+    count += 1
+    write(attempt + '/progress', json.dumps(dict(count=count, step=step, phase=phase)))
+def phase(phase):
+    line = dict(at=time.time(), phase=phase, step=step)
+    open(attempt + '/phases.jsonl', 'a').write(json.dumps(line) + chr(10))
+    progress(phase)
+def save():
+    phase('saving')
+    while exists('slow'):
+        time.sleep(0.05)
+    folder = run + f'/checkpoints/step-{{step:08d}}'
+    os.makedirs(folder, exist_ok=True)
+    branches = [dict(id='b', since=0)]
+    ancestry = dict(id=os.urandom(8).hex(), step=step, parent=None, branches=branches)
+    write(folder + '/manifest.json', json.dumps(ancestry))
+saved = os.listdir(run + '/checkpoints') if exists('checkpoints') else []
+step = max([int(name[5:]) for name in saved], default=0)
+node = os.uname().nodename
+print('rank', rank, 'on', node, 'at step', step, flush=True)
+if rank == 0:
+    phase('training')
+while True:
+    open(attempt + f'/beat-{{rank}}', 'w').close()
+    if exists('bad-' + node):
+        sys.exit(1)
+    time.sleep(0.05)
+    others = [attempt + f'/beat-{{other}}' for other in range(ranks)]
+    if rank == 0:
+        if all(os.path.exists(o) and time.time() - os.stat(o).st_mtime < 1 for o in others):
+            step = min(step + 1, {last} - 1)
+            progress('training')
+        if exists('checkpoint'):
+            os.remove(run + '/checkpoint')
+            save()
+            phase('training')
+        if asked or exists('finish'):
+            step = step if asked else {last}
+            save()
+            phase('ending')
+            write(attempt + '/done', '')
+    if os.path.exists(attempt + '/done'):
+        sys.exit((75 if asked[0] == signal.SIGUSR1 else 80) if asked else 0)
+"""
+
+
+class Script:
+    """Submits runs of scripted ranks, one on each node."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.rank = folder / "rank"
+        self.rank.write_text(RANK.format(python=sys.executable, last=LAST))
+        self.rank.chmod(0o755)
+        for split in ("train", "validation"):
+            (folder / "data" / split).mkdir(parents=True)
+            (folder / "data" / split / "manifest.json").touch()
+        self.job_ids: list[str] = []
+
+    def submit(
+        self, name: str, *settings: str, nodes: int = 2, partition: str = "main", time: str = "30"
+    ) -> ScriptedRun:
+        site = {
+            "name": "tests",
+            "partition": partition,
+            "nodes": 16,
+            "tasks_per_node": 1,
+            "cpus_per_node": 1,
+            "time_limit": time,
+            "python": str(self.rank),
+        }
+        path = self.folder / f"{name}.site.toml"
+        path.write_text(tomli_w.dumps(site))
+        run = self.folder / "runs" / name
+        given = (
+            f"run.directory={run}",
+            f"data.directory={self.folder}/data",
+            "recovery.hang_seconds=3",
+            "recovery.preflight_seconds=0",
+            *settings,
+        )
+        options = [word for each in given for word in ("--set", each)]
+        demo = ROOT / "configs/demo.toml"
+        words = ("submit", demo, "--site", path, "--nodes", nodes, "--save-before", 1, *options)
+        ran = self.cluster.run(*LAUNCHER, *words, cwd=self.folder)
+        done = Done(ran.returncode, ran.stdout, ran.stderr)
+        assert done.code == 0, done.text
+        submitted = ScriptedRun(self.cluster, run)
+        self.job_ids.append(submitted.job_id)
+        return submitted
+
+
+class ScriptedRun(Run):
+    """A run of scripted ranks."""
+
+    def ask(self, what: str) -> None:
+        """Have the ranks do something: "finish", "checkpoint", "slow", "bad-NODE"."""
+        (self.directory / what).touch()
+
+    def wait_for_training(self, attempt: int) -> dict[int, tuple[int, str]]:
+        """Wait until all ranks of an attempt take steps, and return rank -> (process id, node)."""
+        log = RunPaths(self.directory).attempt_log(attempt)
+
+        def trains() -> bool:
+            records = self.attempts
+            assert len(records) <= attempt, [record.ended for record in records]
+            assert len(records) < attempt or records[-1].ended is None, records[-1].ended
+            if len(records) < attempt or not (progress := records[-1].progress):
+                return False
+            return progress.count > 2
+
+        wait_for(trains, 90)
+        assert log.exists()
+        return self.ranks()
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """Return the ranks' processes: rank -> (process id, node)."""
+        found = {}
+        for pid, (node, _) in self.cluster.step_processes(self.job_id, " train ").items():
+            text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+            variables = dict(word.split("=", 1) for word in text.split("\0") if "=" in word)
+            if "SLURM_PROCID" in variables and "PRETRAIN_ATTEMPT" in variables:
+                found[int(variables["SLURM_PROCID"])] = (pid, node)
+        return found
+
+    def nodes(self) -> set[str]:
+        """Return the nodes on which ranks run."""
+        return {node for _, node in self.ranks().values()}

@@ -1,0 +1,118 @@
+"""Check on a real Slurm that a run is started again inside its allocation, on the nodes left.
+
+The ranks are a script (scripted.py); test_survive.py does the same with real training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import LAUNCHER, wait_for
+from tests.slurm.cluster import Cluster
+from tests.slurm.scripted import Script, ScriptedRun
+
+
+@pytest.fixture
+def script(cluster: Cluster, tmp_path: Path) -> Iterator[Script]:
+    made = Script(cluster, tmp_path)
+    yield made
+    cluster.run("scancel", *made.job_ids)
+
+
+def finish(run: ScriptedRun) -> dict[str, str]:
+    """Let the run finish and return the fields of its job."""
+    run.ask("finish")
+    fields = run.cluster.wait_for_job(run.job_id)
+    wait_for(lambda: not any(run.cluster.processes(node) for node in run.cluster.nodes), 30)
+    return fields
+
+
+def test_killed_and_stopped_ranks_start_again_in_the_same_job(script: Script) -> None:
+    run = script.submit("ranks")
+    pid, node = run.wait_for_training(1)[1]
+    os.kill(pid, signal.SIGKILL)
+    first = run.wait_for_end(1)
+    assert (first.outcome, first.nodes) == ("failed", (node,)), first
+    pid, node = run.wait_for_training(2)[0]
+    os.kill(pid, signal.SIGSTOP)
+    second = run.wait_for_end(2)
+    assert (second.outcome, second.nodes) == ("hung", (node,)), second
+    run.wait_for_training(3)
+    job = finish(run)
+    assert run.outcomes == ["failed", "hung", "finished"] and job["Restarts"] == "0"
+    # One job step after the other, and the queue was waited for once.
+    assert [bool(attempt.owner.submitted_at) for attempt in run.attempts] == [True, False, False]
+    assert "goes back to the queue" not in run.job_said()
+
+
+def test_a_spare_node_takes_the_place_of_one_that_dies(script: Script) -> None:
+    run = script.submit("spare", "recovery.spare_nodes=1")
+    ranks = run.wait_for_training(1)
+    held = script.cluster.job(run.job_id)
+    assert held["NumNodes"] == "3" and len(ranks) == 2
+    dead = ranks[1][1]
+    script.cluster.kill_node(dead)
+    first = run.wait_for_end(1)
+    # The watchdog may be faster than Slurm.
+    assert first.outcome in ("failed", "hung") and first.nodes == (dead,), first
+    run.wait_for_training(2)
+    assert dead not in run.nodes() and len(run.nodes()) == 2
+    job = finish(run)
+    assert run.outcomes == [first.outcome, "finished"] and job["Restarts"] == "0"
+
+
+@pytest.mark.torture
+def test_a_node_that_dies_without_a_spare_sends_the_job_back_to_the_queue(script: Script) -> None:
+    run = script.submit("no-spare")
+    dead = run.wait_for_training(1)[1][1]
+    script.cluster.kill_node(dead)
+    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1", 60)
+    number = len(run.attempts) + 1
+    run.wait_for_training(number)
+    assert dead not in run.nodes()
+    finish(run)
+    assert run.outcomes[-1] == "finished" and len(run.outcomes) <= 3
+
+
+def test_a_node_that_fails_twice_is_excluded(script: Script) -> None:
+    run = script.submit("twice")
+    bad = run.wait_for_training(1)[1][1]
+    run.ask(f"bad-{bad}")
+    assert run.wait_for_end(1).nodes == (bad,)
+    assert run.wait_for_end(2).nodes == (bad,)
+    run.wait_for_training(3)
+    assert bad not in run.nodes()
+    job = finish(run)
+    assert job["Restarts"] == "1" and job["ExcNodeList"] == bad
+    assert "goes back to the queue: 2 nodes are needed" in run.job_said()
+    status = script.cluster.run(*LAUNCHER, "status", run.directory).stdout
+    assert f"node {bad}: not used any more: rank 1 on {bad} ended with exit code 1" in status
+
+
+def test_with_a_spare_a_node_that_failed_once_is_left_out(script: Script) -> None:
+    run = script.submit("once", "recovery.spare_nodes=1")
+    bad = run.wait_for_training(1)[0][1]
+    run.ask(f"bad-{bad}")
+    assert run.wait_for_end(1).nodes == (bad,)
+    run.wait_for_training(2)
+    assert bad not in run.nodes()
+    assert finish(run)["Restarts"] == "0"
+
+
+@pytest.mark.torture
+def test_the_batch_host_of_a_job_with_spare_nodes_dies(script: Script) -> None:
+    """Slurm leaves such a job running without a batch script; its guards requeue it."""
+    run = script.submit("host", "recovery.spare_nodes=1")
+    run.wait_for_training(1)
+    host = script.cluster.job(run.job_id)["BatchHost"]
+    script.cluster.kill_node(host)
+    wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1", 120)
+    run.wait_for_training(2)
+    assert host not in run.nodes()
+    finish(run)
+    assert run.outcomes == [None, "finished"]

@@ -1,0 +1,75 @@
+"""Test which nodes a run's next attempt uses, from what its attempts and the ranks' stacks say."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pretrain.launcher.node.allocation import lead_seconds, startup_seconds
+from pretrain.launcher.node.srun import _nodes_of_ranks, _stuck_nodes
+from pretrain.launcher.nodes import choose_nodes, count_failures, failing_nodes
+from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, PhaseChange
+
+
+def failed(number: int, *nodes: str) -> AttemptRecord:
+    ended = Ended(0.0, 1, "failed", f"reason {number}", 5, nodes)
+    return AttemptRecord(number, Path(f"attempts/{number:04d}"), Owner(), ended=ended)
+
+
+def test_a_node_that_failed_twice_is_named_with_its_last_reason():
+    running = AttemptRecord(4, Path("attempts/0004"), Owner())
+    records = [failed(1, "n1"), failed(2, "n2", "n3"), failed(3, "n1", "n1"), running]
+    assert failing_nodes(records) == {"n1": "reason 3"}
+    assert failing_nodes(records[:2]) == {}
+    assert count_failures(records) == Counter(n1=2, n2=1, n3=1)
+
+
+@pytest.mark.parametrize(
+    ("unusable", "failures", "chosen"),
+    [
+        ([], {}, ["n1", "n2"]),
+        (["n1"], {}, ["n2", "n10"]),
+        # Slurm's order is kept, by which ranks are told apart.
+        ([], {"n2": 1}, ["n1", "n10"]),
+        ([], {"n1": 2, "n2": 1, "n10": 1}, ["n2", "n10"]),
+        # Needed all the same.
+        (["n10"], {"n2": 1}, ["n1", "n2"]),
+        (["n1", "n10"], {}, ["n2"]),
+    ],
+)
+def test_the_nodes_of_the_next_attempt(unusable, failures, chosen):
+    held = ["n1", "n2", "n10"]
+    assert choose_nodes(held, 2, unusable, Counter(failures)) == chosen
+
+
+STACK = "{}: Current thread 0x1 (most recent call first):\n{}:   File {} in f\n"
+HERE, THERE = '"/x/train/step.py", line 3', '"/x/torch/distributed/distributed_c10d.py", line 9'
+
+
+@pytest.mark.parametrize(
+    ("stacks", "nodes"),
+    [
+        # Nobody can say anything: not the ranks' fault.
+        ([], ()),
+        ([(0, THERE), (1, THERE), (2, THERE), (3, THERE)], ()),
+        # Rank 2 is silent; so are both ranks of n2.
+        ([(0, THERE), (1, THERE), (3, THERE)], ("n2",)),
+        ([(0, HERE), (1, HERE)], ("n2",)),
+        # Rank 1 alone is not in a collective.
+        ([(0, THERE), (1, HERE), (2, THERE), (3, THERE)], ("n1",)),
+        ([(0, THERE), (1, HERE), (2, HERE), (3, THERE)], ()),
+    ],
+)
+def test_the_node_of_a_rank_that_hangs_by_itself(stacks, nodes):
+    where = _nodes_of_ranks(["srun", "--ntasks-per-node=2", "--ntasks=4"], ["n1", "n2"])
+    said = "".join(STACK.format(rank, rank, file) for rank, file in stacks) + "srun: got SIGCONT\n"
+    assert _stuck_nodes(said.encode(), where) == nodes
+
+
+def test_the_time_that_another_attempt_needs():
+    assert lead_seconds(["--requeue", "--signal=USR1@240", "--time=10"]) == 240
+    assert lead_seconds(["--time=10"]) == 0
+    phases = (PhaseChange(10.0, "starting", 0), PhaseChange(52.0, "training", 0))
+    trained = AttemptRecord(1, Path("1"), Owner(began_at=9.0), phases)
+    assert startup_seconds([trained, failed(2)]) == 43.0
+    assert startup_seconds([failed(2)]) == 60.0
