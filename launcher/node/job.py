@@ -7,7 +7,6 @@ end.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pretrain.config import ConfigError, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.node.signals import Signals
+from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.node.supervise import Supervisor
 from pretrain.launcher.terminal import say
@@ -79,7 +78,7 @@ def attempt(run: Path) -> int:
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
-    with Signals(signal.SIGTERM, signal.SIGUSR1) as signals:
+    with job_signals() as signals:
         owner = job_owner(job_id, launch.num_tasks)
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(config, signals, lambda record: record.owner.slurm_job_id == job_id)
