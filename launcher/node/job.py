@@ -16,12 +16,13 @@ from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
-from pretrain.launcher.node.supervise import Supervisor
+from pretrain.launcher.node.supervise import End, Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner, is_finished
 from pretrain.rundir.jobs import job_id_of, read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.states import ExitCode, Outcome
 
 AWAY_SECONDS = 600.0
 """How long a requeue is tried while slurmctld does not answer."""
@@ -50,6 +51,11 @@ def attempt(run: Path) -> int:
         RunFailed: The disk refused.
     """
     paths = RunPaths(run)
+    if not paths.launch.is_dir():
+        raise ConfigError(
+            f"{paths.launch}: node {os.uname().nodename} does not see it. Put run.directory on a "
+            "file system that all nodes share, and submit the run again"
+        )
     launch, config = read_launch(run), load_config(paths.launch_config)
     job_id = job_id_of(os.environ)
     if job_id is None:
@@ -86,7 +92,17 @@ def attempt(run: Path) -> int:
         end = supervisor.make_attempt(attempt, start, _SubmitEvaluations(run))
         if end.again and not _requeue(job_id, signals):
             supervisor.give_up(end, "the job could not be requeued")
-        return end.code
+        return _exit_code(end)
+
+
+def _exit_code(end: End) -> int:
+    """Return the exit code of the job: 0 after it has saved and stopped, as its user asked.
+
+    So Slurm calls the job COMPLETED, sends no mail of a failure, and starts jobs that depend on it
+    (afterok). That the run is not finished is in the run's records.
+    """
+    saved = end.code in (ExitCode.STOPPED, ExitCode.RESTART)
+    return ExitCode.FINISHED if end.outcome == Outcome.STOPPED and saved else end.code
 
 
 def job_owner(job_id: str, num_tasks: int) -> Owner:
@@ -135,6 +151,9 @@ def _requeue(job_id: str, signals: Signals) -> bool:
         try:
             slurm.requeue(job_id)
             break
+        except slurm.SlurmInterrupted:
+            # Slurm ends this job, and with it scontrol before that has had its answer.
+            return True
         except slurm.SlurmError as error:
             # A controller that restarts comes back within minutes. A refusal lasts, except in the
             # moments in which Slurm changes the job's state itself.
