@@ -15,9 +15,10 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.login.status import ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
-from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
+from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
+from pretrain.rundir.lock import HEARTBEAT_SECONDS
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode, JobKind, in_words
 
@@ -123,7 +124,7 @@ def _requeue_job(run: Path, job: JobState) -> None:
                 "save. If it must start once more, ask again when it trains"
             )
             return
-        _resume(job)
+        _resume(run, job)
         # To the batch script alone, which passes it to the supervisor: that passes it on to the
         # ranks, and asks for the requeue when they have saved.
         slurm.signal(job.job_id, "USR1", batch=True)
@@ -186,7 +187,7 @@ def _save_and_stop(run: Path, job: JobState) -> None:
             slurm.cancel(job.job_id)
             print(f"job {job.job_id}: cancelled; no attempt had begun, so it had nothing to save")
             return
-        _resume(job)
+        _resume(run, job)
         slurm.signal(job.job_id, "TERM", batch=True)
     print(
         f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C only stops the waiting)",
@@ -207,14 +208,18 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     print(f"{run}: {ended.outcome} after step {ended.step}{_newest(run)}")
 
 
-def _resume(job: JobState) -> None:
+def _resume(run: Path, job: JobState) -> None:
     """Let a job go on if it is suspended: its processes stand still and could not save.
+
+    Slurm answers before its nodes have done so, and a node drops signals to what is suspended. So
+    this waits for a sign of life, for a time in which one is due.
 
     Raises:
         RunFailed: The user may not do that.
     """
     if job.state != "SUSPENDED":
         return
+    before = _sign_of_life(run, job)
     try:
         slurm.resume(job.job_id)
     except slurm.SlurmAway:
@@ -224,7 +229,16 @@ def _resume(job: JobState) -> None:
             f"job {job.job_id}: is suspended, so it cannot save, and it was left as it is. Only an "
             f"operator of the cluster can resume it, with `scontrol resume {job.job_id}` ({error})"
         ) from None
-    print(f"job {job.job_id}: was suspended; resumed")
+    print(f"job {job.job_id}: was suspended; resumed", flush=True)
+    deadline = time.monotonic() + 2 * HEARTBEAT_SECONDS
+    while _sign_of_life(run, job) == before and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _sign_of_life(run: Path, job: JobState) -> tuple[float, Progress | None]:
+    """Return what changes while a job with an attempt is not suspended."""
+    attempt = _attempts_of(run, job)[-1]
+    return attempt.last_heartbeat, attempt.progress
 
 
 def _attempts_of(run: Path, job: JobState) -> list[AttemptRecord]:

@@ -85,7 +85,7 @@ def _finish(run: Path, name: str, plan: Plan, code: int) -> int:
     """
     python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
     # Also when another job made the result: that job may have been killed before its report.
-    if (paths.evaluations / name).exists():
+    if (RunPaths(run).evaluations / name).exists():
         report = [*plan.job.site.container, *python, "report", str(run)]
         reported = subprocess.run(report, check=False).returncode
         code = code or reported

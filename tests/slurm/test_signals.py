@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
 import tomli_w
@@ -20,7 +18,7 @@ from pretrain.launcher.login.status import read_statuses
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import read_jobs
-from tests.end_to_end.commands import LAUNCHER, ROOT, wait_for
+from tests.end_to_end.commands import ROOT, wait_for
 from tests.slurm.test_follow import Desk, desk
 
 __all__ = ["desk"]
@@ -126,9 +124,8 @@ def test_a_suspended_job_saves_and_is_completed_and_its_pause_is_no_goodput(
     assert attempt.ended and newest_checkpoint_step(run) == attempt.ended.step > begun.step
     [pause] = attempt.suspensions
     whole = total(time_splits([attempt]))
-    assert whole.parts["suspended"] == pytest.approx(pause.seconds * 1000, abs=2) and 4 < (
-        pause.seconds
-    )
+    assert pause.seconds > 4
+    assert whole.parts["suspended"] == pytest.approx(pause.seconds * 1000, abs=2)
     began = attempt.owner.submitted_at
     assert began and whole.wall == round(attempt.ended.at * 1000) - round(began * 1000)
 
@@ -217,4 +214,4 @@ def test_launcher_requeue_in_a_job_s_first_second_loses_no_job(desk: Desk) -> No
         desk.wait_for_step(run, len(read_attempts(desk.folder / run)))
         assert asked > 0 and desk.cluster.job(job)["JobState"] == "RUNNING"
         desk.cluster.run("scancel", job)
-        assert {record.job_id for record in read_jobs(desk.folder / run)} == {job}, sys.argv
+        assert {record.job_id for record in read_jobs(desk.folder / run)} == {job}
