@@ -136,7 +136,8 @@ class Job:
         ]
         values = {
             # Only a login shell is sure to know `module`.
-            "SHELL": "#!/bin/bash -l" if self.site.modules else "#!/bin/bash",
+            "SHELL": "/bin/bash -l" if self.site.modules else "/bin/bash",
+            "READY": "" if self.is_launcher else "yes",
             "NAME": self.name,
             "OPTIONS": "\n".join(f"#SBATCH {_quoted(word)}" for word in self.arguments()),
             "DIRECTORY": shlex.quote(str(self.directory)),
@@ -193,6 +194,12 @@ class Job:
         return ["srun", *share, *self._srun_arguments(), *self.site.container]
 
     @property
+    def is_launcher(self) -> bool:
+        """Return True if the commands are `launcher`, which says when it can handle signals."""
+        prefix = launcher_command()
+        return all(command[: len(prefix)] == prefix for command in self.commands)
+
+    @property
     def is_array(self) -> bool:
         """Return True if this is a job array."""
         return bool(self.concurrent or self.repeats or len(self.commands) > 1)
@@ -242,14 +249,12 @@ class Job:
         return given | self.site.environment
 
     def _command(self) -> str:
-        """Return the last lines of the batch script, which start the command.
-
-        exec replaces the shell, so that signals to the batch script reach the launcher.
-        """
+        """Return the lines of the batch script that choose the command: "$@" from then on."""
         if self.repeats or not self.is_array:
-            return f"exec {shlex.join(self.commands[0])}"
+            return f"set -- {shlex.join(self.commands[0])}"
         cases = [
-            f"{index}) exec {shlex.join(command)} ;;" for index, command in enumerate(self.commands)
+            f"{index}) set -- {shlex.join(command)} ;;"
+            for index, command in enumerate(self.commands)
         ]
         return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from signal import SIGTERM
 
 from pretrain.config import ConfigError, RunFailed
 
@@ -89,6 +90,10 @@ class NoSlurm(ConfigError):
 
 class SlurmAway(SlurmError):
     """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
+
+
+class SlurmInterrupted(SlurmError):
+    """SIGTERM ended the command, as it does when Slurm ends the job in which the command runs."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +270,17 @@ def array_size() -> int:
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue. Slurm ends its processes first."""
+    """Put a running job back into the queue. Slurm ends its processes first.
+
+    Raises:
+        SlurmInterrupted: Inside the job: Slurm ends its processes, and with them this command.
+    """
     _run("scontrol", ["requeue", job_id])
+
+
+def resume(job_id: str) -> None:
+    """Let a suspended job go on. Slurm allows it to operators and administrators alone."""
+    _run("scontrol", ["resume", job_id])
 
 
 def cancel(job_id: str) -> None:
@@ -357,6 +371,7 @@ def _run(
     Raises:
         NoSlurm: There is no such command here.
         SlurmAway: slurmctld does not answer.
+        SlurmInterrupted: SIGTERM ended the command.
         SlurmError: The command failed otherwise.
     """
     environment = _environment()
@@ -382,6 +397,8 @@ def _run(
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
+    if answer.returncode == -SIGTERM:
+        raise SlurmInterrupted(f"{program}: ended by SIGTERM")
     if answer.returncode:
         words = _words(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
         raise (SlurmAway if _AWAY.search(words) else SlurmError)(f"{program}: {words}")

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pretrain.rundir.attempts import AttemptRecord
+from pretrain.rundir.attempts import AttemptRecord, Suspension
 from pretrain.rundir.states import WORK as WORK
 from pretrain.rundir.states import Outcome, Phase
 
-WAITING, LOST = "waiting", "lost"
+WAITING, SUSPENDED, LOST = "waiting", "suspended", "lost"
 """Parts that are no phase of an attempt."""
 PARTS = {
     WAITING: "before an attempt: in the queue, or between two attempts without a job",
@@ -26,6 +26,7 @@ PARTS = {
     Phase.EVALUATING: "evaluations while training",
     Phase.SAVING: "checkpoints are written",
     Phase.ENDING: "the processes shut down",
+    SUSPENDED: "Slurm had suspended the job, and its processes stood still",
     LOST: "training, evaluating and saving after the checkpoint that the next attempt resumed from",
 }
 """The parts of the wall time, in the order in which an attempt goes through them."""
@@ -34,7 +35,7 @@ JUMP_SECONDS = 60.0
 
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
-    "its nodes (the wall time without the waiting)."
+    "its nodes (the wall time without the waiting and without suspensions of its job)."
 )
 
 
@@ -64,7 +65,7 @@ class TimeSplit:
     @property
     def goodput(self) -> float | None:
         """Training that was kept / time in which nodes were held, 0 to 1; None if none were."""
-        held = self.wall - self.parts[WAITING]
+        held = self.wall - self.parts[WAITING] - self.parts[SUSPENDED]
         return self.parts[Phase.TRAINING] / held if held else None
 
     @property
@@ -109,7 +110,9 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         parts[Phase.STARTING if held else WAITING] += begin - free_from
         for interval in intervals:
             lost = interval.phase in WORK and interval.begin >= kept_until
-            parts[LOST if lost else interval.phase] += interval.end - interval.begin
+            suspended = _suspended(interval, attempt.suspensions)
+            parts[SUSPENDED] += suspended
+            parts[LOST if lost else interval.phase] += interval.end - interval.begin - suspended
         splits.append(TimeSplit(parts))
         free_from = end
     return splits
@@ -149,6 +152,9 @@ def _on_one_clock(
                 phases=tuple(marks),
                 ended=ended,
                 last_heartbeat=attempt.last_heartbeat + shift if attempt.last_heartbeat else 0.0,
+                suspensions=tuple(
+                    dataclasses.replace(each, at=each.at + shift) for each in attempt.suspensions
+                ),
             )
         )
     if now is not None and attempts:
@@ -204,6 +210,18 @@ def _intervals(attempt: AttemptRecord, begin: int, end: int) -> list[Interval]:
         intervals.append(Interval(since, at, phase, step))
         since, phase, step = at, mark.phase, mark.step
     return [*intervals, Interval(since, end, phase, step)]
+
+
+def _suspended(interval: Interval, suspensions: Sequence[Suspension]) -> int:
+    """Return how many milliseconds of an interval its job was suspended."""
+    suspended, counted_to = 0, interval.begin
+    for each in sorted(suspensions, key=lambda each: each.at):
+        # Two that overlap, as in a damaged file, count once.
+        begin = max(_milliseconds(each.at), counted_to)
+        end = min(_milliseconds(each.at) + _milliseconds(each.seconds), interval.end)
+        suspended += max(0, end - begin)
+        counted_to = max(counted_to, end)
+    return suspended
 
 
 def _kept_until(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import pwd
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -11,18 +14,21 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.login.records import Records, Repeated
-from pretrain.launcher.login.status import ask_slurm, check_run, is_alive, queued
+from pretrain.launcher.login.status import Queue, ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
-from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
+from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
+from pretrain.rundir.lock import HEARTBEAT_SECONDS
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import FAILURES, ExitCode, JobKind, in_words
+from pretrain.rundir.states import STARTED_AGAIN, ExitCode, JobKind, in_words
 
 POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue."""
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+"""States of a job of which nothing runs."""
 
 
 def cancel(run: Path, save: bool) -> None:
@@ -39,6 +45,7 @@ def cancel(run: Path, save: bool) -> None:
         ConfigError: The run has no job to cancel.
         RunFailed: Slurm refused or does not answer, or the checkpoint was not saved.
     """
+    _check_readable(run)
     check_run(run)
     records = read_jobs(run)
     training, evaluating = _jobs_in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
@@ -48,7 +55,7 @@ def cancel(run: Path, save: bool) -> None:
         # First, or the supervisor would send another job for each evaluation cancelled below.
         evaluations.pause(run)
     for job in training:
-        if save and job.state in ("RUNNING", "COMPLETING"):
+        if save and job.state not in WAITING:
             _save_and_stop(run, job)
             continue
         slurm.cancel(job.job_id)
@@ -78,6 +85,7 @@ def requeue(run: Path) -> None:
         ConfigError: The run is finished, was never submitted, or is trained outside Slurm.
         RunFailed: Slurm refused or does not answer, or the job is held.
     """
+    _check_readable(run)
     check_run(run)
     records = read_jobs(run)
     [training] = _jobs_in_queue(run, records, JobKind.TRAIN)
@@ -110,9 +118,16 @@ def _requeue_job(run: Path, job: JobState) -> None:
     Raises:
         RunFailed: The job is held, so Slurm will not start it.
     """
-    if job.state == "RUNNING":
-        # To the batch script's process alone, which is the supervisor: it passes the signal on to
-        # the ranks, and asks for the requeue when they have saved.
+    if job.state in ("RUNNING", "SUSPENDED"):
+        if not _attempts_of(run, job):
+            print(
+                f"job {job.job_id}: is starting, and no attempt has begun, so there is nothing to "
+                "save. If it must start once more, ask again when it trains"
+            )
+            return
+        _resume(run, job)
+        # To the batch script alone, which passes it to the supervisor: that passes it on to the
+        # ranks, and asks for the requeue when they have saved.
         slurm.signal(job.job_id, "USR1", batch=True)
         print(
             f"job {job.job_id}: asked to save and start again; follow it with `launcher logs "
@@ -166,9 +181,14 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     is about to end, so this only waits for it.
 
     Raises:
-        RunFailed: The attempt ended without a checkpoint.
+        RunFailed: The attempt ended without a checkpoint, or the job is suspended and stays so.
     """
-    if job.state == "RUNNING":
+    if job.state != "COMPLETING":
+        if not _attempts_of(run, job):
+            slurm.cancel(job.job_id)
+            print(f"job {job.job_id}: cancelled; no attempt had begun, so it had nothing to save")
+            return
+        _resume(run, job)
         slurm.signal(job.job_id, "TERM", batch=True)
     print(
         f"job {job.job_id}: asked to save and stop; waiting for it (Ctrl-C only stops the waiting)",
@@ -189,6 +209,58 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     print(f"{run}: {ended.outcome} after step {ended.step}{_newest(run)}")
 
 
+def _resume(run: Path, job: JobState) -> None:
+    """Let a job go on if it is suspended: its processes stand still and could not save.
+
+    Slurm answers before its nodes have done so, and a node drops signals to what is suspended. So
+    this waits for a sign of life, for a time in which one is due.
+
+    Raises:
+        RunFailed: The user may not do that.
+    """
+    if job.state != "SUSPENDED":
+        return
+    before = _sign_of_life(run, job)
+    try:
+        slurm.resume(job.job_id)
+    except slurm.SlurmAway:
+        raise
+    except slurm.SlurmError as error:
+        raise RunFailed(
+            f"job {job.job_id}: is suspended, so it cannot save, and it was left as it is. Only an "
+            f"operator of the cluster can resume it, with `scontrol resume {job.job_id}` ({error})"
+        ) from None
+    print(f"job {job.job_id}: was suspended; resumed", flush=True)
+    deadline = time.monotonic() + 2 * HEARTBEAT_SECONDS
+    while _sign_of_life(run, job) == before and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _sign_of_life(run: Path, job: JobState) -> tuple[float, Progress | None]:
+    """Return what changes while a job with an attempt is not suspended."""
+    attempt = _attempts_of(run, job)[-1]
+    return attempt.last_heartbeat, attempt.progress
+
+
+def _attempts_of(run: Path, job: JobState, records: Records | None = None) -> list[AttemptRecord]:
+    """Return the attempts that a job has begun since Slurm started it for the last time.
+
+    Once there is one, the launcher in the job handles signals.
+
+    Args:
+        run: The run's directory.
+        job: Its job.
+        records: What was read before, to read only what is new.
+    """
+    # A requeued job keeps its id: attempts before that differ in the count.
+    return [
+        attempt
+        for attempt in (records or Records()).attempts(run)
+        if attempt.owner.is_of_job(job.job_id, job.raw_id)
+        and (attempt.owner.slurm_restart_count or 0) == job.restarts
+    ]
+
+
 def _newest(run: Path) -> str:
     """Return the end of a message: the newest complete checkpoint of the run."""
     step = newest_checkpoint_step(run)
@@ -198,37 +270,79 @@ def _newest(run: Path) -> str:
 
 
 def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
-    """Print the phases of a job's attempt until the attempt, or the job, has ended.
+    """Print the phases of a job's attempt until no other attempt follows, or the job has ended.
 
     Returns:
-        The attempt, or None if the job ended before it began one.
+        The last attempt, or None if the job ended before it began one.
     """
     records, printed = Records(), ""
     answers = Repeated(lambda: ask_slurm([job.job_id]), SQUEUE_SECONDS)
     while True:
         # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
         # asked before the files are read, so an end that was written until then is seen.
-        job_is_over, queue = False, answers.new()
-        if queue is not None and not queue.away:
-            state = queue.states.get(job.job_id)
-            job_is_over = state is None or state.is_over
-        # A requeued job keeps its id: earlier attempts of the same job differ in the count.
-        attempts = [
-            attempt
-            for attempt in records.attempts(run)
-            if attempt.owner.is_of_job(job.job_id, job.raw_id)
-            and (attempt.owner.slurm_restart_count or 0) == job.restarts
-        ]
+        job_is_over = _is_over(job, answers.new())
+        attempts = _attempts_of(run, job, records)
         attempt = attempts[-1] if attempts else None
-        # After a failure the same start of the job may make another attempt, which is asked too.
-        is_last = attempt and attempt.ended and attempt.ended.outcome not in FAILURES
-        if job_is_over or is_last:
+        # After another outcome the job may have begun the next attempt before it was asked to stop.
+        settled = attempt and attempt.ended and attempt.ended.outcome not in STARTED_AGAIN
+        if job_is_over or settled:
             return attempt
         progress = attempt.progress if attempt else None
         if progress and progress.phase != printed:
             printed = progress.phase
             print(f"  {printed}, step {progress.step}", flush=True)
         time.sleep(POLL_SECONDS)
+
+
+def _is_over(job: JobState, queue: Queue | None) -> bool:
+    """Return True if a job that was asked to stop has ended.
+
+    One that had asked to be started again before is in the queue once more. It is cancelled.
+
+    Args:
+        job: The job as it was.
+        queue: Slurm's new answer; None while there is none.
+    """
+    if queue is None or queue.away:
+        return False
+    now = queue.states.get(job.job_id)
+    if now is None or now.is_over:
+        return True
+    starts_again = now.state in WAITING or now.restarts > job.restarts
+    if starts_again:
+        slurm.cancel(job.job_id)
+    return starts_again
+
+
+def _check_readable(run: Path) -> None:
+    """Check that this user can read which jobs a run has.
+
+    Raises:
+        ConfigError: A file is another user's and cannot be read, which is not the same as missing.
+    """
+    paths = RunPaths(run)
+    for path in (run, paths.jobs, paths.attempts, paths.launch, paths.launch_record):
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except PermissionError:
+            raise ConfigError(
+                f"{path}: you may not read it. Its jobs can be cancelled and requeued by "
+                f"{_owner_of(path)}, and by an operator of the cluster with scancel and scontrol"
+            ) from None
+        except OSError:
+            continue
+
+
+def _owner_of(path: Path) -> str:
+    """Return the name of the user who owns a path, or else the next folder above it."""
+    for each in (path, *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            user = each.stat().st_uid
+            try:
+                return pwd.getpwuid(user).pw_name
+            except KeyError:
+                return f"user {user}"
+    return "its owner"
 
 
 # ---- submit again ----

@@ -21,7 +21,7 @@ from pretrain.launcher import slurm
 from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
-from pretrain.rundir.attempts import AttemptRecord, last_heartbeat
+from pretrain.rundir.attempts import PROGRESS, AttemptRecord, Suspension, last_heartbeat
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
@@ -29,6 +29,8 @@ from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
+LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
+"""Beginnings of Slurm's reasons for a job whose batch script it could not start."""
 RATE_STEPS = 50
 """Rates are means over this many of the latest steps."""
 TAIL_BYTES = 256 * 1024
@@ -233,7 +235,7 @@ def _status(
     newest = training[-1] if training else None
     job = next((job for job in training if job.state == "RUNNING"), newest)
     if job:
-        state, reason = job.state, job.reason
+        state, reason = job.state, job.reason + _why_not_launched(run, job)
     else:
         state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
     # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
@@ -242,6 +244,9 @@ def _status(
         job and attempts and attempts[-1].ended is None and _is_attempt_of(attempts[-1], job)
     )
     running = alive or is_made_by_job
+    if job and job.state == "SUSPENDED" and running:
+        # The supervisor stands still too, and records it when it goes on.
+        attempts[-1] = _suspended_since(attempts[-1], now)
     splits = time_splits(attempts, now if running else None)
     rates = records.read(read_rates, paths.metrics)
     num_steps = records.read(read_num_steps, run, paths.launch_config, paths.config)
@@ -283,10 +288,19 @@ def _is_attempt_of(attempt: AttemptRecord, job: JobState) -> bool:
     A requeued job keeps its id, so the restart count has to agree as well.
     """
     return (
-        job.state == "RUNNING"
+        job.state in ("RUNNING", "SUSPENDED")
         and attempt.owner.is_of_job(job.job_id, job.raw_id)
         and (attempt.owner.slurm_restart_count or 0) == job.restarts
     )
+
+
+def _suspended_since(attempt: AttemptRecord, now: float) -> AttemptRecord:
+    """Return an attempt whose job is suspended now, since its last sign of life."""
+    last = attempt.last_heartbeat
+    with contextlib.suppress(OSError):
+        last = max(last, (attempt.directory / PROGRESS).stat().st_mtime)
+    suspension = Suspension(last, max(0.0, now - last))
+    return dataclasses.replace(attempt, suspensions=(*attempt.suspensions, suspension))
 
 
 def _state_without_a_job(
@@ -323,12 +337,30 @@ def _state_without_a_job(
         how = "left the queue"
         if last:
             how = f"{last.state} ({last.reason})" if last.reason else last.state
-        return "ended", f"job {jobs[-1].job_id}: {how} before an attempt began"
+        ended = f"job {jobs[-1].job_id}: {how} before an attempt began"
+        return "ended", ended + (_why_not_launched(run, last) if last else "")
     if newest.ended is not None:
         return in_words(newest.ended.outcome), newest.ended.reason
     seen = time.strftime("%b %d %H:%M", time.localtime(newest.last_heartbeat))
     job = f"job {last.job_id}: {last.state}, " if last else ""
     return "died", f"{job}no sign of life since {seen}"
+
+
+def _why_not_launched(run: Path, job: JobState) -> str:
+    """Return what Slurm's "JobLaunchFailure" most likely means, as the end of a sentence.
+
+    Slurm's own log on the node says it; a user sees only that the job's log was never opened.
+    """
+    log = RunPaths(run).slurm_log(job.job_id)
+    launched = not job.reason.replace("_", " ").startswith(LAUNCH_FAILURES) or log.exists()
+    return (
+        ""
+        if launched
+        else (
+            f": node {job.nodes or 'of the job'} could not open {log}. Put run.directory on a file "
+            "system that all nodes share, or leave out a node that lacks it (sbatch --exclude)"
+        )
+    )
 
 
 def _is_final(attempt: AttemptRecord) -> bool:

@@ -13,6 +13,7 @@ from pretrain.config import ConfigError
 from pretrain.launcher.evaluations import Plan, read_plan, submit_pending
 from pretrain.launcher.node.job import job_is_over, job_owner
 from pretrain.launcher.node.ranks import Ranks
+from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
@@ -63,9 +64,30 @@ def run_job(run: Path, name: str) -> int:
         environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
         return SrunRanks(command, job_id, name, environment, paths.evaluation_log(name))
 
-    code = evaluate_once(run, name, start, job_owner(job_id, plan.job.num_tasks), job_is_over)
+    # SIGUSR1 asks to save and start again: an evaluation has nothing to save, and goes on.
+    with job_signals() as signals:
+        owner = job_owner(job_id, plan.job.num_tasks)
+        code = evaluate_once(run, name, start, owner, job_is_over, signals)
+        if signals.stops:
+            return code
+        return _finish(run, name, plan, code)
+
+
+def _finish(run: Path, name: str, plan: Plan, code: int) -> int:
+    """Update the run's report, and submit evaluations that are pending.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name, step-########.
+        plan: How the run's checkpoints are evaluated.
+        code: The exit code of the evaluation.
+
+    Returns:
+        The exit code of the job.
+    """
+    python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
     # Also when another job made the result: that job may have been killed before its report.
-    if (paths.evaluations / name).exists():
+    if (RunPaths(run).evaluations / name).exists():
         report = [*plan.job.single(), *python, "report", str(run)]
         reported = subprocess.run(report, check=False).returncode
         code = code or reported
@@ -92,6 +114,7 @@ def evaluate_once(
     start: Callable[[Path], Ranks],
     owner: Owner | None = None,
     job_is_over: JobIsOver = unknown,
+    signals: Signals | None = None,
 ) -> int:
     """Evaluate a checkpoint, unless that was done before or another job is doing it.
 
@@ -105,6 +128,7 @@ def evaluate_once(
         start: Given the curve.json to write, starts the ranks that evaluate.
         owner: Who evaluates; this process by default.
         job_is_over: Asks Slurm about the job of another owner.
+        signals: Signals to this process. One that asks to stop ends the ranks.
 
     Returns:
         The exit code: 0 also when there was nothing to do.
@@ -127,13 +151,17 @@ def evaluate_once(
     out = claim.directory / "result"
     ranks = start(out / "curve.json")
     try:
-        code = _wait(ranks, claim)
+        code = _wait(ranks, claim, signals or Signals())
     finally:
         if ranks.poll() is None:
             ranks.kill()
     if code is None:
         say(f"{name}: another job took over its evaluation, because this one sent no heartbeat")
         return ExitCode.FAILED
+    if code and signals and signals.stops:
+        claim.end(Outcome.STOPPED, code, "asked to stop", step)
+        say(f"{name}: not evaluated: asked to stop")
+        return code
     if code:
         claim.end(Outcome.FAILED, code, ranks.failure, step)
         say(f"{name}: not evaluated: {ranks.failure or f'exit code {code}'}")
@@ -149,14 +177,22 @@ def evaluate_once(
     return ExitCode.FINISHED
 
 
-def _wait(ranks: Ranks, claim: Attempt) -> int | None:
-    """Renew the claim until the ranks have ended.
+def _wait(ranks: Ranks, claim: Attempt, signals: Signals) -> int | None:
+    """Renew the claim until the ranks have ended, and end them on a signal to stop.
+
+    Args:
+        ranks: The ranks.
+        claim: The claim on the checkpoint.
+        signals: Signals to this process.
 
     Returns:
         Their exit code, or None when another job has taken the claim.
     """
     renewed = time.monotonic()
     while (code := ranks.poll()) is None:
+        if signals.stops:
+            ranks.kill()
+            continue
         if time.monotonic() - renewed >= HEARTBEAT_SECONDS:
             renewed = time.monotonic()
             if not claim.heartbeat():

@@ -9,7 +9,6 @@ nodes are left, or when too little of its time is.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.node.allocation import Allocation, job_state
 from pretrain.launcher.node.guard import guarded
-from pretrain.launcher.node.signals import Signals
+from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.node.supervise import End, Supervisor
 from pretrain.launcher.node.verdict import NotStarted
@@ -29,7 +28,7 @@ from pretrain.rundir.attempts import Owner, is_finished, read_attempt
 from pretrain.rundir.jobs import LaunchRecord, job_id_of, read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import Outcome
+from pretrain.rundir.states import ExitCode, Outcome
 
 AWAY_SECONDS = 600.0
 """How long a requeue is tried while slurmctld does not answer."""
@@ -65,6 +64,11 @@ def attempt(run: Path) -> int:
         RunFailed: The disk refused.
     """
     paths = RunPaths(run)
+    if not paths.launch.is_dir():
+        raise ConfigError(
+            f"{paths.launch}: node {os.uname().nodename} does not see it. Put run.directory on a "
+            "file system that all nodes share, and submit the run again"
+        )
     launch, config = read_launch(run), load_config(paths.launch_config)
     job_id = job_id_of(os.environ)
     if job_id is None:
@@ -80,7 +84,7 @@ def attempt(run: Path) -> int:
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
     with (
-        Signals(signal.SIGTERM, signal.SIGUSR1) as signals,
+        job_signals() as signals,
         guarded(run, job_id, launch.sbatch),
     ):
         return _Start(run, job_id, launch, config, signals).make_attempts()
@@ -114,7 +118,7 @@ class _Start:
             attempt = Attempt.begin(self._run, owner, job_is_over)
             end = supervisor.make_attempt(attempt, self._start, _SubmitEvaluations(self._run))
             if not end.again:
-                return end.code
+                return _exit_code(end)
             if self._ranks is not None:
                 self._allocation.lose(self._ranks.lost, end.reason)
             if why := self._why_requeue(end):
@@ -122,7 +126,7 @@ class _Start:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
                 if not _requeue(self._job_id, self._signals, self._allocation.excluded()):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
-                return end.code
+                return _exit_code(end)
             self._check_nodes = True
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, self._launch.num_tasks, is_first=False)
@@ -197,6 +201,16 @@ class _Start:
         return state.state != "RUNNING" or not self._signals.stops
 
 
+def _exit_code(end: End) -> int:
+    """Return the exit code of the job: 0 after it has saved and stopped, as its user asked.
+
+    So Slurm calls the job COMPLETED, sends no mail of a failure, and starts jobs that depend on it
+    (afterok). That the run is not finished is in the run's records.
+    """
+    saved = end.code in (ExitCode.STOPPED, ExitCode.RESTART)
+    return ExitCode.FINISHED if end.outcome == Outcome.STOPPED and saved else end.code
+
+
 def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
     """Describe this process as the owner of an attempt inside a Slurm job.
 
@@ -252,6 +266,9 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
         try:
             slurm.requeue(job_id)
             break
+        except slurm.SlurmInterrupted:
+            # Slurm ends this job, and with it scontrol before that has had its answer.
+            return True
         except slurm.SlurmError as error:
             # A controller that restarts comes back within minutes. A refusal lasts, except in the
             # moments in which Slurm changes the job's state itself.

@@ -38,10 +38,11 @@ from dataclasses import dataclass
 from pretrain.config import RunConfig
 from pretrain.launcher.node.ranks import Ranks
 from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
+from pretrain.launcher.node.suspension import LOOK_SECONDS, SuspensionClock
 from pretrain.launcher.node.verdict import NotStarted, Verdict, judge
 from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import AttemptRecord, read_attempts, steps_done
+from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts, steps_done
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
@@ -155,6 +156,9 @@ class Supervisor:
                 lost.set()
 
         threads = [Repeater(HEARTBEAT_SECONDS, renew_lease)]
+        # At a terminal Ctrl-Z stops this process alone.
+        if not self.local:
+            threads.append(Repeater(LOOK_SECONDS, SuspensionClock(attempt)))
         if evaluate:
             threads.append(Repeater(EVALUATE_SECONDS, lambda: evaluate(False)))
         ranks = None
@@ -215,6 +219,8 @@ class Supervisor:
             # `launcher cancel --save`, or by Slurm itself), which must not cut the save short.
             if self.local and self.signals.stops > 1:
                 return Verdict(Outcome.STOPPED, ranks.end(), "ended by a second signal")
+            if verdict := self._end_before_work(attempt, ranks):
+                return verdict
             self._pass_on_signals(ranks)
             code = ranks.poll()
             # Looked at first: ranks that have ended are judged by their exit code, even when the
@@ -255,6 +261,24 @@ class Supervisor:
                 time.sleep(DUMP_SECONDS)
                 nodes = nodes or ranks.stuck_nodes()
         return nodes
+
+    def _end_before_work(self, attempt: Attempt, ranks: Ranks) -> Verdict | None:
+        """End ranks that are asked to stop or to start again before they have begun to work.
+
+        Under Slurm a rank that starts has no handlers yet, and srun passes nothing on before its
+        tasks run, so a signal would kill ranks or be lost. They have nothing to save.
+        """
+        waiting = self.signals.received[self._passed_on :]
+        if self.local or not waiting:
+            return None
+        if any(mark.phase != Phase.STARTING for mark in read_attempt(attempt.directory).phases):
+            return None
+        self._passed_on += len(waiting)
+        ranks.kill()
+        reason = "asked while the ranks started; nothing to save"
+        if self.signals.stops:
+            return Verdict(Outcome.STOPPED, ExitCode.STOPPED, reason)
+        return Verdict(Outcome.RESTART, ExitCode.RESTART, reason)
 
     def _pass_on_signals(self, ranks: Ranks) -> None:
         """Pass on the signals that this process received since the last call."""

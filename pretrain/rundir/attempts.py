@@ -29,6 +29,7 @@ PROGRESS = "progress"
 ENDED = "ended.json"
 METRICS_BYTES = 64 * 1024
 """How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
+SUSPENSIONS = "suspensions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,15 @@ class PhaseChange:
 
 
 @dataclass(frozen=True)
+class Suspension:
+    """A line of suspensions.jsonl: a time in which all processes of the attempt stood still."""
+
+    at: float
+    """Unix seconds at which it began."""
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Progress:
     """The last sign of life of training (progress). A watchdog compares it with the one before."""
 
@@ -186,6 +196,7 @@ class AttemptRecord:
     ended: Ended | None = None
     last_heartbeat: float = 0.0
     """Unix seconds by the file server's clock."""
+    suspensions: tuple[Suspension, ...] = ()
 
     @property
     def step(self) -> int:
@@ -211,6 +222,11 @@ def read_attempt(directory: Path) -> AttemptRecord:
         progress=read_progress(directory),
         ended=from_json(Ended, read_json(directory / ENDED)),
         last_heartbeat=last_heartbeat(directory),
+        suspensions=tuple(
+            suspension
+            for line in read_json_lines(directory / SUSPENSIONS)
+            if (suspension := from_json(Suspension, line))
+        ),
     )
 
 

@@ -26,8 +26,10 @@ from pretrain.rundir.attempts import (
     OWNER,
     PHASES,
     PROGRESS,
+    SUSPENSIONS,
     Ended,
     Owner,
+    Suspension,
     last_heartbeat,
     process_stat,
 )
@@ -197,6 +199,14 @@ class Attempt:
             with contextlib.suppress(OSError):
                 os.utime(self.directory / PROGRESS)
             raise
+
+    def suspended(self, at: float, seconds: float) -> None:
+        """Record that all processes of the attempt stood still for `seconds`, from `at` on.
+
+        Raises:
+            OSError: The disk refused.
+        """
+        append_json_line(self.directory / SUSPENSIONS, dataclasses.asdict(Suspension(at, seconds)))
 
     def end(
         self, outcome: str, code: int, reason: str, step: int, nodes: Sequence[str] = ()

@@ -52,6 +52,7 @@ attempts/####/heartbeat | launcher or rank 0 | empty; its modification time is t
 attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another phase
 attempts/####/progress | rank 0 | the last sign of life of training
 attempts/####/rendezvous.json | rank 0 | where the others reach it; removed when all have come
+attempts/####/suspensions.jsonl | launcher | a line for each time in which its job was suspended
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
 logs/rank-<rank>.log | launcher local | what a rank other than 0 prints

@@ -150,7 +150,8 @@ def test_sigterm_saves_and_stops(runs: Runs) -> None:
     run = runs.submit("term", "parallel.world_size=1", nodes=1)
     run.wait_for_step(1, 3)
     assert runs.cluster.run("scancel", "--signal=TERM", run.job_id).returncode == 0
-    check_over(run, ("COMPLETED", "FAILED"))
+    # As its user asked: no failure to Slurm.
+    check_over(run)
     assert run.outcomes == ["stopped"]
     assert runs.cluster.job(run.job_id)["Restarts"] == "0"
     step = run.wait_for_end(1).step

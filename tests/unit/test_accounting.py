@@ -54,6 +54,13 @@ class History:
             file.write(json.dumps(line) + "\n")
         self._pass(name, milliseconds)
 
+    def suspend(self, milliseconds: int) -> None:
+        """Suspend the job in the middle of a phase."""
+        line = {"at": self.now, "seconds": milliseconds / 1000}
+        with open(self.directory / "suspensions.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._pass("suspended", milliseconds)
+
     def end(self, outcome: str | None) -> None:
         """End the attempt. With None it is killed, and its last sign of life is a heartbeat."""
         (self.directory / "heartbeat").touch()
@@ -77,6 +84,8 @@ class History:
         saved = None
         for _ in range(dice.randrange(8)):
             self.phase("training", dice.randrange(50_000), saved)
+            if dice.random() < 0.2:
+                self.suspend(dice.randrange(9_000_000))
             self.step, saved = self.step + dice.randrange(1, step_limit), None
             if dice.random() < 0.4:
                 self.phase("evaluating", dice.randrange(9_000))
@@ -171,6 +180,7 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
         evaluating=3_000,
         saving=2_000,
         ending=0,
+        suspended=0,
         lost=7_000,
     )
     assert second.parts == dict.fromkeys(PARTS, 0) | dict(
@@ -184,6 +194,27 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
         and "lost 7.0s; 46s in total" in text
     )
     assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
+
+
+def test_a_suspension_is_neither_goodput_nor_held_time(tmp_path):
+    """Two suspensions, and a damaged file in which a third line overlaps both."""
+    history = History(tmp_path)
+    history.begin(10_000)
+    history.phase("starting", 1_000)
+    history.phase("training", 29_000)
+    for milliseconds in (3_600_000, 60_000):
+        history.suspend(milliseconds)
+        history.now += 10
+    with open(history.directory / "suspensions.jsonl", "a") as file:
+        third = {"at": history.now - 100, "seconds": 50}
+        file.write(json.dumps(third) + "\n" + '{"at": 17')
+    history.step = 5
+    history.end("finished")
+    [split] = time_splits(read_attempts(tmp_path))
+    # The third line covers the 10 s of training between the two, and counts no other moment twice.
+    wanted = {"waiting": 10_000, "starting": 1_000, "training": 39_000, "suspended": 3_670_000}
+    assert split.parts == dict.fromkeys(PARTS, 0) | wanted
+    assert split.goodput == 39 / 40 and split.goodput_of_wall == 39 / 3_720
 
 
 def test_an_attempt_that_notices_late_that_it_is_superseded_is_cut(tmp_path):

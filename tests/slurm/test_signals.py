@@ -1,0 +1,217 @@
+"""Check on a real Slurm that signals do what they ask for, whenever they come.
+
+The ranks are those of test_follow.py, which count instead of training.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import tomllib
+
+import pytest
+import tomli_w
+
+from pretrain.launcher.login.accounting import time_splits, total
+from pretrain.launcher.login.status import read_statuses
+from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.jobs import read_jobs
+from tests.end_to_end.commands import ROOT, wait_for
+from tests.slurm.test_follow import Desk, desk
+
+__all__ = ["desk"]
+RUN = "runs/a"
+# Every Python of a job waits here for the file `open` before it runs anything.
+SITECUSTOMIZE = """
+import time
+from pathlib import Path
+Path({folder!r}, "waits").touch()
+while not Path({folder!r}, "open").exists():
+    time.sleep(0.01)
+"""
+
+
+class Gate:
+    """Keep the launcher of every job from running its first line until `open`."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.folder = desk.folder / "gate"
+        self.folder.mkdir()
+        text = SITECUSTOMIZE.format(folder=str(self.folder))
+        (self.folder / "sitecustomize.py").write_text(text)
+        add_to_environment(desk, PYTHONPATH=f"{self.folder}:{ROOT}")
+
+    def wait(self) -> None:
+        """Wait until a launcher waits."""
+        wait_for((self.folder / "waits").exists, 60)
+
+    def open(self) -> None:
+        (self.folder / "open").touch()
+
+
+def add_to_environment(desk: Desk, **variables: str) -> None:
+    """Give variables to the jobs that are submitted from now on."""
+    site = desk.folder / "site.toml"
+    values = tomllib.loads(site.read_text())
+    site.write_text(tomli_w.dumps(values | {"environment": variables}))
+
+
+def submit(desk: Desk, *words: object) -> str:
+    return desk.send("submit", "--nodes", 1, *words).out.split()[1].strip(":")
+
+
+def outcomes(desk: Desk, run: str = RUN) -> list[str | None]:
+    return [a.ended.outcome if a.ended else None for a in read_attempts(desk.folder / run)]
+
+
+def test_signals_before_the_launcher_runs_are_held_and_none_ends_the_job(desk: Desk) -> None:
+    gate = Gate(desk)
+    job = submit(desk)
+    gate.wait()
+    # The launcher does not signal a job that has nothing to save.
+    assert "no attempt has begun, so there is nothing" in desk.launcher("requeue", RUN).out
+    for options in (["--batch"], ["--full"], ["--batch"]):
+        done = desk.cluster.run("scancel", "--signal=USR1", *options, job)
+        assert done.returncode == 0, done.stderr
+    time.sleep(0.5)
+    assert desk.cluster.job(job)["JobState"] == "RUNNING"
+    gate.open()
+    wait_for(lambda: outcomes(desk)[:1] == ["restart"], 60)
+    second = desk.wait_for_step(RUN, 2)
+    assert second.owner.slurm_job_id == job and second.owner.slurm_restart_count == 1
+    assert desk.cluster.job(job)["JobState"] == "RUNNING"
+
+
+def test_a_job_that_has_not_begun_is_cancelled_and_has_nothing_to_save(desk: Desk) -> None:
+    gate = Gate(desk)
+    job = submit(desk)
+    gate.wait()
+    said = desk.launcher("cancel", RUN, "--save").out
+    assert f"job {job}: cancelled; no attempt had begun, so it had nothing to save" in said
+    desk.cluster.wait_for_job(job, ["CANCELLED"])
+    assert outcomes(desk) == []
+
+
+def test_a_suspended_job_saves_and_is_completed_and_its_pause_is_no_goodput(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in desk.cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    job = submit(desk)
+    begun = desk.wait_for_step(RUN, 1)
+    assert desk.cluster.run("scontrol", "suspend", job).returncode == 0
+    desk.cluster.wait_for_job(job, ["SUSPENDED"])
+    since = time.monotonic()
+    wait_for(lambda: time.monotonic() - since > 5, 10)
+    [shown], away = read_statuses([desk.folder / RUN])
+    assert away is None and shown.state == "SUSPENDED" and shown.splits[-1].parts["suspended"] > 4e3
+    after = desk.cluster.run(
+        "sbatch",
+        "--parsable",
+        f"--dependency=afterok:{job}",
+        "--output=/dev/null",
+        "--wrap=true",
+    ).stdout.strip()
+    said = desk.launcher("cancel", RUN, "--save").out
+    assert f"job {job}: was suspended; resumed" in said and "stopped after step" in said
+    desk.cluster.wait_for_job(job, ["COMPLETED"])
+    desk.cluster.wait_for_job(after, ["COMPLETED"])
+    assert outcomes(desk) == ["stopped"]
+    run = desk.folder / RUN
+    [attempt] = read_attempts(run)
+    assert attempt.ended and newest_checkpoint_step(run) == attempt.ended.step > begun.step
+    [pause] = attempt.suspensions
+    whole = total(time_splits([attempt]))
+    assert pause.seconds > 4
+    assert whole.parts["suspended"] == pytest.approx(pause.seconds * 1000, abs=2)
+    began = attempt.owner.submitted_at
+    assert began and whole.wall == round(attempt.ended.at * 1000) - round(began * 1000)
+
+
+def test_requeue_resumes_a_suspended_job(desk: Desk) -> None:
+    job = submit(desk)
+    desk.wait_for_step(RUN, 1)
+    assert desk.cluster.run("scontrol", "suspend", job).returncode == 0
+    desk.cluster.wait_for_job(job, ["SUSPENDED"])
+    assert f"job {job}: was suspended; resumed" in desk.launcher("requeue", RUN).out
+    wait_for(lambda: outcomes(desk)[:1] == ["restart"], 60)
+
+
+def test_a_requeue_that_ends_scontrol_itself_is_no_failure(desk: Desk) -> None:
+    """As in a large job, which Slurm begins to end before scontrol has had its answer."""
+    scontrol = desk.cluster.run("which", "scontrol").stdout.strip()
+    (desk.folder / "bin").mkdir()
+    (desk.folder / "bin/scontrol").write_text(
+        f'#!/bin/bash\n[ "$1" = requeue ] && touch {desk.folder}/asked\n{scontrol} "$@"\n'
+        f'code=$?\n[ "$1" = requeue ] && exec sleep 30\nexit $code\n'
+    )
+    (desk.folder / "bin/scontrol").chmod(0o755)
+    add_to_environment(desk, PATH=f"{desk.folder}/bin:{os.environ['PATH']}")
+    job = submit(desk)
+    desk.wait_for_step(RUN, 1)
+    desk.launcher("requeue", RUN)
+    second = desk.wait_for_step(RUN, 2)
+    assert (desk.folder / "asked").exists() and second.owner.slurm_job_id == job
+    log = (desk.folder / RUN / f"logs/slurm-{job}.log").read_text()
+    assert outcomes(desk) == ["restart", None] and "cannot be requeued" not in log, log
+
+
+def test_a_run_directory_that_a_node_does_not_see_is_named(desk: Desk) -> None:
+    node = "n3"
+    site = desk.folder / "site.toml"
+    values = tomllib.loads(site.read_text())
+    site.write_text(tomli_w.dumps(values | {"sbatch_arguments": [f"--nodelist={node}"]}))
+    init = desk.cluster._init(node)
+    inside = ["nsenter", f"--target={init}", "--mount"]
+    subprocess.run([*inside, "mount", "-t", "tmpfs", "none", desk.folder], check=True)
+    try:
+        job = submit(desk)
+        wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED", 60)
+        text = " ".join(desk.launcher("status", RUN).out.split())
+        assert f"node {node} could not open" in text and "all nodes share" in text, text
+        assert f"logs/slurm-{job}.log" in text
+        # The folder for the log is there, as with a copy on the node's own disk, and no more.
+        subprocess.run([*inside, "mkdir", "-p", desk.folder / RUN / "logs"], check=True)
+        job = submit(desk)
+        wait_for(lambda: desk.cluster.job(job)["JobState"] == "FAILED", 60)
+        log = desk.folder / RUN / f"logs/slurm-{job}.log"
+        said = subprocess.run([*inside, "cat", log], capture_output=True, text=True).stdout
+        assert f"{RUN}/launch: node {node} does not see it" in said, said
+    finally:
+        subprocess.run([*inside, "umount", desk.folder], check=True)
+
+
+@pytest.mark.torture
+def test_requeues_in_a_job_s_first_second_lose_no_job(desk: Desk) -> None:
+    """Twelve jobs, each signalled after another delay, from the moment in which Slurm starts it."""
+    jobs = {}
+    for number in range(12):
+        run = f"runs/{number}"
+        jobs[run] = submit(desk, "--set", f"run.directory={run}")
+        desk.cluster.wait_for_job(jobs[run], ["RUNNING"])
+        wait_for(lambda job=jobs[run]: desk.cluster.step_processes(job, "slurm_script"), 30)
+        time.sleep(number / 12)
+        done = desk.cluster.run("scancel", "--signal=USR1", "--batch", jobs[run])
+        assert done.returncode == 0, done.stderr
+    for run, job in jobs.items():
+        second = desk.wait_for_step(run, 2)
+        assert second.owner.slurm_job_id == job and outcomes(desk, run)[0] == "restart"
+        desk.cluster.run("scancel", job)
+
+
+@pytest.mark.torture
+def test_launcher_requeue_in_a_job_s_first_second_loses_no_job(desk: Desk) -> None:
+    """As often as it can be asked, from the moment of the submission until the job trains."""
+    for number in range(6):
+        run = f"runs/{number}"
+        job = submit(desk, "--set", f"run.directory={run}")
+        asked = 0
+        while not read_attempts(desk.folder / run):
+            asked += 1
+            desk.launcher("requeue", run)
+        desk.wait_for_step(run, len(read_attempts(desk.folder / run)))
+        assert asked > 0 and desk.cluster.job(job)["JobState"] == "RUNNING"
+        desk.cluster.run("scancel", job)
+        assert {record.job_id for record in read_jobs(desk.folder / run)} == {job}

@@ -1,0 +1,137 @@
+"""Check that the batch script loses no signal and no exit code, with the bash of this machine."""
+
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pretrain.launcher.cluster import parse_site
+from pretrain.launcher.job import Job, launcher_command
+from tests.end_to_end.commands import ROOT, wait_for
+from tests.unit.test_site import CPU
+
+# Stands for `launcher attempt`. Its handlers stand once the file `go` exists.
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from pretrain.launcher.node.signals import job_signals
+folder = Path(sys.argv[1])
+(folder / "started").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+with job_signals() as signals:
+    while not (folder / "end").exists():
+        time.sleep(0.01)
+        (folder / "received.new").write_text(" ".join(map(str, signals.received)))
+        (folder / "received.new").replace(folder / "received")
+(folder / "over").touch()
+time.sleep(0.3)
+sys.exit(7)
+"""
+
+
+class Script:
+    """A batch script that runs in a session of its own, as under Slurm."""
+
+    def __init__(self, folder: Path, command: Sequence[str], is_launcher: bool = True) -> None:
+        self.folder = folder
+        given = launcher_command("attempt", "RUN") if is_launcher else tuple(command)
+        job = Job("a", parse_site(CPU, "site"), folder, folder, (given,))
+        words = shlex.join(command).replace("\\", r"\\")
+        (folder / "job.sbatch").write_text(re.sub(r"(?<=set -- ).*", words, job.script()))
+        (folder / "job.sbatch").chmod(0o755)
+        self.process = subprocess.Popen([folder / "job.sbatch"], start_new_session=True)
+
+    def wait_for(self, name: str) -> None:
+        def exists() -> bool:
+            assert self.process.poll() is None, self.process.returncode
+            return (self.folder / name).exists()
+
+        wait_for(exists, 60)
+
+    def received(self) -> list[int]:
+        try:
+            return [int(word) for word in (self.folder / "received").read_text().split()]
+        except FileNotFoundError:
+            return []
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    (tmp_path / "launcher.py").write_text(LAUNCHER.format(root=str(ROOT)))
+    script = Script(tmp_path, [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path)])
+    yield script
+    if script.process.poll() is None:
+        os.killpg(script.process.pid, signal.SIGKILL)
+        script.process.wait()
+
+
+def test_signals_are_held_until_the_launcher_handles_them(launcher):
+    """To the script as with `scancel --batch`, and to all its processes as with --full."""
+    launcher.wait_for("started")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        launcher.process.send_signal(number)
+        time.sleep(0.05)
+    os.killpg(launcher.process.pid, signal.SIGUSR1)
+    time.sleep(0.05)
+    assert launcher.process.poll() is None and launcher.received() == []
+    (launcher.folder / "go").touch()
+    wait_for(lambda: len(launcher.received()) == 3, 60)
+    # Of signals that wait at the same time, Linux delivers the one with the lowest number first.
+    assert sorted(launcher.received()) == [signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM]
+    launcher.process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: len(launcher.received()) == 4, 60)
+    # When its work is done, no signal changes the exit code.
+    (launcher.folder / "end").touch()
+    launcher.wait_for("over")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.killpg(launcher.process.pid, number)
+    assert launcher.process.wait(60) == 7
+
+
+def test_a_suspended_script_keeps_what_comes_meanwhile(launcher):
+    (launcher.folder / "go").touch()
+    wait_for((launcher.folder / "received").exists, 60)
+    os.killpg(launcher.process.pid, signal.SIGSTOP)
+    launcher.process.send_signal(signal.SIGTERM)
+    os.killpg(launcher.process.pid, signal.SIGCONT)
+    wait_for(lambda: launcher.received() == [signal.SIGTERM], 60)
+    (launcher.folder / "end").touch()
+    assert launcher.process.wait(60) == 7
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_exit_code_is_the_command_s_whenever_signals_come(seed, tmp_path):
+    """Many signals around the moment at which the command ends."""
+    dice, code = random.Random(seed), 100 + seed
+    command = f"trap '' USR1 TERM; kill -s USR2 $PRETRAIN_BATCH_SCRIPT; : > started; exit {code}"
+    script = Script(tmp_path, ["bash", "-c", command])
+    while script.process.poll() is None:
+        if (tmp_path / "started").exists():
+            script.process.send_signal(dice.choice([signal.SIGUSR1, signal.SIGTERM]))
+        time.sleep(dice.random() / 1000)
+    assert script.process.returncode == code
+
+
+def test_a_command_that_is_no_launcher_gets_signals_at_once(tmp_path):
+    """Such as a task of a data build: nobody says that it handles signals, and it does not."""
+    script = Script(tmp_path, ["bash", "-c", ": > started; exec sleep 600"], is_launcher=False)
+    script.wait_for("started")
+    script.process.send_signal(signal.SIGTERM)
+    assert script.process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_node_that_does_not_see_the_directory_is_named(tmp_path):
+    job = Job("a", parse_site(CPU, "site"), tmp_path / "it's $HOME", tmp_path, (("true",),))
+    done = subprocess.run(["bash"], input=job.script(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"{os.uname().nodename}: does not see {tmp_path}/it's $HOME. Submit" in done.stderr
