@@ -12,7 +12,7 @@ MOST_FAILURES = 1
 
 
 def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
-    """Return the nodes that failed twice or that a preflight found unfit, each with its last reason.
+    """Return the nodes that failed twice or that a preflight found unfit, with the last reason.
 
     Args:
         records: The attempts to count, such as those of one Slurm job, oldest first.

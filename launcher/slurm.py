@@ -277,6 +277,20 @@ def steps(job_id: str, name: str) -> list[str]:
     return [step for step, _, step_name in parts if step_name == name]
 
 
+def node_states(nodes: Iterable[str]) -> dict[str, str]:
+    """Return the states of nodes as sinfo prints them: "mixed", "down*", "drained".
+
+    A node that Slurm does not know is left out.
+
+    Raises:
+        SlurmError: sinfo failed.
+        SlurmAway: slurmctld does not answer.
+    """
+    query = ["--Node", "--noheader", f"--nodes={','.join(nodes)}", "--format=%N %T"]
+    lines = _run("sinfo", query).stdout.splitlines()
+    return dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
+
+
 def signal(job_id: str, name: str, batch: bool = False) -> None:
     """Send a signal to the processes of a job.
 
