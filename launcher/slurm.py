@@ -277,20 +277,6 @@ def steps(job_id: str, name: str) -> list[str]:
     return [step for step, _, step_name in parts if step_name == name]
 
 
-def node_states(nodes: Iterable[str]) -> dict[str, str]:
-    """Return the states of nodes as sinfo prints them: "mixed", "down*", "drained".
-
-    A node that Slurm does not know is left out.
-
-    Raises:
-        SlurmError: sinfo failed.
-        SlurmAway: slurmctld does not answer.
-    """
-    query = ["--Node", "--noheader", f"--nodes={','.join(nodes)}", "--format=%N %T"]
-    lines = _run("sinfo", query).stdout.splitlines()
-    return dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
-
-
 def signal(job_id: str, name: str, batch: bool = False) -> None:
     """Send a signal to the processes of a job.
 
@@ -394,3 +380,28 @@ def _parse(line: str) -> JobState:
         int(restarts),
         name.removesuffix("|"),
     )
+
+
+# ---- the nodes of a running job ------------------------------------------------------------------
+UNUSABLE = ("down", "fail", "drained", "error", "unknown", "power", "reboot", "maint")
+"""Parts of the states, as sinfo words them, of nodes on which no step should be started."""
+
+
+def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Return those of these nodes that are down or do not answer, each with its state.
+
+    A node that is being drained still takes the steps of the jobs on it. Nothing is returned while
+    slurmctld does not answer.
+    """
+    query = ["--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N %T"]
+    try:
+        lines = _run("sinfo", query).stdout.splitlines()
+    except SlurmError:
+        return {}
+    states = dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
+    # A star: the node does not answer.
+    return {
+        node: state.strip()
+        for node, state in states.items()
+        if "*" in state or any(word in state for word in UNUSABLE)
+    }

@@ -30,7 +30,7 @@ import typer
 
 from pretrain.exits import leave
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 1.0
 """Time between two signs of life."""
 SEEN_SECONDS = 3.0
 """How long an NFS client may take to see a file that another node has just made."""
@@ -101,7 +101,7 @@ def check(place: Place, say: _Speaker) -> None:
 
 # ---- what is printed -----------------------------------------------------------------------------
 class _Speaker:
-    """Print lines of JSON, and a sign of life twice a second."""
+    """Print lines of JSON, and a sign of life every second."""
 
     def __init__(self, place: Place) -> None:
         self._node, self._lock = place.node, threading.Lock()

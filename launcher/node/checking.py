@@ -15,10 +15,10 @@ from typing import IO
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
+from pretrain.launcher.node.diagnosis import Diagnosis, Expected, Links, diagnose, ring
 from pretrain.launcher.node.readings import SILENT_SECONDS, Process, Readings
 from pretrain.launcher.node.signals import Signals, signals_blocked
 from pretrain.launcher.node.srun import end_step
-from pretrain.launcher.node.verdict import Expected, Links, Verdict, judge, ring
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 
 LOG = "preflight.log"
@@ -66,8 +66,8 @@ class Check:
         self._now, self._looked = 0.0, time.monotonic()
         self._renewed = 0.0
 
-    def run(self) -> Verdict:
-        """Check the nodes and return the verdict.
+    def run(self) -> Diagnosis:
+        """Check the nodes and return the diagnosis.
 
         Raises:
             Interrupted: A signal came.
@@ -87,11 +87,11 @@ class Check:
             nodes = [node for node in nodes if node not in lost]
         self._readings.not_launched = lost
         links = self._together(nodes)
-        verdict = judge(self._readings, self._expected, self._now, links)
-        if not self._readings.processes and not verdict.faults:
+        diagnosis = diagnose(self._readings, self._expected, self._now, links)
+        if not self._readings.processes and not diagnosis.faults:
             said = next((line for line in reversed(self._output) if line), "srun said nothing")
-            verdict.warnings.append(f"the nodes could not be checked ({said})")
-        return verdict
+            diagnosis.warnings = [f"the nodes could not be checked ({said})"]
+        return diagnosis
 
     def end(self) -> None:
         """End the step, whatever state it is in."""
@@ -114,16 +114,8 @@ class Check:
         """Return the nodes that Slurm calls down, when it did not make the step."""
         if self._readings.processes:
             return {}
-        try:
-            states = slurm.node_states(nodes)
-        except slurm.SlurmError:
-            return {}
-        words = ("down", "fail", "unknown", "no_respond")
-        return {
-            node: f"the node is {state}"
-            for node, state in states.items()
-            if node in nodes and (state.endswith("*") or state.lower().startswith(words))
-        }
+        states = slurm.unusable_nodes(nodes)
+        return {node: f"the node is {state}" for node, state in states.items() if node in nodes}
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> None:
         """Read what the processes say until a condition holds, the step is over, or time is up.
@@ -144,7 +136,8 @@ class Check:
     def _read(self) -> None:
         """Take the lines that have come, wait a moment, and keep the clock and the lease."""
         assert self._step is not None
-        for line in self._step.lines(POLL_SECONDS):
+        time.sleep(POLL_SECONDS)
+        for line in self._step.lines():
             self._output.append(line)
             self._readings.take(line, self._now, time.time())
         passed, self._looked = time.monotonic() - self._looked, time.monotonic()
@@ -287,11 +280,10 @@ class _Step:
         """Return True until srun has ended and all its output has been taken."""
         return self._srun.poll() is None or self._reader.is_alive() or not self._lines.empty()
 
-    def lines(self, seconds: float) -> list[str]:
-        """Return the lines that have come; wait for one if there are none."""
+    def lines(self) -> list[str]:
+        """Return the lines that have come since the last call."""
         found = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._lines.get(timeout=seconds))
             while True:
                 found.append(self._lines.get_nowait())
         return found

@@ -18,8 +18,8 @@ from pathlib import Path
 from pretrain.config import ConfigError, NoSpace, RunConfig, free_bytes, in_bytes, writing
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
 from pretrain.launcher.node.checking import Check, Interrupted, StepWords
+from pretrain.launcher.node.diagnosis import Diagnosis, Expected
 from pretrain.launcher.node.signals import Signals
-from pretrain.launcher.node.verdict import Expected, Verdict
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import PREFLIGHT, Preflight
 from pretrain.rundir.checkpoints import STATE_BYTES, check_room
@@ -28,6 +28,8 @@ from pretrain.rundir.jobs import LaunchRecord
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
 
+MOST_LINES = 20
+"""Lines that are printed; the attempt's preflight.json has all."""
 LEAST_BYTES = 4
 """Bytes that a rank needs per parameter it holds at the very least: a weight and a gradient."""
 
@@ -93,7 +95,7 @@ def check_nodes(
         signals,
     )
     try:
-        verdict = check.run()
+        diagnosis = check.run()
     except Interrupted:
         return {}
     finally:
@@ -104,13 +106,13 @@ def check_nodes(
                 left.unlink()
     free = free_bytes(paths.checkpoints)
     if free is not None and free < 2 * checkpoint:
-        verdict.warnings.append(
+        diagnosis.warnings.append(
             f"{paths.checkpoints}: {in_bytes(free)} are free, less than two checkpoints take"
         )
-    _record(attempt, expected, verdict, time.monotonic() - began)
-    if verdict.refusal:
-        raise (NoSpace if verdict.is_full else ConfigError)(f"preflight: {verdict.refusal}")
-    return verdict.faults
+    _record(attempt, expected, diagnosis, time.monotonic() - began)
+    if diagnosis.refusal:
+        raise (NoSpace if diagnosis.is_full else ConfigError)(f"preflight: {diagnosis.refusal}")
+    return diagnosis.faults
 
 
 def _check_room(checkpoints: Path, needed: int) -> None:
@@ -133,11 +135,12 @@ def _step(step: Sequence[str], command: Sequence[str]) -> StepWords:
     """Return a function that makes srun's command line from the step's name, nodes and tasks."""
     # What comes after --label may be the container's. Of an option given twice, srun takes the
     # last.
-    end = list(step).index("--label") + 1
+    end = list(step).index("--label") + 1 if "--label" in step else len(step)
 
     def words(name: str, nodes: Sequence[str], num_tasks: int) -> list[str]:
         return [
             *step[:end],
+            "--label",
             f"--job-name={name}",
             f"--nodes={len(nodes)}",
             f"--nodelist={','.join(nodes)}",
@@ -156,23 +159,26 @@ def _step(step: Sequence[str], command: Sequence[str]) -> StepWords:
     return words
 
 
-def _record(attempt: Attempt, expected: Expected, verdict: Verdict, seconds: float) -> None:
+def _record(attempt: Attempt, expected: Expected, diagnosis: Diagnosis, seconds: float) -> None:
     """Print what was found and write the attempt's preflight.json."""
-    for line in (
-        *verdict.warnings,
-        *(f"{node}: {cause}; not used" for node, cause in verdict.faults.items()),
-    ):
+    lines = [
+        *(f"{node}: {cause}; not used" for node, cause in diagnosis.faults.items()),
+        *diagnosis.warnings,
+    ]
+    for line in lines[:MOST_LINES]:
         say(f"preflight: {line}")
-    fit = len(expected.nodes) - len(verdict.faults)
-    if not verdict.refusal:
+    if len(lines) > MOST_LINES:
+        say(f"preflight: and {len(lines) - MOST_LINES} more; see {attempt.directory / PREFLIGHT}")
+    fit = len(expected.nodes) - len(diagnosis.faults)
+    if not diagnosis.refusal:
         say(f"preflight: {fit} of {len(expected.nodes)} nodes are fit, in {seconds:.1f} s")
     record = Preflight(
         at=time.time(),
         seconds=round(seconds, 3),
         nodes=expected.nodes,
-        faults=verdict.faults,
-        warnings=tuple(verdict.warnings),
-        refusal=verdict.refusal,
+        faults=diagnosis.faults,
+        warnings=tuple(diagnosis.warnings),
+        refusal=diagnosis.refusal,
     )
     # On a full disk the printed lines have to do.
     with contextlib.suppress(OSError):

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pretrain.rundir.files import Json, parse_json
+from pretrain.rundir.files import Json, from_json, parse_json
 
 LABELLED = re.compile(r"\s*(?P<rank>\d+): (?P<text>.*)")
 """A line of a process, with the number that `srun --label` puts before it."""
-ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
+ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
 """What srun says of processes that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
 NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<node>\S+): (.*)")
 """What srun says of a node whose slurmd does not start its processes."""
 STAGES = ("started", "directory", "torch", "device", "gemm", "ready")
 """What a process of the preflight goes through by itself, in order."""
 
+_NEXT = dict(itertools.pairwise(STAGES))
+"""What a process does when it has finished a stage."""
 SILENT_SECONDS = 5.0
-"""A process says something twice a second. One that was silent for so long is stopped or gone."""
+"""A process says something every second. One that was silent for so long is stopped or gone."""
 IDLE_SECONDS = 8.0
 """A process in whose stage no processor time passed for so long hangs."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What all lines of the processes have."""
+
+    stage: str
+    """The stage or round whose result the line is; "alive" is a sign of life."""
+    at: float
+    """Unix seconds by the node's clock."""
+    node: str
+    during: str = ""
+    """Of a sign of life: the stage the process is in."""
+    busy: float = 0.0
+    """Of a sign of life: the main thread's processor time."""
+    warned: bool = False
+    """Of a sign of life: the process got SIGUSR1."""
 
 
 @dataclass
@@ -95,9 +115,9 @@ class Readings:
             rank = int(labelled["rank"])
             process = self.processes.setdefault(rank, Process(rank, said_at=now, worked_at=now))
             process.said_at = now
-            said = parse_json(labelled["text"])
-            if "stage" in said and "at" in said:
-                self._take_reading(process, said, now, time)
+            content = parse_json(labelled["text"])
+            if said := from_json(Said, content):
+                self._take_reading(process, said, content, now, time)
             elif labelled["text"].strip():
                 process.words = labelled["text"].strip()
         elif ended := ENDED.fullmatch(line):
@@ -110,22 +130,21 @@ class Readings:
         elif failed := NOT_LAUNCHED.fullmatch(line):
             self.not_launched[failed["node"]] = failed[2]
 
-    def _take_reading(self, process: Process, said: Json, now: float, time: float) -> None:
+    def _take_reading(
+        self, process: Process, said: Said, content: Json, now: float, time: float
+    ) -> None:
         """Take a line of JSON that a process printed."""
-        process.node = process.node or str(said.get("node", ""))
-        offset = time - float(said["at"])
+        process.node = process.node or said.node
+        offset = time - said.at
         self.offsets[process.node] = min(offset, self.offsets.get(process.node, offset))
-        stage = str(said["stage"])
-        if stage != "alive":
-            process.found[stage], process.worked_at = said, now
-            process.during = dict(zip(STAGES, (*STAGES[1:], "waiting"), strict=True)).get(
-                stage, "waiting"
-            )
+        if said.stage != "alive":
+            process.found[said.stage], process.worked_at = content, now
+            process.during = _NEXT.get(said.stage, "waiting")
             return
-        process.during = str(said.get("during", process.during))
-        self.warned = self.warned or bool(said.get("warned"))
-        if said.get("busy", 0.0) > process.busy:
-            process.busy, process.worked_at = said["busy"], now
+        process.during = said.during
+        self.warned = self.warned or said.warned
+        if said.busy > process.busy:
+            process.busy, process.worked_at = said.busy, now
 
     def on(self, node: str) -> list[Process]:
         """Return the processes of a node that are known, by rank."""

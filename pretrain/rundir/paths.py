@@ -51,6 +51,8 @@ attempts/####/owner.json | launcher or rank 0 | who makes the attempt
 attempts/####/heartbeat | launcher or rank 0 | empty; its modification time is the lease
 attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another phase
 attempts/####/progress | rank 0 | the last sign of life of training
+attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
+attempts/####/preflight.log | launcher | what that check's processes printed
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
 logs/rank-<rank>.log | launcher local | what a rank other than 0 prints

@@ -59,7 +59,7 @@ class Expected:
 
 
 @dataclass
-class Verdict:
+class Diagnosis:
     """What follows from the readings."""
 
     faults: dict[str, str] = field(default_factory=dict)
@@ -73,9 +73,9 @@ Links = Mapping[tuple[str, str], str | None]
 """The nodes that added up numbers in pairs: None where it worked, else what went wrong."""
 
 
-def judge(
+def diagnose(
     readings: Readings, expected: Expected, now: float, links: Links | None = None
-) -> Verdict:
+) -> Diagnosis:
     """Return what follows from the readings of a preflight that is over.
 
     Args:
@@ -84,42 +84,42 @@ def judge(
         now: The present time of the clock by which silence is measured.
         links: The pairs that were tried because not all nodes together could add up.
     """
-    verdict = Verdict()
+    diagnosis = Diagnosis()
     faults: dict[str, Fault] = {}
     # Where no node is ready in time, all are slow, and none is blamed for being slower.
     in_time = bool(readings.ready_nodes(expected.nodes, expected.per_node, now))
     for node in expected.nodes:
         fault = _fault_of(node, readings, expected, now)
         if fault and fault.kind == "full":
-            return Verdict(refusal=fault.cause, is_full=True)
+            return Diagnosis(refusal=fault.cause, is_full=True)
         if fault and (fault.kind == "slow" or (fault.kind == "hang" and not in_time)):
-            verdict.warnings.append(f"{node}: {fault.cause}")
+            diagnosis.warnings.append(f"{node}: {fault.cause}")
         elif fault:
             faults[node] = fault
-    _judge_speed(readings, expected, faults, verdict)
-    _judge_clocks(readings, expected, verdict)
-    _judge_links(links or {}, faults, verdict)
-    _judge_all(readings, faults, verdict)
-    _decide(expected, faults, verdict)
-    return verdict
+    _judge_speed(readings, expected, faults, diagnosis)
+    _judge_clocks(readings, expected, diagnosis)
+    _judge_links(links or {}, faults, diagnosis)
+    _judge_all(readings, faults, diagnosis)
+    _decide(expected, faults, diagnosis)
+    return diagnosis
 
 
-def _decide(expected: Expected, faults: Mapping[str, Fault], verdict: Verdict) -> None:
+def _decide(expected: Expected, faults: Mapping[str, Fault], diagnosis: Diagnosis) -> None:
     """Blame the nodes, or the run where all nodes have the same fault."""
     kinds = {fault.kind for fault in faults.values()}
-    if len(faults) < len(expected.nodes) or len(kinds) > 1:
-        verdict.faults = {node: fault.cause for node, fault in faults.items()}
+    if len(faults) < len(expected.nodes) or len(kinds) != 1:
+        diagnosis.faults = {node: fault.cause for node, fault in faults.items()}
         return
     [kind], alone = kinds, len(expected.nodes) == 1
     first = next(iter(faults.values())).cause
     if kind == "slurm" or (alone and kind in OF_ONE_NODE):
-        verdict.faults = {node: fault.cause for node, fault in faults.items()}
+        diagnosis.faults = {node: fault.cause for node, fault in faults.items()}
     elif kind in OF_THE_RUN:
         where = expected.nodes[0] if alone else f"all {len(expected.nodes)} nodes"
-        verdict.refusal = f"{where}: {first}"
+        diagnosis.refusal = f"{where}: {first}"
     else:
         where = expected.nodes[0] if alone else f"all {len(expected.nodes)} nodes alike"
-        verdict.warnings.append(f"{where}: {first}")
+        diagnosis.warnings.append(f"{where}: {first}")
 
 
 # ---- one node ------------------------------------------------------------------------------------
@@ -128,14 +128,17 @@ def _fault_of(node: str, readings: Readings, expected: Expected, now: float) -> 
     if words := readings.not_launched.get(node):
         return Fault("slurm", f"Slurm starts no processes there ({words})")
     processes = readings.on(node)
+    devices = [process.found["device"] for process in processes if "device" in process.found]
+    # First, because it explains a product of matrices that finds no memory.
+    if fault := _judge_devices([found for found in devices if "error" not in found], expected):
+        return fault
     found = [_fault_of_process(process, expected, now) for process in processes]
     if fault := next(filter(None, found), None):
         return fault
     missing = expected.per_node - len(processes)
     if missing > 0:
         return _missing(readings, expected, missing)
-    device = [process.found.get("device", {}) for process in processes]
-    return _judge_devices(device, expected) or _judge_sum(node, readings, expected)
+    return _judge_sum(node, readings, expected)
 
 
 def _missing(readings: Readings, expected: Expected, missing: int) -> Fault:
@@ -234,7 +237,7 @@ def _judge_devices(devices: Sequence[Json], expected: Expected) -> Fault | None:
         if free < expected.memory:
             words = f"{_gib(free)} of {name} are free, and a process needs {_gib(expected.memory)}"
             return Fault("memory", words)
-    if not expected.gpus:
+    if not expected.gpus or not devices:
         return None
     uuids = [found["uuid"] for found in devices if found.get("uuid")]
     if len(set(uuids)) < len(uuids):
@@ -300,7 +303,7 @@ def _judge_sum(node: str, readings: Readings, expected: Expected) -> Fault | Non
 
 # ---- nodes compared ------------------------------------------------------------------------------
 def _judge_speed(
-    readings: Readings, expected: Expected, faults: dict[str, Fault], verdict: Verdict
+    readings: Readings, expected: Expected, faults: dict[str, Fault], diagnosis: Diagnosis
 ) -> None:
     """Compare the seconds that the nodes' slowest processes took for a product of matrices."""
     seconds: dict[str, float] = {}
@@ -318,10 +321,10 @@ def _judge_speed(
         if expected.gpus and times > TOO_SLOW:
             faults.setdefault(node, Fault("gemm", words))
         elif times > SLOW:
-            verdict.warnings.append(f"{node}: {words}")
+            diagnosis.warnings.append(f"{node}: {words}")
 
 
-def _judge_clocks(readings: Readings, expected: Expected, verdict: Verdict) -> None:
+def _judge_clocks(readings: Readings, expected: Expected, diagnosis: Diagnosis) -> None:
     """Warn of clocks that differ from the others'."""
     offsets = {node: readings.offsets[node] for node in expected.nodes if node in readings.offsets}
     if len(offsets) < LEAST_NODES:
@@ -332,13 +335,13 @@ def _judge_clocks(readings: Readings, expected: Expected, verdict: Verdict) -> N
     for node, offset in offsets.items():
         if abs(offset - middle) > SKEW_SECONDS:
             way = "behind" if offset > middle else "ahead of"
-            verdict.warnings.append(
+            diagnosis.warnings.append(
                 f"{node}: its clock is {abs(offset - middle):.0f} s {way} the others', so times in "
                 "logs and metrics are wrong"
             )
 
 
-def _judge_links(links: Links, faults: dict[str, Fault], verdict: Verdict) -> None:
+def _judge_links(links: Links, faults: dict[str, Fault], diagnosis: Diagnosis) -> None:
     """Blame the nodes that could add up numbers with none of their neighbours."""
     known = {link: error for link, error in links.items() if not set(link) & faults.keys()}
     nodes = {node for link in known for node in link}
@@ -350,15 +353,15 @@ def _judge_links(links: Links, faults: dict[str, Fault], verdict: Verdict) -> No
             faults.setdefault(node, Fault("link", f"it reaches none of {others} ({error})"))
     for link, failure in known.items():
         if failure and not set(link) & faults.keys():
-            verdict.warnings.append(f"{link[0]} and {link[1]}: cannot add up numbers ({failure})")
+            diagnosis.warnings.append(f"{link[0]} and {link[1]}: cannot add up numbers ({failure})")
 
 
-def _judge_all(readings: Readings, faults: dict[str, Fault], verdict: Verdict) -> None:
+def _judge_all(readings: Readings, faults: dict[str, Fault], diagnosis: Diagnosis) -> None:
     """Warn where all nodes together could not add up numbers and no node is known for the cause."""
     results = [process.found.get("round all", {}) for process in readings.processes.values()]
     error = next((found["error"] for found in results if "error" in found), None)
     if error and not faults:
-        verdict.warnings.append(f"the nodes cannot add up numbers all together ({error})")
+        diagnosis.warnings.append(f"the nodes cannot add up numbers all together ({error})")
 
 
 def ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
