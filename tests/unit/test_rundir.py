@@ -377,6 +377,7 @@ def test_the_page_and_the_code_have_the_same_keys():
         attempts.OWNER: attempts.Owner,
         attempts.PHASES: attempts.PhaseChange,
         attempts.PROGRESS: attempts.Progress,
+        attempts.PREFLIGHT: attempts.Preflight,
         attempts.ENDED: attempts.Ended,
         "jobs.jsonl": jobs.JobRecord,
         "launch/launch.json": jobs.LaunchRecord,
