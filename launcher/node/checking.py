@@ -79,6 +79,7 @@ class Check:
             self._wait(self._all_over, began + ALONE_SHARE * left)
             self._wait(self._none_works, began + MOST_ALONE_SHARE * left)
             if self._step is None or self._step.runs():
+                lost |= self._readings.not_launched
                 break
             # srun has ended: it could not start the step everywhere, or no process came far.
             lost |= self._readings.not_launched or self._down(nodes)
@@ -153,8 +154,11 @@ class Check:
             raise Interrupted
 
     def _all_over(self) -> bool:
-        processes = self._readings.processes.values()
-        return len(processes) == self._count and all(process.is_over for process in processes)
+        lost = self._readings.not_launched
+        processes = [each for each in self._readings.processes.values() if each.node not in lost]
+        # With --no-kill a step goes on without a node that dies.
+        count = self._count - len(lost) * self._expected.per_node
+        return len(processes) >= count and all(process.is_over for process in processes)
 
     def _none_works(self) -> bool:
         """Return True if there is nothing to wait for any more."""

@@ -13,8 +13,11 @@ LABELLED = re.compile(r"\s*(?P<rank>\d+): (?P<text>.*)")
 """A line of a process, with the number that `srun --label` puts before it."""
 ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
 """What srun says of processes that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
-NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<node>\S+): (.*)")
-"""What srun says of a node whose slurmd does not start its processes."""
+NOT_LAUNCHED = re.compile(
+    r"srun: error: (?:Task launch for \S+ failed on node (?P<silent>\S+): (?P<why>.*)"
+    r"|Node failure on (?P<failed>\S+))"
+)
+"""What srun says of a node whose slurmd does not start its processes, or that died."""
 STAGES = ("started", "directory", "torch", "device", "gemm", "ready")
 """What a process of the preflight goes through by itself, in order."""
 
@@ -128,7 +131,7 @@ class Readings:
                 if not set("[,") & set(ended["node"]):
                     process.node = ended["node"]
         elif failed := NOT_LAUNCHED.fullmatch(line):
-            self.not_launched[failed["node"]] = failed[2]
+            self.not_launched[failed["silent"] or failed["failed"]] = failed["why"] or "it died"
 
     def _take_reading(
         self, process: Process, said: Said, content: Json, now: float, time: float

@@ -310,14 +310,20 @@ def test_several_nodes_in_one_line_of_srun():
     assert list(faults) == ["n2", "n3"] and "no such python" in faults["n2"]
 
 
-def test_a_node_without_slurmd_is_named():
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("Task launch for StepId=1.3 failed on node n2: Communication failure", "Communication f"),
+        ("Node failure on n2", "it died"),
+    ],
+)
+def test_a_node_without_slurmd_is_named(line, why):
     cluster = Cluster(3, 1)
     cluster.say("n2", "started", None)
-    line = "srun: error: Task launch for StepId=1.3 failed on node n2: Communication failure"
-    cluster.readings.take(line, 1.0, UNIX)
-    assert cluster.diagnose().faults == {
-        "n2": "Slurm starts no processes there (Communication failure)"
-    }
+    cluster.readings.take(f"srun: error: {line}", 1.0, UNIX)
+    faults = cluster.diagnose().faults
+    assert list(faults) == ["n2"]
+    assert faults["n2"].startswith(f"Slurm starts no processes there ({why}")
 
 
 @pytest.mark.parametrize(
