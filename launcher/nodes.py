@@ -18,7 +18,7 @@ def count_failures(records: Sequence[AttemptRecord]) -> Counter[str]:
 
 
 def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
-    """Return the nodes that failed twice, with the reason of the last failure of each.
+    """Return the nodes that failed twice or that a preflight found unfit, with the last reason.
 
     Args:
         records: The attempts to count, such as those of one Slurm job, oldest first.
@@ -26,7 +26,10 @@ def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
     ends = [record.ended for record in records if record.ended]
     reasons = {node: end.reason for end in ends for node in end.nodes}
     failures = count_failures(records)
-    return {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
+    failed = {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
+    # A preflight names a node and its cause for certain, so once is enough.
+    checks = [record.preflight for record in records if record.preflight]
+    return failed | {node: cause for check in checks for node, cause in check.faults.items()}
 
 
 def choose_nodes(

@@ -30,6 +30,7 @@ from pretrain.config.shipped import list_shipped
 from pretrain.config.trajectory import check_allowed
 from pretrain.data_cli import data
 from pretrain.exits import leave
+from pretrain.preflight import preflight
 from pretrain.rundir.states import ExitCode
 from pretrain.train.stopping import Requests
 
@@ -44,6 +45,8 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
+# Runs by itself before the ranks of a Slurm job; only `launcher` reads what it prints.
+app.command(hidden=True)(preflight)
 
 Source = Annotated[
     Path,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.launcher import slurm
+from pretrain.launcher.node.preflight import check_nodes
+from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.verdict import NotStarted
 from pretrain.launcher.nodes import choose_nodes, count_failures, failing_nodes
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
@@ -22,14 +24,13 @@ STARTUP_SECONDS = 60.0
 EARLY_SECONDS = 60.0
 """Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
 
-CheckNodes = Callable[[Attempt, Sequence[str]], Mapping[str, str]]
-"""Checks nodes before an attempt; returns those with a fault, each with its cause."""
-
 
 class Allocation:
     """The nodes that this process's job holds, without those that failed."""
 
-    def __init__(self, run: Path, job_id: str, launch: LaunchRecord, config: RunConfig) -> None:
+    def __init__(
+        self, run: Path, job_id: str, launch: LaunchRecord, config: RunConfig, signals: Signals
+    ) -> None:
         """Describe the job that this process runs in.
 
         Args:
@@ -37,8 +38,10 @@ class Allocation:
             job_id: The job.
             launch: How the run is started.
             config: The run.
+            signals: The signals that this process receives.
         """
         self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
+        self._signals = signals
         self.faults: dict[str, str] = {}
         """Nodes in which the preflight found a fault, each with the cause."""
         self._lost: dict[str, str] = {}
@@ -81,9 +84,17 @@ class Allocation:
 
         Args:
             attempt: The attempt that is to start on them.
+
+        Raises:
+            ConfigError: The run can start on no node, and the cause is its own.
+            NoSpace: No checkpoint fits on the disk.
+            RunFailed: The run's directory cannot be written to.
         """
-        # check_nodes(self._launch, self._config, self.nodes(), attempt, ...) goes here: it returns
-        # the faults, node -> cause.
+        unusable = self.unusable()
+        nodes = [node for node in self.nodes() if node not in unusable]
+        self.faults |= check_nodes(
+            self._launch, self._config, nodes, attempt, self._job_id, self._signals
+        )
 
     def choose(self) -> list[str]:
         """Return the nodes of the next attempt; none where srun has to choose, as Slurm names none.

@@ -98,7 +98,7 @@ class _Start:
     ) -> None:
         self._run, self._job_id, self._launch, self._config = run, job_id, launch, config
         self._signals = signals
-        self._allocation = Allocation(run, job_id, launch, config)
+        self._allocation = Allocation(run, job_id, launch, config, signals)
         self._check_nodes = True
         self._ranks: SrunRanks | None = None
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(run).launch_config)]

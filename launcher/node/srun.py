@@ -130,16 +130,7 @@ class SrunRanks:
         if number in FORWARDED_BY_SRUN:
             self._srun.send_signal(number)
             return
-        name = signal.Signals(number).name
-        try:
-            for step in slurm.steps(self._job_id, self._name):
-                slurm.signal(step, name.removeprefix("SIG"))
-        except slurm.SlurmAway as error:
-            say(f"{name}: not sent to the ranks: {error}")
-        except slurm.SlurmError:
-            # The step is ending, alone or with its job; in the second case Slurm has sent the ranks
-            # a signal itself.
-            pass
+        signal_step(self._job_id, self._name, number)
 
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
@@ -162,18 +153,50 @@ class SrunRanks:
 
     def kill(self) -> None:
         """Have srun kill the ranks, or slurmctld where srun does not."""
-        # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
-        # would leave the tasks running.
-        self._srun.terminate()
-        try:
-            self._srun.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._srun.wait(KILL_SECONDS)
-            self._srun.kill()
-            self._srun.wait()
+        end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._copier.join(KILL_SECONDS)
+
+
+def signal_step(job_id: str, name: str, number: int) -> None:
+    """Have slurmctld send a signal to the processes of a job's step; print when it cannot.
+
+    Args:
+        job_id: The job.
+        name: The step's name, from srun --job-name.
+        number: The signal.
+    """
+    word = signal.Signals(number).name
+    try:
+        for step in slurm.steps(job_id, name):
+            slurm.signal(step, word.removeprefix("SIG"))
+    except slurm.SlurmAway as error:
+        say(f"{word}: not sent to the ranks: {error}")
+    except slurm.SlurmError:
+        # The step is ending, alone or with its job; in the second case Slurm has sent the ranks a
+        # signal itself.
+        pass
+
+
+def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: float) -> None:
+    """Have srun kill the processes of its step, or slurmctld where srun does not.
+
+    Args:
+        srun: The running srun.
+        job_id: The job.
+        name: The step's name.
+        seconds: How long either of them may take.
+    """
+    # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
+    # would leave the tasks running.
+    srun.terminate()
+    try:
+        srun.wait(seconds)
+    except subprocess.TimeoutExpired:
+        signal_step(job_id, name, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            srun.wait(seconds)
+        srun.kill()
+        srun.wait()
 
 
 def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pretrain.config import RunConfig
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.launcher.node.ranks import Ranks
 from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
 from pretrain.launcher.node.suspension import LOOK_SECONDS, SuspensionClock
@@ -45,7 +45,15 @@ from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts, steps_done
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
-from pretrain.rundir.states import STARTED_AGAIN, ExitCode, Outcome, Phase, in_words
+from pretrain.rundir.states import (
+    STARTED_AGAIN,
+    ExitCode,
+    Outcome,
+    Phase,
+    exit_code_of,
+    in_words,
+    outcome_of,
+)
 
 POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
@@ -178,8 +186,11 @@ class Supervisor:
         except BaseException as error:
             if ranks is not None:
                 ranks.kill()
-            reason = f"{type(error).__name__}: {error}"
-            self._record(attempt, Verdict(Outcome.FAILED, ExitCode.FAILED, reason))
+            code = exit_code_of(error)
+            # The message of our own errors is for the user as it is; others are named.
+            is_ours = isinstance(error, ConfigError | RunFailed)
+            reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            self._record(attempt, Verdict(outcome_of(code), code, reason))
             raise
         finally:
             # In reverse, so that the heartbeat goes on while a call to `evaluate` ends. Slurm may

@@ -30,6 +30,7 @@ ENDED = "ended.json"
 METRICS_BYTES = 64 * 1024
 """How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
 SUSPENSIONS = "suspensions.jsonl"
+PREFLIGHT = "preflight.json"
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,24 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Preflight:
+    """What the check of the nodes before the ranks found (preflight.json)."""
+
+    at: float
+    """Unix seconds at which the check ended."""
+    seconds: float
+    """How long it took."""
+    nodes: tuple[str, ...]
+    """The nodes that were checked."""
+    faults: dict[str, str]
+    """The nodes on which the run must not train, each with the cause."""
+    warnings: tuple[str, ...] = ()
+    """What is odd and hinders nobody, a line each."""
+    refusal: str = ""
+    """Why the run can train on none of the nodes, where the cause is the run's and not theirs."""
+
+
+@dataclass(frozen=True)
 class AttemptRecord:
     """An attempt as its files tell it."""
 
@@ -194,6 +213,7 @@ class AttemptRecord:
     phases: tuple[PhaseChange, ...] = ()
     progress: Progress | None = None
     ended: Ended | None = None
+    preflight: Preflight | None = None
     last_heartbeat: float = 0.0
     """Unix seconds by the file server's clock."""
     suspensions: tuple[Suspension, ...] = ()
@@ -221,6 +241,7 @@ def read_attempt(directory: Path) -> AttemptRecord:
         phases=tuple(phase for line in lines if (phase := from_json(PhaseChange, line))),
         progress=read_progress(directory),
         ended=from_json(Ended, read_json(directory / ENDED)),
+        preflight=from_json(Preflight, read_json(directory / PREFLIGHT)),
         last_heartbeat=last_heartbeat(directory),
         suspensions=tuple(
             suspension

@@ -53,6 +53,8 @@ attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another
 attempts/####/progress | rank 0 | the last sign of life of training
 attempts/####/rendezvous.json | rank 0 | where the others reach it; removed when all have come
 attempts/####/suspensions.jsonl | launcher | a line for each time in which its job was suspended
+attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
+attempts/####/preflight.log | launcher | what that check's processes printed
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
 logs/rank-<rank>.log | launcher local | what a rank other than 0 prints

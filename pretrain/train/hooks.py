@@ -25,7 +25,7 @@ from pretrain.config import num_parameters
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluate.perplexity import Evaluator, Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.rundir.checkpoints import check_room, checkpoint_directory
+from pretrain.rundir.checkpoints import STATE_BYTES, check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
@@ -35,9 +35,6 @@ from pretrain.train.start import Run, is_evaluated_after, protocols
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
 from pretrain.train.upload import Patience
-
-STATE_BYTES = 12
-"""Bytes of a parameter in a checkpoint: the fp32 master and Adam's two moments."""
 
 
 class Hook:

@@ -23,6 +23,7 @@ FLOORS = [
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
     {"pretrain.plan", "pretrain.importing"},
     {"pretrain.exits", "pretrain.bench_cli", "pretrain.checkpoint_cli", "pretrain.data_cli"},
+    {"pretrain.preflight"},
     {"pretrain.cli"},
     {"pretrain.main"},
     {"pretrain.__main__"},

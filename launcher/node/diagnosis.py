@@ -1,0 +1,378 @@
+"""Judge what the processes of a preflight have said: which nodes must not train, and why.
+
+Only what is sure to be a node's own fault excludes it, because a preflight must not stop a run that
+could train. What all nodes have in common is the run's, or nobody's; what is only slow is a
+warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pretrain.launcher.node.readings import Process, Readings
+from pretrain.rundir.files import Json
+
+SKEW_SECONDS = 5.0
+"""A clock that differs by more is worth a warning. Leases do not depend on it, times in logs do."""
+SLOW, TOO_SLOW = 2.0, 5.0
+"""A node whose matrix product takes so many times as long as the others' is worth a warning; a GPU
+is taken for broken."""
+LEAST_NODES = 3
+"""Nodes that it takes to say which one is slow, or which clock is wrong."""
+USED_SHARE = 0.1
+"""Share of a GPU's memory that may be in use before the run starts. A context of CUDA takes 1 % of
+80 GB."""
+OF_THE_RUN = {"python", "torch", "directory", "architecture", "gpus"}
+"""Kinds of faults that have their cause in the run, its container or its site when every node has
+them."""
+OF_ONE_NODE = {"gpus", "memory", "gemm", "ended", "node", "slurm"}
+"""Kinds of faults of which a node is suspected even when the run has no other to compare with."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Fault(NamedTuple):
+    """What is wrong with a node."""
+
+    kind: str
+    cause: str
+    """In a line for people, without the node's name."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the run needs of each node."""
+
+    nodes: tuple[str, ...]
+    per_node: int
+    """Processes on each node."""
+    gpus: int
+    """GPUs of a node; 0 on a CPU."""
+    python: str
+    directory: str
+    memory: int
+    """Bytes that one process needs at the least."""
+
+
+@dataclass
+class Diagnosis:
+    """What follows from the readings."""
+
+    faults: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    refusal: str = ""
+    is_full: bool = False
+    """The refusal is that the disk is full."""
+
+
+Links = Mapping[tuple[str, str], str | None]
+"""The nodes that added up numbers in pairs: None where it worked, else what went wrong."""
+
+
+def diagnose(
+    readings: Readings, expected: Expected, now: float, links: Links | None = None
+) -> Diagnosis:
+    """Return what follows from the readings of a preflight that is over.
+
+    Args:
+        readings: What the processes said.
+        expected: What the run needs.
+        now: The present time of the clock by which silence is measured.
+        links: The pairs that were tried because not all nodes together could add up.
+    """
+    diagnosis = Diagnosis()
+    faults: dict[str, Fault] = {}
+    # Where no node is ready in time, all are slow, and none is blamed for being slower.
+    in_time = bool(readings.ready_nodes(expected.nodes, expected.per_node, now))
+    for node in expected.nodes:
+        fault = _fault_of(node, readings, expected, now)
+        if fault and fault.kind == "full":
+            return Diagnosis(refusal=fault.cause, is_full=True)
+        if fault and (fault.kind == "slow" or (fault.kind == "hang" and not in_time)):
+            diagnosis.warnings.append(f"{node}: {fault.cause}")
+        elif fault:
+            faults[node] = fault
+    _judge_speed(readings, expected, faults, diagnosis)
+    _judge_clocks(readings, expected, diagnosis)
+    _judge_links(links or {}, faults, diagnosis)
+    _judge_all(readings, faults, diagnosis)
+    _decide(expected, faults, diagnosis)
+    return diagnosis
+
+
+def _decide(expected: Expected, faults: Mapping[str, Fault], diagnosis: Diagnosis) -> None:
+    """Blame the nodes, or the run where all nodes have the same fault."""
+    kinds = {fault.kind for fault in faults.values()}
+    if len(faults) < len(expected.nodes) or len(kinds) != 1:
+        diagnosis.faults = {node: fault.cause for node, fault in faults.items()}
+        return
+    [kind], alone = kinds, len(expected.nodes) == 1
+    first = next(iter(faults.values())).cause
+    if kind == "slurm" or (alone and kind in OF_ONE_NODE):
+        diagnosis.faults = {node: fault.cause for node, fault in faults.items()}
+    elif kind in OF_THE_RUN:
+        where = expected.nodes[0] if alone else f"all {len(expected.nodes)} nodes"
+        diagnosis.refusal = f"{where}: {first}"
+    else:
+        where = expected.nodes[0] if alone else f"all {len(expected.nodes)} nodes alike"
+        diagnosis.warnings.append(f"{where}: {first}")
+
+
+# ---- one node ------------------------------------------------------------------------------------
+def _fault_of(node: str, readings: Readings, expected: Expected, now: float) -> Fault | None:
+    """Return what is wrong with a node by itself; None if nothing is."""
+    if words := readings.not_launched.get(node):
+        return Fault("slurm", f"Slurm starts no processes there ({words})")
+    processes = readings.on(node)
+    devices = [process.found["device"] for process in processes if "device" in process.found]
+    # First, because it explains a product of matrices that finds no memory.
+    if fault := _judge_devices([found for found in devices if "error" not in found], expected):
+        return fault
+    found = [_fault_of_process(process, expected, now) for process in processes]
+    if fault := next(filter(None, found), None):
+        return fault
+    missing = expected.per_node - len(processes)
+    if missing > 0:
+        return _missing(readings, expected, missing)
+    return _judge_sum(node, readings, expected)
+
+
+def _missing(readings: Readings, expected: Expected, missing: int) -> Fault:
+    """Return the fault of a node from some of whose processes nothing has come."""
+    unplaced = [process for process in readings.processes.values() if not process.node]
+    words = next((process.words for process in unplaced if process.words), "")
+    how = next((process.ended for process in unplaced if process.ended), "")
+    if how:
+        return Fault("python", _not_started(expected, how, words))
+    # A whole cluster that is slow looks like this as well; `_decide` then blames nobody.
+    return Fault("hang", f"{missing} of {expected.per_node} processes gave no sign of life")
+
+
+def _fault_of_process(process: Process, expected: Expected, now: float) -> Fault | None:
+    """Return what is wrong with a process; None if nothing is."""
+    if process.error:
+        return _explain(*process.error, expected)
+    if process.ended and "started" not in process.found:
+        how = process.ended
+        kind = "python" if how.startswith("Exited") else "ended"
+        return Fault(kind, _not_started(expected, how, process.words))
+    at = _in_words(process.during)
+    if process.ended:
+        words = f": {process.words}" if process.words else ""
+        return Fault("ended", f"process {process.rank} ended {at} ({process.ended}{words})")
+    if process.is_silent(now):
+        return Fault("hang", f"process {process.rank} gives no sign of life any more, {at}")
+    if process.is_ready:
+        return None
+    if "started" not in process.found and process.words:
+        # It prints, but not what `pretrain preflight` prints.
+        return Fault("slow", f"process {process.rank} has only printed {process.words!r}")
+    if not process.works(now):
+        return Fault("hang", f"process {process.rank} hangs {at}")
+    return Fault("slow", f"process {process.rank} works, but is not done yet, {at}")
+
+
+def _not_started(expected: Expected, how: str, words: str) -> str:
+    detail = f"{how}: {words}" if words else how
+    return f"{expected.python} -m pretrain cannot be started there ({detail})"
+
+
+def _in_words(stage: str) -> str:
+    """Return what a process was doing, as a part of a sentence."""
+    known = {
+        "started": "while it starts",
+        "directory": "while it looks at the run's directory",
+        "torch": "while it imports torch",
+        "device": "while it looks at its device",
+        "gemm": "while it multiplies matrices",
+        "waiting": "while it waits for the others",
+        "node": "in the all-reduce of its node",
+        "all": "in the all-reduce of all nodes",
+    }
+    return known.get(stage, f"in the all-reduce {stage}")
+
+
+def _explain(stage: str, found: Json, expected: Expected) -> Fault:
+    """Return the fault that a failed stage is."""
+    error = str(found["error"])
+    if stage == "directory" and found.get("number") in FULL:
+        return Fault("full", f"{expected.directory}: no space is left ({error})")
+    causes = {
+        "directory": f"{expected.directory} cannot be seen or written to there ({error})",
+        "torch": f"torch cannot be imported there ({error})",
+        "device": f"its device does not answer ({error})",
+        "gemm": f"it computes wrongly or not at all ({error})",
+        "ready": f"it offers no port to the others ({error})",
+    }
+    return Fault({"device": "gpus", "ready": "node"}.get(stage, stage), causes[stage])
+
+
+def _judge_devices(devices: Sequence[Json], expected: Expected) -> Fault | None:
+    """Return what is wrong with the GPUs of a node, or with its memory."""
+    for found in devices:
+        free, total = found.get("free", 0), found.get("total")
+        if not expected.gpus:
+            needed = expected.memory * expected.per_node
+            if free < needed:
+                words = f"{_gib(free)} of memory are free, and the run needs {_gib(needed)} there"
+                return Fault("memory", words)
+            continue
+        if not found.get("count"):
+            why = f" ({found['why']})" if found.get("why") else ""
+            return Fault("gpus", f"torch finds none of its {expected.gpus} GPUs{why}")
+        name = f"GPU {found.get('index')} ({found.get('gpu')})"
+        if not is_supported(found.get("architectures", []), found.get("capability", [])):
+            built = ", ".join(found.get("architectures", [])) or "no GPU"
+            capability = ".".join(str(part) for part in found.get("capability", []))
+            words = f"{name} has compute capability {capability}, and torch is built for {built}"
+            return Fault("architecture", words)
+        if total and total - free > USED_SHARE * total:
+            by = f" by {found['users']}" if found.get("users") else " by another process"
+            words = f"{_gib(total - free)} of the {_gib(total)} of {name} are in use{by}"
+            return Fault("memory", words)
+        if free < expected.memory:
+            words = f"{_gib(free)} of {name} are free, and a process needs {_gib(expected.memory)}"
+            return Fault("memory", words)
+    if not expected.gpus or not devices:
+        return None
+    uuids = [found["uuid"] for found in devices if found.get("uuid")]
+    if len(set(uuids)) < len(uuids):
+        words = f"its {len(uuids)} processes have only {len(set(uuids))} different GPUs"
+        return Fault("gpus", words)
+    # Without ids there is only the count to go by.
+    counts = {found["count"] for found in devices}
+    if not uuids and max(counts) < expected.gpus and counts != {1}:
+        return Fault("gpus", f"torch finds {max(counts)} GPUs of {expected.gpus}")
+    return None
+
+
+def is_supported(architectures: Sequence[str], capability: Sequence[int]) -> bool:
+    """Return True if a build of torch runs on a GPU.
+
+    Machine code (sm_80) runs on GPUs of the same major version and at least its minor one, PTX
+    (compute_80) on all later ones. A suffix, as in sm_90a, ties code to exactly that GPU.
+
+    Args:
+        architectures: What the build contains, as torch.cuda.get_arch_list() returns it.
+        capability: The GPU's compute capability, major and minor.
+    """
+    if len(capability) != 2:
+        return False
+    major, minor = capability
+    for name in architectures:
+        if not (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)):
+            continue
+        kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
+        if suffix == "a":
+            runs = built == (major, minor)
+        elif kind == "sm" or suffix:
+            runs = built[0] == major and built[1] <= minor
+        else:
+            runs = built <= (major, minor)
+        if runs:
+            return True
+    return False
+
+
+def _judge_sum(node: str, readings: Readings, expected: Expected) -> Fault | None:
+    """Return what went wrong when the processes of a node added up numbers."""
+    results = [process.found.get("round node", {}) for process in readings.on(node)]
+    failed = next((found for found in results if "error" in found), None)
+    if failed is None:
+        return None
+    words = f"its {expected.per_node} processes cannot add up numbers ({failed['error']})"
+    if not failed.get("late"):
+        return Fault("node", words)
+    # Too late may mean that the machine is slow. A node is blamed if others were much faster.
+    fastest = min(
+        (
+            process.found["round node"]["seconds"]
+            for process in readings.processes.values()
+            if "seconds" in process.found.get("round node", {})
+        ),
+        default=None,
+    )
+    asked = max((float(found.get("limit", 0)) for found in results), default=0.0)
+    much_faster = fastest is not None and fastest < asked / 3
+    return Fault("node" if much_faster else "slow", words)
+
+
+# ---- nodes compared ------------------------------------------------------------------------------
+def _judge_speed(
+    readings: Readings, expected: Expected, faults: dict[str, Fault], diagnosis: Diagnosis
+) -> None:
+    """Compare the seconds that the nodes' slowest processes took for a product of matrices."""
+    seconds: dict[str, float] = {}
+    for node in expected.nodes:
+        results = [process.found.get("gemm", {}) for process in readings.on(node)]
+        took = [float(found["seconds"]) for found in results if "seconds" in found]
+        if took:
+            seconds[node] = max(took)
+    if len(seconds) < LEAST_NODES:
+        return
+    median = statistics.median(seconds.values())
+    for node, longest in seconds.items():
+        times = longest / median if median else 1.0
+        words = f"a product of matrices takes {times:.1f} times as long as on the others"
+        if expected.gpus and times > TOO_SLOW:
+            faults.setdefault(node, Fault("gemm", words))
+        elif times > SLOW:
+            diagnosis.warnings.append(f"{node}: {words}")
+
+
+def _judge_clocks(readings: Readings, expected: Expected, diagnosis: Diagnosis) -> None:
+    """Warn of clocks that differ from the others'."""
+    offsets = {node: readings.offsets[node] for node in expected.nodes if node in readings.offsets}
+    if len(offsets) < LEAST_NODES:
+        # Of two clocks nobody knows which one is wrong: compared with this side's.
+        middle = 0.0
+    else:
+        middle = statistics.median(offsets.values())
+    for node, offset in offsets.items():
+        if abs(offset - middle) > SKEW_SECONDS:
+            way = "behind" if offset > middle else "ahead of"
+            diagnosis.warnings.append(
+                f"{node}: its clock is {abs(offset - middle):.0f} s {way} the others', so times in "
+                "logs and metrics are wrong"
+            )
+
+
+def _judge_links(links: Links, faults: dict[str, Fault], diagnosis: Diagnosis) -> None:
+    """Blame the nodes that could add up numbers with none of their neighbours."""
+    known = {link: error for link, error in links.items() if not set(link) & faults.keys()}
+    nodes = {node for link in known for node in link}
+    for node in sorted(nodes):
+        own = {link: error for link, error in known.items() if node in link}
+        if len(own) > 1 and None not in own.values():
+            others = ", ".join(sorted({name for link in own for name in link} - {node}))
+            error = next(filter(None, own.values()))
+            faults.setdefault(node, Fault("link", f"it reaches none of {others} ({error})"))
+    for link, failure in known.items():
+        if failure and not set(link) & faults.keys():
+            diagnosis.warnings.append(f"{link[0]} and {link[1]}: cannot add up numbers ({failure})")
+
+
+def _judge_all(readings: Readings, faults: dict[str, Fault], diagnosis: Diagnosis) -> None:
+    """Warn where all nodes together could not add up numbers and no node is known for the cause."""
+    results = [process.found.get("round all", {}) for process in readings.processes.values()]
+    error = next((found["error"] for found in results if "error" in found), None)
+    if error and not faults:
+        diagnosis.warnings.append(f"the nodes cannot add up numbers all together ({error})")
+
+
+def ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return pairs of neighbours in a ring, in rounds in which every node has at most one pair."""
+    if len(nodes) < LEAST_NODES:
+        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
+    pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    even = len(nodes) % 2 == 0
+    rounds = [pairs[0 : len(nodes) - 1 : 2], pairs[1 : len(nodes) - (0 if even else 1) : 2]]
+    return rounds if even else [*rounds, [pairs[-1]]]
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
