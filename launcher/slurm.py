@@ -342,11 +342,17 @@ def _environment() -> dict[str, str]:
     that is parsed here.
     """
     dropped = re.compile(r"(SLURM|SQUEUE|SRUN|SCANCEL)_")
-    return {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name in _KEPT or not (name in _RANK_VARIABLES or dropped.match(name))
     }
+    if "PYTHONPATH" in environment:
+        # "PYTHONPATH=$PYTHONPATH:/mine" leaves an empty entry, by which Python would look for
+        # modules in the job's working directory first (PYTHONSAFEPATH does not prevent that).
+        entries = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
+    return environment
 
 
 def _words(text: str) -> str:

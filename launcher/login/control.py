@@ -17,6 +17,7 @@ from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ExitCode, JobKind, in_words
+from pretrain.rundir.trust import check_trusted, read_trusted
 
 POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
@@ -39,6 +40,7 @@ def cancel(run: Path, save: bool) -> None:
         RunFailed: Slurm refused or does not answer, or the checkpoint was not saved.
     """
     check_run(run)
+    check_trusted(run)
     records = read_jobs(run)
     training, evaluating = _jobs_in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
@@ -78,6 +80,7 @@ def requeue(run: Path) -> None:
         RunFailed: Slurm refused or does not answer, or the job is held.
     """
     check_run(run)
+    check_trusted(run)
     records = read_jobs(run)
     [training] = _jobs_in_queue(run, records, JobKind.TRAIN)
     for job in training:
@@ -244,7 +247,7 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     launch_script = RunPaths(run).launch_script
     arguments = list(read_launch(run).sbatch)
     try:
-        script = launch_script.read_text()
+        script = read_trusted(launch_script)
     except OSError as error:
         raise ConfigError(
             f"{launch_script}: cannot be read ({error.strerror}). Submit the run again"

@@ -20,6 +20,7 @@ from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
 from pretrain.launcher.slurm import JobState
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
@@ -112,7 +113,7 @@ def read_statuses(
     now = time.time() if now is None else now
     jobs = {run: read_jobs(run) for run in runs}
     queue = ask_slurm([record.job_id for records in jobs.values() for record in records])
-    return [_status(run, jobs[run], queue, now) for run in runs], queue.away
+    return [_status_or_why_not(run, jobs[run], queue, now) for run in runs], queue.away
 
 
 def ask_slurm(ids: Sequence[str]) -> Queue:
@@ -170,6 +171,20 @@ def check_run(run: Path) -> None:
 def is_alive(attempt: AttemptRecord, now: float) -> bool:
     """Return True if an attempt has not ended and has sent a heartbeat within its lease."""
     return attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
+
+
+def _status_or_why_not(
+    run: Path, records: Sequence[JobRecord], queue: Queue, now: float
+) -> RunStatus:
+    """Return the status of one run, or that it cannot be read; the others are shown all the same.
+
+    The arguments are those of `_status`.
+    """
+    try:
+        return _status(run, records, queue, now)
+    except (ConfigError, OSError) as error:
+        reason = f"cannot be read: {error}"
+        return RunStatus(run, "unknown", reason, "", 0, None, None, None, None, [], [], None, [])
 
 
 def _status(run: Path, records: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
@@ -319,9 +334,11 @@ def read_num_steps(run: Path) -> int | None:
     paths = RunPaths(run)
     for path in (paths.launch_config, paths.config):
         try:
-            return int(tomllib.loads(path.read_text())["train"]["num_steps"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            found = tomllib.loads(read_text(path))["train"]["num_steps"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
+        if type(found) is int and 0 < found < MAX_NUMBER:
+            return found
     return None
 
 
@@ -346,4 +363,6 @@ def read_rates(path: Path) -> Rates | None:
 def _number(record: Record, key: str, default: float = 0.0) -> float:
     """Return a number of a record; `default` when it is missing or something else."""
     value = record.get(key)
-    return value if isinstance(value, int | float) else default
+    if isinstance(value, float) or (type(value) is int and abs(value) < MAX_NUMBER):
+        return value
+    return default

@@ -25,9 +25,11 @@ from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import Job, check_time, launcher_command
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.files import DIRECTORY_MODE, replace_file
 from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job
 from pretrain.rundir.paths import RunPaths, claim_version
 from pretrain.rundir.states import JobKind, Phase
+from pretrain.rundir.trust import check_own_directory
 
 BYTES_PER_PARAMETER = 12
 """Size of a checkpoint: an fp32 master weight and two fp32 Adam moments per parameter."""
@@ -207,6 +209,8 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
     Raises:
         SlurmError: sbatch refused. All files are left as they were before.
     """
+    # Slurm writes there as this user, and follows links.
+    check_own_directory(job.logs)
     launch_files = dict(files)
     for run in runs:
         launch_files |= _launch_files(run, job)
@@ -275,15 +279,15 @@ def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) ->
     try:
         for folder in created:
             with writing(folder):
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         for path, text in files.items():
             with writing(path):
-                path.write_text(text)
+                replace_file(path, text)
         yield
     except BaseException:
         for path, old in before.items():
             with contextlib.suppress(OSError):
-                path.unlink() if old is None else path.write_text(old)
+                path.unlink() if old is None else replace_file(path, old)
         for folder in reversed(created):
             # It stays when another process has put something there meanwhile.
             with contextlib.suppress(OSError):

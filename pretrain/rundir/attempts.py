@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pretrain.config import load_config
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import from_json, read_json, read_json_lines, read_text
+from pretrain.rundir.files import MAX_BYTES, from_json, read_json, read_json_lines, read_text
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 from pretrain.rundir.states import Outcome
 
@@ -184,7 +184,7 @@ def read_attempts(run: Path) -> list[AttemptRecord]:
 
 def read_attempt(directory: Path) -> AttemptRecord:
     """Return one attempt. What it has not written yet is left out."""
-    lines = read_json_lines(directory / PHASES)
+    lines = read_json_lines(directory / PHASES, MAX_BYTES)
     return AttemptRecord(
         number=int(directory.name),
         directory=directory,

@@ -37,7 +37,16 @@ LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
 LAUNCHER_FLOORS = [
     {
         f"{LAUNCHER}.{name}"
-        for name in ("terminal", "slurm", "cluster", "nodes", "job", "evaluations", "options")
+        for name in (
+            "terminal",
+            "slurm",
+            "cluster",
+            "nodes",
+            "job",
+            "evaluations",
+            "options",
+            "credentials",
+        )
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.data_cli"},
