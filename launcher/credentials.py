@@ -65,7 +65,7 @@ ENDINGS = (
 PASS or KEY is one: COMPASS, MONKEY."""
 PLACES = {"DIR", "DIRECTORY", "FILE", "FILES", "HOME", "PATH", "SIZE", "SOCK", "SOCKET"}
 """A name that ends with one of these words says where a secret is, or how long: SSH_AUTH_SOCK."""
-NO_SECRETS = {"PWD", "OLDPWD", "NCCL_IB_PKEY", "MAX_TOKEN", "NUM_TOKEN"}
+NO_SECRETS = {"PWD", "OLDPWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "MAX_TOKEN", "NUM_TOKEN"}
 """The working directory and others that the words above do not tell apart."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """A word of a name: of MY_PASS, of my-pass and of myPass."""
