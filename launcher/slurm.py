@@ -313,7 +313,7 @@ def _run(
         answer = subprocess.run(
             [program, *arguments],
             input=script,
-            stdin=None if script else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if script is None else None,
             capture_output=True,
             encoding="utf-8",
             errors="replace",

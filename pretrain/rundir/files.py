@@ -27,7 +27,7 @@ Json = dict[str, Any]
 FILE_MODE, DIRECTORY_MODE = 0o640, 0o750
 """What a run writes can be read by its owner and the owner's group. It is given to open and mkdir,
 because the umask has no effect in a folder that has a default access list."""
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 32 * 2**20
 """The most that is read of a file that is small in any run: a larger one is damage."""
 MAX_LINE = 2**20
 """The longest line of a JSON lines file; a longer one is damage."""

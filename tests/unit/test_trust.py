@@ -167,7 +167,7 @@ def test_a_group_may_write_only_if_it_is_the_owner_s_private_one(
         with pytest.raises(ConfigError, match="launch: group root may write to it"):
             check_trusted(run)
     os.chown(run / "launch", 0, STRANGER)
-    with pytest.raises(ConfigError, match="group 12345 may write to it .owner root, mode 0770."):
+    with pytest.raises(ConfigError, match="launch: group 12345 may write to it"):
         check_trusted(run)
     (run / "launch").chmod(0o2750)
     check_trusted(run)
@@ -176,7 +176,9 @@ def test_a_group_may_write_only_if_it_is_the_owner_s_private_one(
 def access_list(*entries: tuple[int, int, int]) -> bytes:
     """An access control list as Linux keeps it: version 2, then tag, permissions and id of each."""
     no_id = 2**32 - 1
-    rows = [struct.pack("<HHI", tag, bits, who if who >= 0 else no_id) for tag, bits, who in entries]
+    rows = [
+        struct.pack("<HHI", tag, bits, who if who >= 0 else no_id) for tag, bits, who in entries
+    ]
     return struct.pack("<I", 2) + b"".join(rows)
 
 
