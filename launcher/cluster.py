@@ -109,7 +109,7 @@ class Site(Section):
     Secrets are refused, because this is written into the run's directory: export them in your
     shell before you submit."""
     scratch: str | None = None
-    """A directory that exists on every node and may be shared by users. Temporary files and compiled
+    """A directory that exists on every node. Users may share it: temporary files and compiled
     kernels go to pretrain-UID in it, which is made for this user alone."""
     sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
     """Further options of sbatch, one string each: "--reservation=night"."""

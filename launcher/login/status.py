@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ RATE_STEPS = 50
 TAIL_BYTES = 256 * 1024
 """How much of the end of metrics.jsonl is read, which may be huge: `RATE_STEPS` steps of some 300
 bytes, and some evaluations between them."""
+NUM_STEPS = re.compile(r"num_steps *= *([0-9]{1,15})")
+"""The line of a config that `dump_config` writes for train.num_steps."""
 SEARCH_DEPTH = 4
 """How many levels below runs/ a run is looked for."""
 
@@ -330,15 +332,15 @@ def _estimated_end(
 # ---- files of the run ----
 def read_num_steps(run: Path) -> int | None:
     """Return train.num_steps as submitted, or else as started; None if neither can be read."""
-    # Not `load_config`: this has to work on the configs of other releases, too.
+    # Not `load_config`: this has to work on the configs of other releases, too. Nor tomllib, whose
+    # time grows with the square of the file in one that was made for it.
     paths = RunPaths(run)
     for path in (paths.launch_config, paths.config):
-        try:
-            found = tomllib.loads(read_text(path))["train"]["num_steps"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        if type(found) is int and 0 < found < MAX_NUMBER:
-            return found
+        section = ""
+        for line in read_text(path).splitlines():
+            section = line.strip() if line.startswith("[") else section
+            if section == "[train]" and (found := NUM_STEPS.fullmatch(line.strip())):
+                return int(found[1])
     return None
 
 

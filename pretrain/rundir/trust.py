@@ -8,6 +8,7 @@ have put anything there. docs/security.md says what that protects from and what 
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -128,10 +129,11 @@ def _check(path: Path) -> None:
             _check_owner(path, found)
             # A link that leads nowhere can be written through; the owner's own does no harm.
             found = path.stat()
-    except FileNotFoundError:
-        return
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be looked at ({error.strerror}). Remove it") from None
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path}: is a link that leads to itself. Remove it") from None
+        # It is not there, or cannot be used either: whoever does says why.
+        return
     _check_status(path, found)
 
 

@@ -9,14 +9,16 @@ import json
 import os
 import pwd
 import shutil
+import site
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import Done, explained
+from tests.end_to_end.commands import ROOT, Done, explained
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_submit import DEMO, Desk
 
@@ -24,14 +26,40 @@ VICTIM, ATTACKER = (pwd.getpwnam(name).pw_uid for name in ("daemon", "nobody"))
 """Two users that every Debian has: Slurm wants to know a job's user by name."""
 WHO = """#!/bin/sh
 id -u > "$NOTES/ran.$SLURM_PROCID"
+# Refused, after which no other attempt is made.
+exit 2
 """
+
+
+PACKAGES = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *site.getsitepackages()]),
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+"""Variables with which another Python of the same version finds the project and what it needs."""
+
+
+def as_user(user: int) -> list[str]:
+    """Return a command that becomes another user and runs what follows it."""
+    become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    # Not directly: setpriv would still have root's rights when it looks for the program.
+    return [*become, "sh", "-c", 'exec "$@"', "sh"]
+
+
+def python_of_all_users(cluster: Cluster) -> str | None:
+    """Return a Python that other users may run: this one may lie in root's home directory."""
+    system = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (sys.executable, system):
+        command = [*as_user(VICTIM), python, "-c", "import pretrain.launcher.cli"]
+        if cluster.run(*command, cwd="/", environment=PACKAGES).returncode == 0:
+            return python
+    return None
 
 
 class Users:
     """A shared directory that both may write to, and the victim's home."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.desk = cluster, Desk(cluster, folder)
+    def __init__(self, cluster: Cluster, folder: Path, python: str) -> None:
+        self.cluster, self.desk, self.python = cluster, Desk(cluster, folder), python
         desk = self.desk
         self.shared, self.home = folder / "shared", folder / "victim"
         self.shared.mkdir()
@@ -48,15 +76,14 @@ class Users:
 
     def launcher(self, *words: object, user: int = VICTIM) -> Done:
         """Run `launcher` as a user does, from the directory that both may write to."""
-        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
         done = self.cluster.run(
-            *become,
-            sys.executable,
+            *as_user(user),
+            self.python,
             "-m",
             "pretrain.launcher",
             *words,
             cwd=self.desk.work,
-            environment={"HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1"},
+            environment=PACKAGES | {"HOME": str(self.home)},
         )
         return Done(done.returncode, done.stdout, done.stderr)
 
@@ -70,27 +97,14 @@ class Users:
 
 
 @pytest.fixture
-def users(cluster: Cluster, tmp_path: Path) -> Iterator[Users]:
-    # pytest's own folders are root's alone.
-    opened = [parent for parent in tmp_path.parents if "pytest" in parent.name]
-    modes = {path: path.stat().st_mode for path in (tmp_path, *opened)}
-    for path in modes:
-        path.chmod(path.stat().st_mode | 0o055)
-    python = Path(sys.executable)
-    done = cluster.run(
-        "setpriv",
-        f"--reuid={VICTIM}",
-        f"--regid={VICTIM}",
-        "--clear-groups",
-        python,
-        "-c",
-        "import pretrain",
-    )
-    if done.returncode:
-        pytest.skip(f"another user cannot run {python}: {done.stderr[-200:]}")
-    yield Users(cluster, tmp_path)
-    for path, mode in modes.items():
-        path.chmod(mode)
+def users(cluster: Cluster) -> Iterator[Users]:
+    python = python_of_all_users(cluster)
+    if python is None:
+        pytest.skip("no Python here that other users may run has the project's packages")
+    # Not tmp_path: every pytest that starts makes its parent root's alone.
+    with tempfile.TemporaryDirectory(prefix="users-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Users(cluster, Path(name), python)
 
 
 def prepared_by_the_attacker(users: Users, name: str) -> Path:
