@@ -203,9 +203,9 @@ def damage(dice: random.Random, run: Path) -> str:
     elif kind == "name":
         name = dice.choice(NAMES)
         with contextlib.suppress(OSError):
-            shutil.copytree(path, path.with_name(name)) if dice.random() < 0.5 else path.rename(
-                path.with_name(name)
-            )
+            path.rename(path.with_name(name))
+        if dice.random() < 0.5:
+            path.mkdir(exist_ok=True)
     else:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         if kind == "other" or dice.random() < 0.5:
