@@ -17,7 +17,14 @@ from pathlib import Path
 
 from pretrain.config import load_config
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import MAX_BYTES, from_json, read_json, read_json_lines, read_text
+from pretrain.rundir.files import (
+    MAX_BYTES,
+    from_json,
+    open_regular,
+    read_json,
+    read_json_lines,
+    read_text,
+)
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 from pretrain.rundir.states import Outcome
 
@@ -226,7 +233,7 @@ def last_heartbeat(directory: Path) -> float:
     """Return when an attempt last renewed its lease, in unix seconds by the file server's clock."""
     try:
         # Opened, not only looked up: an NFS client then asks the server instead of its cache.
-        with open(directory / HEARTBEAT, "rb") as file:
+        with open_regular(directory / HEARTBEAT) as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return 0.0

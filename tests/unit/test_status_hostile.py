@@ -337,6 +337,15 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     assert "cannot be read" in tables.table(statuses, time.time(), 400)
 
 
+def test_a_pipe_in_the_place_of_any_file_makes_no_command_wait(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    for path in sorted(p for p in (tmp_path / "run").rglob("*") if p.is_file()):
+        path.unlink()
+        os.mkfifo(path)
+    for command in COMMANDS.values():
+        output_of(command, tmp_path / "run")
+
+
 def test_huge_files_are_not_read_whole(tmp_path: Path) -> None:
     with (tmp_path / "jobs.jsonl").open("wb") as file:
         file.truncate(2**40)
