@@ -12,6 +12,7 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.login.status import ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
+from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -269,4 +270,4 @@ def _submit_again(run: Path, record: JobRecord) -> None:
             slurm.rename(job_id, record.name)
         except slurm.SlurmError as error:
             print(f"warning: job {job_id}: could not be renamed, it has the array's name: {error}")
-    print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")
+    print(plain(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}"))

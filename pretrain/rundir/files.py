@@ -29,6 +29,7 @@ FILE_MODE, DIRECTORY_MODE = 0o640, 0o750
 because the umask has no effect in a folder that has a default access list."""
 MAX_BYTES = 32 * 2**20
 """The most that is read of a file that is small in any run: a larger one is damage."""
+PIECE_BYTES = 2**16
 MAX_LINE = 2**20
 """The longest line of a JSON lines file; a longer one is damage."""
 MAX_NUMBER = 2**53
@@ -259,10 +260,13 @@ def read_bytes(
         found = os.fstat(file.fileno())
         if check is not None:
             check(found, file.fileno())
-        content = file.read(-1 if most is None else most + 1)
-    if most is not None and len(content) > most:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-    return content
+        content = bytearray()
+        # In pieces: files below /proc/sys refuse to be read by so many bytes at once (ENOMEM).
+        while part := file.read(PIECE_BYTES):
+            content += part
+            if most is not None and len(content) > most:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return bytes(content)
 
 
 # ---- JSON ----------------------------------------------------------------------------------------

@@ -426,6 +426,12 @@ def test_a_rank_makes_its_caches_and_refuses_those_of_others(tmp_path: Path) -> 
         assert f"{own}: belongs to another user" in done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a file below /proc/sys")
+def test_a_file_of_the_kernel_is_read() -> None:
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    assert read_text(boot_id) == boot_id.read_text() != ""
+
+
 def test_a_directory_that_is_missing_passes(tmp_path: Path) -> None:
     check_trusted(tmp_path / "none")
     check_own_directory(tmp_path / "none")
