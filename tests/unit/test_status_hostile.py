@@ -289,6 +289,7 @@ def test_no_run_of_thousands_ends_a_command_with_a_traceback(part: int, tmp_path
 def test_every_text_of_a_run_is_printed_without_what_steers_a_terminal(tmp_path: Path) -> None:
     run = tmp_path / "r\x1b[2Jn"
     make_run(run)
+    Attempt.join(run / "attempts/0002").end("failed", 1, "", 4)
     owner = Owner.here(nodes=STEERING)
     attempt = Attempt.begin(run, owner, lambda other: True)
     attempt.phase(STEERING, 4)
