@@ -290,7 +290,7 @@ def test_every_text_of_a_run_is_printed_without_what_steers_a_terminal(tmp_path:
     run = tmp_path / "r\x1b[2Jn"
     make_run(run)
     Attempt.join(run / "attempts/0002").end("failed", 1, "", 4)
-    owner = Owner.here(nodes=STEERING)
+    owner = Owner.here(nodes=STEERING, num_processes=2)
     attempt = Attempt.begin(run, owner, lambda other: True)
     attempt.phase(STEERING, 4)
     assert all(map(str.isprintable, output_of(COMMANDS["status RUN"], run).splitlines()))
