@@ -19,25 +19,13 @@ from pydantic import Field, ValidationError
 
 from pretrain.config import ConfigError
 from pretrain.config.section import Section
+from pretrain.launcher.credentials import credential_among, credential_in, is_credential, refusal
 from pretrain.launcher.slurm_options import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
 
 VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
 """Keys of a site for which a variable SBATCH_<KEY> may stand in."""
 VARIABLE_ARGUMENTS = ("reservation", "wckey")
 """Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
-_SECRET_WORDS = {
-    "KEY",
-    "APIKEY",
-    "TOKEN",
-    "SECRET",
-    "SECRETS",
-    "PASSWORD",
-    "PASSWD",
-    "PASSPHRASE",
-    "CREDENTIAL",
-    "CREDENTIALS",
-}
-"""A variable that has one of these words in its name is taken for a secret."""
 _RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PRETRAIN_ATTEMPT"}
 """Variables that tell a process which rank it is; Slurm and the launcher set them for each rank."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<clock>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
@@ -93,7 +81,8 @@ class Site(Section):
     Secrets are refused, because this is written into the run's directory: export them in your
     shell before you submit."""
     scratch: str | None = None
-    """A directory that exists on every node, for temporary files and compiled kernels."""
+    """A directory that exists on every node. Users may share it: temporary files and compiled
+    kernels go to pretrain-UID in it, which is made for this user alone."""
     sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
     """Further options of sbatch, one string each: "--reservation=night"."""
     srun_arguments: tuple[str, ...] = Field(default=(), strict=False)
@@ -251,10 +240,12 @@ def is_plain(text: str) -> bool:
 
 def _refusals(site: Site) -> list[str]:
     """Return what is wrong with a site beyond the types of its values, a line each."""
+    # Alone, because the others repeat the value.
+    if secrets := list(_refused_secrets(site)):
+        return secrets
     return [
         *_refused_text(site),
         *_refused_variables(site),
-        *_secrets_in_arguments(site),
         *_refused_sizes(site),
         *_refused_arguments(site),
     ]
@@ -281,13 +272,6 @@ def _refused_variables(site: Site) -> Iterator[str]:
         key = f"environment.{name}" if is_plain(name) else f"environment.{name!r}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             yield f"{key}: not a variable's name. Use letters, digits and underscores"
-        # The message must not repeat a secret's value.
-        elif _is_secret(name):
-            yield (
-                f"{key}: looks like a secret, and would be written into the job's script and the "
-                f"run's directory. Leave it out and `export {name}=...` in your shell: the job "
-                "inherits it"
-            )
         elif (
             name in _RANK_VARIABLES
             or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
@@ -298,22 +282,15 @@ def _refused_variables(site: Site) -> Iterator[str]:
             yield f"{key} = {value!r}: no variable can hold this. Use printable text"
 
 
-def _secrets_in_arguments(site: Site) -> Iterator[str]:
-    """Refuse secrets in arguments, such as --env WANDB_API_KEY=... of a container."""
-    for key in ("container", "sbatch_arguments", "srun_arguments"):
-        words: tuple[str, ...] = getattr(site, key)
-        assigned = [name for word in words for name in re.findall(r"(\w+)=", word)]
-        for name in filter(_is_secret, assigned):
-            yield (
-                f"{key}: {name} looks like a secret, and would be written into the run's "
-                f"directory. Leave it out and `export {name}=...` in your shell: the job inherits "
-                "it"
-            )
-
-
-def _is_secret(name: str) -> bool:
-    """Return True if a variable's name says that it holds a secret, as WANDB_API_KEY does."""
-    return bool(_SECRET_WORDS & set(name.upper().split("_")))
+def _refused_secrets(site: Site) -> Iterator[str]:
+    """Refuse secrets in any value, such as --env WANDB_API_KEY=... of a container."""
+    for name, value in site.environment.items():
+        if what := name if is_credential(name) else credential_in(value):
+            yield refusal(f"environment.{name}" if is_plain(name) else "environment", what)
+    for key, value in site.model_dump(exclude={"environment"}).items():
+        words = value if isinstance(value, tuple) else (value,)
+        if what := credential_among(word for word in words if isinstance(word, str)):
+            yield refusal(key, what)
 
 
 def _refused_sizes(site: Site) -> Iterator[str]:
@@ -370,7 +347,11 @@ def _explain(error: Any) -> str:
         )
     if error["type"] == "missing":
         return f"{key}: missing; it has no default"
-    got = error["input"]
+    got, shown = error["input"], repr(error["input"])
+    # A secret must not be repeated, and what is no single value may hold one anywhere.
+    secret = any(is_credential(str(part)) for part in error["loc"]) or credential_in(shown)
+    if secret or not isinstance(got, str | int | float):
+        shown = "..."
     return (
-        f"{key} = {got!r}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
+        f"{key} = {shown}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
     )

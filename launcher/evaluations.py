@@ -29,10 +29,18 @@ from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.job import Job, launcher_command
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
-from pretrain.rundir.files import publish_directory, read_json, replace_file, replace_json
+from pretrain.rundir.files import (
+    DIRECTORY_MODE,
+    make_directory,
+    publish_directory,
+    read_json,
+    replace_file,
+    replace_json,
+)
 from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import JobKind
+from pretrain.rundir.trust import check_trusted, read_trusted
 
 TRIES = 3
 """A checkpoint is given up after this many jobs without a result."""
@@ -71,7 +79,7 @@ def write_plan(run: Path, plan: Plan) -> None:
     """Write RUN/evaluations/plan.json in one move. Raises RunFailed when the disk refuses."""
     path = RunPaths(run).evaluation_plan
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         replace_file(path, plan.dump())
 
 
@@ -79,11 +87,13 @@ def read_plan(run: Path) -> Plan:
     """Read RUN/evaluations/plan.json.
 
     Raises:
-        ConfigError: There is no plan, or it is damaged.
+        ConfigError: There is no plan, or it is damaged, or another user may have put it there.
     """
     path = RunPaths(run).evaluation_plan
     try:
-        values = json.loads(path.read_text())
+        # The site in it says what is executed.
+        check_trusted(run)
+        values = json.loads(read_trusted(path))
         lengths, job = values["lengths"], values["job"]
         request = EvaluationRequest(
             lengths if lengths is None else tuple(lengths),
@@ -109,6 +119,8 @@ def read_plan(run: Path) -> Plan:
         raise ConfigError(
             f"{path}: missing. Make a plan with `launcher evaluate-checkpoints`"
         ) from None
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{path}: not a plan ({error}). Make a new one with `launcher evaluate-checkpoints`"
@@ -188,7 +200,7 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
 def _submit(run: Path, plan: Plan, name: str) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
     with writing(plan.job.logs):
-        plan.job.logs.mkdir(parents=True, exist_ok=True)
+        make_directory(plan.job.logs)
     job = dataclasses.replace(plan.job, commands=(launcher_command("evaluation", str(run), name),))
     # Slurm runs jobs of one name and user one after the other. The name is this run's own, so its
     # evaluations take at most one node from training, and runs do not wait for each other.
@@ -228,7 +240,7 @@ def _give_up(run: Path, name: str, tries: Sequence[str]) -> None:
     )
     folder = paths.evaluations / f".{name}.{uuid.uuid4().hex}"
     with writing(folder):
-        folder.mkdir()
+        folder.mkdir(mode=DIRECTORY_MODE)
         (folder / "failed.json").write_text(
             json.dumps({"reason": reason, "jobs": list(tries)}) + "\n"
         )

@@ -134,6 +134,7 @@ class Job:
         setup += [
             f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()
         ]
+        setup += self._private_scratch()
         values = {
             # Only a login shell is sure to know `module`.
             "SHELL": "/bin/bash -l" if self.site.modules else "/bin/bash",
@@ -239,14 +240,45 @@ class Job:
 
     def _environment(self) -> dict[str, str]:
         """Return the variables that the batch script exports; the site's come last and win."""
-        given = {"OMP_NUM_THREADS": str(self.cpus_per_task)}
-        if scratch := self.site.scratch:
+        given = {
+            "OMP_NUM_THREADS": str(self.cpus_per_task),
+            # `python -m` would look for modules in the working directory first, where others may
+            # have put a json.py.
+            "PYTHONSAFEPATH": "1",
+        }
+        if own := self._own_scratch:
             given |= {
-                "TMPDIR": scratch,
-                "TRITON_CACHE_DIR": f"{scratch}/triton",
-                "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torchinductor",
+                "TMPDIR": own,
+                "TRITON_CACHE_DIR": f"{own}/triton",
+                "TORCHINDUCTOR_CACHE_DIR": f"{own}/torchinductor",
+                "TORCH_EXTENSIONS_DIR": f"{own}/torch_extensions",
             }
         return given | self.site.environment
+
+    @property
+    def _own_scratch(self) -> str | None:
+        """Return this user's folder in the site's scratch directory, which users may share.
+
+        Compiled kernels are kept in it and executed.
+        """
+        return f"{self.site.scratch}/pretrain-{os.getuid()}" if self.site.scratch else None
+
+    def _private_scratch(self) -> list[str]:
+        """Return the lines of the script that make this user's scratch folder on the first node.
+
+        The ranks make it on theirs (`pretrain.platform`), and check there what this does here.
+        """
+        if not self._own_scratch:
+            return []
+        own = shlex.quote(self._own_scratch)
+        return [
+            f"mkdir --mode=700 -p -- {own}",
+            f"[ -O {own} ] && [ ! -L {own} ] || {{",
+            f"    echo error: {own}: is not yours. Set another scratch in the site >&2",
+            "    exit 2",
+            "}",
+            f"chmod 700 -- {own}",
+        ]
 
     def _command(self) -> str:
         """Return the lines of the batch script that choose the command: "$@" from then on."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
 from pretrain.launcher.cli import app
+from pretrain.launcher.terminal import plain
 from pretrain.rundir.states import ExitCode
 
 
@@ -19,6 +21,10 @@ def main() -> None:
     """
     # Files that the launcher and its jobs write are readable by their owner and group only.
     os.umask(0o027)
+    # What a terminal's encoding lacks is no reason to end.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except ConfigError as error:
@@ -35,5 +41,5 @@ def main() -> None:
 
 def _exit_with_error(message: str, code: ExitCode) -> None:
     """Print each line of an error to stderr, and exit."""
-    print("\n".join(f"error: {line}" for line in message.splitlines()), file=sys.stderr)
+    print("\n".join(f"error: {plain(line)}" for line in message.split("\n")), file=sys.stderr)
     sys.exit(code)

@@ -382,7 +382,7 @@ def _run(
         answer = subprocess.run(
             [program, *arguments],
             input=script,
-            stdin=None if script else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if script is None else None,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -415,11 +415,17 @@ def _environment() -> dict[str, str]:
     (pretrain.launcher.cluster.with_variables).
     """
     dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
-    return {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name in _KEPT or not (name in _RANK_VARIABLES or dropped.match(name))
     }
+    if "PYTHONPATH" in environment:
+        # "PYTHONPATH=$PYTHONPATH:/mine" leaves an empty entry, by which Python would look for
+        # modules in the job's working directory first (PYTHONSAFEPATH does not prevent that).
+        entries = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
+    return environment
 
 
 def _words(text: str) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import importlib.util
 import logging
 import os
+import re
 import resource
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -26,11 +29,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, writing
 from pretrain.devices import Device, device_index
+from pretrain.rundir.trust import check_own_directory, check_place
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of train.precision."""
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+"""Variables that name directories of compiled code."""
 
 
 def has_cuda() -> bool:
@@ -299,6 +306,44 @@ def available_memory() -> int:
     return available
 
 
+def make_caches_private() -> None:
+    """Make the directories of compiled kernels, of which each process executes what is in them.
+
+    Also TMPDIR, where it is missing. torch's own default is a fixed name in /tmp, where another
+    user may have made it first.
+
+    Raises:
+        ConfigError: One of them belongs to another user, or others may write to it.
+    """
+    if (temporary := os.environ.get("TMPDIR")) and not os.path.lexists(temporary):
+        _make_private(Path(temporary))
+        # Forget where temporary files went while the directory was missing.
+        tempfile.tempdir = None
+    # As in torch/_inductor/runtime/cache_dir_utils.py.
+    user = re.sub(r'[\\/:*?"<>|]', "_", _user_name())
+    own = f"{tempfile.gettempdir()}/torchinductor_{user}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
+    for name in CACHES:
+        if directory := os.environ.get(name):
+            _make_private(Path(directory))
+            check_place(Path(directory).parent)
+            check_own_directory(Path(directory), entries=False)
+
+
+def _make_private(directory: Path) -> None:
+    with writing(directory):
+        directory.parent.mkdir(0o700, parents=True, exist_ok=True)
+        directory.mkdir(0o700, exist_ok=True)
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # A user id without a name, as in a container.
+        return f"uid_{os.getuid()}"
+
+
 def prepare(local_rank: int) -> None:
     """Select this process's device, and configure DeepSpeed and Megatron for it.
 
@@ -307,7 +352,10 @@ def prepare(local_rank: int) -> None:
     Args:
         local_rank: Number of this process on its machine.
 
+    Raises:
+        ConfigError: if another user may write to the directories of compiled kernels.
     """
+    make_caches_private()
     _select_device(local_rank)
     if has_cuda():
         # One hardware queue, so that kernels start in the order in which they were launched.

@@ -25,6 +25,7 @@ from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import check_version
 from pretrain.rundir.states import JobKind
+from pretrain.rundir.trust import check_trusted
 
 DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
 """The files that `pretrain data build` writes last, so a data set that has them is complete."""
@@ -127,13 +128,15 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             answer, because a dry run is useful before the corpus has been downloaded.
 
     Raises:
-        ConfigError: A run is finished or in a job already, its newest checkpoint was trained with
-            a config from which it cannot go on, or its data is not built.
+        ConfigError: A run is finished or in a job already, another user may write to its directory,
+            its newest checkpoint was trained with a config from which it cannot go on, or its data
+            is not built.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
     check_path("the directory you are in", Path.cwd())
     for run in runs:
+        check_trusted(run.directory)
         check_version(run.directory)
         if is_finished(run.directory, run.config.train.num_steps):
             raise ConfigError(

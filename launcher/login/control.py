@@ -16,12 +16,14 @@ from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import Queue, ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
+from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import HEARTBEAT_SECONDS
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode, JobKind, in_words
+from pretrain.rundir.trust import check_trusted, read_trusted
 
 POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
@@ -47,6 +49,7 @@ def cancel(run: Path, save: bool) -> None:
     """
     _check_readable(run)
     check_run(run)
+    check_trusted(run)
     records = read_jobs(run)
     training, evaluating = _jobs_in_queue(run, records, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
@@ -87,6 +90,7 @@ def requeue(run: Path) -> None:
     """
     _check_readable(run)
     check_run(run)
+    check_trusted(run)
     records = read_jobs(run)
     [training] = _jobs_in_queue(run, records, JobKind.TRAIN)
     for job in training:
@@ -360,7 +364,7 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     launch_script = RunPaths(run).launch_script
     arguments = list(read_launch(run).sbatch)
     try:
-        script = launch_script.read_text()
+        script = read_trusted(launch_script)
     except OSError as error:
         raise ConfigError(
             f"{launch_script}: cannot be read ({error.strerror}). Submit the run again"
@@ -376,7 +380,7 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
-    print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")
+    print(plain(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}"))
 
 
 def _with_own_value(word: str, own: Mapping[str, str]) -> str:

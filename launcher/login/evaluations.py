@@ -21,6 +21,7 @@ from pretrain.launcher.login.allocation import TrainingRun
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
 from pretrain.rundir.paths import RunPaths, check_version
+from pretrain.rundir.trust import check_trusted
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
         SlurmError: Slurm refused a job.
     """
     check_path("RUN", run)
+    check_trusted(run)
     check_version(run)
     config = load_config(run_config(run))
     # The run's own job may be long over, so this stands in for it: whole nodes of the site.

@@ -17,7 +17,9 @@ from typing import IO
 from pretrain.config import ConfigError
 from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import check_run, read_statuses
+from pretrain.launcher.terminal import plain, plain_output
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.files import open_regular
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, in_words
@@ -32,7 +34,7 @@ POLL_SECONDS = 0.3
 """Between two looks at a log that has not grown."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue that ask if the run is over."""
-LABEL = re.compile(rb" *(\d+): ?")
+LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
 """What srun --label writes before a line: the rank, padded to the width of the largest rank."""
 
 
@@ -50,7 +52,7 @@ def print_log(run: Path, rank: int | None, number: int | None, following: bool) 
     """
     try:
         if following:
-            print(follow(run, rank), file=sys.stderr)
+            print(plain(follow(run, rank)), file=sys.stderr)
         else:
             show(run, rank, number)
     except KeyboardInterrupt:
@@ -85,7 +87,7 @@ def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
             )
         attempt = found[0]
     path, label = _find_log(run, attempt, rank, number is not None)
-    if not path.exists():
+    if not path.is_file():
         raise ConfigError(
             f"{path}: no such file, because the attempt's ranks have not started. "
             f"{_why_no_log(run)}"
@@ -118,7 +120,7 @@ def follow(run: Path, rank: int | None = None) -> str:
     attempt: AttemptRecord | None = None
     if records.newest_attempt(run) is None:
         print(
-            f"{run}: no attempt has begun; waiting for the first one. {_why_no_log(run)}",
+            plain(f"{run}: no attempt has begun; waiting for the first one. {_why_no_log(run)}"),
             file=sys.stderr,
             flush=True,
         )
@@ -186,8 +188,8 @@ class LogReader:
 
     def _open(self) -> bool:
         """Open the log if it exists; return True if it is open."""
-        if self._file is None and self.path.exists():
-            self._file = self.path.open("rb")
+        if self._file is None and self.path.is_file():
+            self._file = open_regular(self.path)
         return self._file is not None
 
     def _last(self, count: int) -> list[bytes]:
@@ -203,6 +205,9 @@ class LogReader:
     def _select(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the complete lines of the rank, and keep the rest for the next chunk."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > CHUNK_BYTES:
+            # Not a line of text. It must not fill the memory.
+            lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             label = LABEL.match(line)
             if self._rank is None:
@@ -288,7 +293,8 @@ def _why_no_log(run: Path) -> str:
 
 
 def _write(lines: list[bytes]) -> None:
-    """Write lines to stdout as they are: a log may hold bytes that are not UTF-8."""
+    """Write lines to stdout: to a file or a pipe byte for byte, to a terminal what it may get."""
     if lines:
-        sys.stdout.buffer.writelines(lines)
+        is_terminal = sys.stdout.isatty()
+        sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
         sys.stdout.buffer.flush()

@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
 from pretrain.rundir.attempts import PROGRESS, AttemptRecord, Suspension, last_heartbeat
 from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
@@ -38,6 +39,8 @@ TAIL_BYTES = 256 * 1024
 bytes, and some evaluations between them."""
 UNREADABLE = "unreadable"
 """The state of a run whose files cannot be read, which may be so for a moment only."""
+NUM_STEPS = re.compile(r"num_steps *= *([0-9]{1,15})")
+"""The line of a config that `dump_config` writes for train.num_steps."""
 SEARCH_DEPTH = 4
 """How many levels below runs/ a run is looked for."""
 
@@ -392,13 +395,15 @@ def _estimated_end(
 # ---- files of the run ----
 def read_num_steps(run: Path) -> int | None:
     """Return train.num_steps as submitted, or else as started; None if neither can be read."""
-    # Not `load_config`: this has to work on the configs of other releases, too.
+    # Not `load_config`: this has to work on the configs of other releases, too. Nor tomllib, whose
+    # time grows with the square of the file in one that was made for it.
     paths = RunPaths(run)
     for path in (paths.launch_config, paths.config):
-        try:
-            return int(tomllib.loads(path.read_text())["train"]["num_steps"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            continue
+        section = ""
+        for line in read_text(path).splitlines():
+            section = line.strip() if line.startswith("[") else section
+            if section == "[train]" and (found := NUM_STEPS.fullmatch(line.strip())):
+                return int(found[1])
     return None
 
 
@@ -423,4 +428,6 @@ def read_rates(path: Path) -> Rates | None:
 def _number(record: Record, key: str, default: float = 0.0) -> float:
     """Return a number of a record; `default` when it is missing or something else."""
     value = record.get(key)
-    return value if isinstance(value, int | float) else default
+    if isinstance(value, float) or (type(value) is int and abs(value) < MAX_NUMBER):
+        return value
+    return default

@@ -27,9 +27,11 @@ from pretrain.launcher.login.limits import check_times, check_with_slurm, signal
 from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
 from pretrain.rundir.attempts import is_finished
+from pretrain.rundir.files import DIRECTORY_MODE, replace_file
 from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job
 from pretrain.rundir.paths import RunPaths, claim_version
 from pretrain.rundir.states import JobKind
+from pretrain.rundir.trust import check_own_directory
 
 NO_FILES: Mapping[Path, str] = MappingProxyType({})
 
@@ -238,6 +240,8 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
         check_with_slurm(runs, job)
     except slurm.SlurmAway as error:
         raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
+    # Slurm writes there as this user, and follows links.
+    check_own_directory(job.logs)
     launch_files = dict(files)
     for run in runs:
         launch_files |= _launch_files(run, job)
@@ -306,15 +310,15 @@ def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) ->
     try:
         for folder in created:
             with writing(folder):
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         for path, text in files.items():
             with writing(path):
-                path.write_text(text)
+                replace_file(path, text)
         yield
     except BaseException:
         for path, old in before.items():
             with contextlib.suppress(OSError):
-                path.unlink() if old is None else path.write_text(old)
+                path.unlink() if old is None else replace_file(path, old)
         for folder in reversed(created):
             # It stays when another process has put something there meanwhile.
             with contextlib.suppress(OSError):

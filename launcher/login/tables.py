@@ -17,6 +17,7 @@ from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, to
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.login.status import RunStatus, find_runs, read_num_steps, read_statuses
 from pretrain.launcher.nodes import failing_nodes
+from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.paths import RunPaths
@@ -92,7 +93,7 @@ def _page(given: Sequence[Path], records: Records | None = None) -> str:
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     if away is None or not any(status.state in ("running", "unknown") for status in statuses):
         return text
-    note = f"Slurm gave no answer, so job states are missing ({away})"
+    note = f"Slurm gave no answer, so job states are missing ({plain(away)})"
     return f"{note[: terminal_width()]}\n{text}"
 
 
@@ -122,7 +123,7 @@ def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
 
 def detail(status: RunStatus, now: float) -> str:
     """Return all about one run: its state, its progress, its attempts and where their time went."""
-    lines = [str(status.run)]
+    lines = [plain(str(status.run))]
     lines += _field("state", ", ".join([status.state, *_job_and_nodes(status, now)]))
     lines += _field("reason", status.reason)
     lines += _field("step", _progress(status, now))
@@ -141,7 +142,7 @@ def summary(run: Path) -> str:
     attempts = read_attempts(run)
     splits = time_splits(attempts)
     if not attempts:
-        return f"{run}: no attempt yet"
+        return f"{plain(str(run))}: no attempt yet"
     newest, num_steps, checkpoint = attempts[-1], read_num_steps(run), newest_checkpoint_step(run)
     outcome = in_words(newest.ended.outcome) if newest.ended else "not ended"
     step = str(newest.ended.step if newest.ended else newest.step)
@@ -157,7 +158,7 @@ def summary(run: Path) -> str:
     )
     return "\n".join(
         [
-            f"{run}: {outcome} at step {step}, {len(attempts)} attempt{plural}, {saved}",
+            plain(f"{run}: {outcome} at step {step}, {len(attempts)} attempt{plural}, {saved}"),
             f"time: {spent or '0s'}; {duration(whole.wall)} in total",
             goodput_line(whole),
         ]
@@ -178,11 +179,11 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
     if step and status.num_steps:
         step += f"/{status.num_steps}"
     return (
-        str(status.run),
+        plain(str(status.run)),
         status.job.job_id if status.job else "",
-        status.state,
-        status.reason,
-        status.nodes,
+        plain(status.state),
+        plain(status.reason),
+        plain(status.nodes),
         str(status.restarts),
         step,
         thousands(rates.tokens_per_second) if rates else "",
@@ -204,7 +205,7 @@ def _cell(text: str, width: int, column: str) -> str:
 # ---- the details of one run ----
 def _field(name: str, text: str) -> list[str]:
     """Return a line with a name and its value; no line if there is no value."""
-    return [f"  {name:<12}{text}"] if text else []
+    return [f"  {name:<12}{plain(text)}"] if text else []
 
 
 def _job_and_nodes(status: RunStatus, now: float) -> list[str]:
@@ -257,7 +258,7 @@ def _attempts(
     heads = ["attempt", "began", "end", *PARTS, "sum"]
     rows = []
     for attempt, split in zip(attempts, splits):
-        outcome = in_words(attempt.ended.outcome) if attempt.ended else ""
+        outcome = plain(in_words(attempt.ended.outcome)) if attempt.ended else ""
         began = moment(attempt.owner.began_at, now)
         rows.append([str(attempt.number), began, outcome, *_split(split)])
     if len(rows) > 1:
@@ -284,7 +285,7 @@ def _split(split: TimeSplit) -> list[str]:
 def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
     """Return why attempts failed and which nodes are excluded, a line each, then an empty line."""
     lines = [
-        f"  attempt {attempt.number}: {attempt.ended.reason}"
+        f"  attempt {attempt.number}: {plain(attempt.ended.reason)}"
         for attempt in attempts
         if attempt.ended and attempt.ended.outcome not in ENDED_WELL
     ]
@@ -316,8 +317,14 @@ def duration(milliseconds: int) -> str:
 
 
 def moment(at: float, now: float) -> str:
-    """Return a local time: 14:05:33 today, Nov 22 14:05 within 300 days, Nov 2027 beyond."""
-    then, today = time.localtime(at), time.localtime(now)
+    """Return a local time: 14:05:33 today, Nov 22 14:05 within 300 days, Nov 2027 beyond.
+
+    "never" for a time that no calendar has, as in a damaged file.
+    """
+    try:
+        then, today = time.localtime(at), time.localtime(now)
+    except (OverflowError, ValueError, OSError):
+        return "never"
     if then[:3] == today[:3]:
         return time.strftime("%H:%M:%S", then)
     return time.strftime("%b %d %H:%M" if abs(at - now) < 300 * 86400 else "%b %Y", then)

@@ -23,9 +23,11 @@ from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
+from pretrain.rundir.files import make_directory, open_own, replace_file
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths, claim_version
 from pretrain.rundir.states import ExitCode
+from pretrain.rundir.trust import check_trusted
 
 POLL_SECONDS = 0.02
 """Time between two looks at processes that were asked to end."""
@@ -70,7 +72,8 @@ def run_locally(
     """
     run, logs = config.directory, RunPaths(config.directory).logs
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        check_trusted(run)
+        make_directory(logs)
     except OSError as error:
         raise ConfigError(
             f"run.directory: cannot create {logs} ({error.strerror}). Choose another directory"
@@ -89,7 +92,7 @@ def run_locally(
             if again:
                 # The user may have edited the config file since the first attempt.
                 frozen = attempt.directory / "config.toml"
-                frozen.write_text(dump_config(config))
+                replace_file(frozen, dump_config(config))
                 config_arguments = [str(frozen)]
             return LocalRanks(
                 [*command, *config_arguments, *resume_option.arguments(again)],
@@ -177,9 +180,12 @@ class LocalRanks:
                 for rank in range(nproc):
                     variables = _rank_environment(rank, nproc) | dict(environment or {})
                     # Rank 0 has no log: it writes to the terminal.
-                    name = paths.rank_log(rank) if rank else os.devnull
-                    with open(name, "ab" if append else "wb") as log:
-                        process = _start(command, variables, log if rank else None, die_with_parent)
+                    with contextlib.ExitStack() as stack:
+                        log = None
+                        if rank:
+                            name, mode = paths.rank_log(rank), "ab" if append else "wb"
+                            log = stack.enter_context(open_own(name, mode))
+                        process = _start(command, variables, log, die_with_parent)
                     self._processes.append(process)
         except BaseException:
             self.kill()
@@ -289,8 +295,13 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": nproc,
         "MASTER_ADDR": "127.0.0.1",
     }
+    # Modules in the working directory are the ranks' only if they are this process's, which they
+    # are under `python -m`: others may have put a json.py there.
+    here = {"", os.getcwd()} & set(sys.path)
+    safe_path = {} if here else {"PYTHONSAFEPATH": "1"}
     return {
         "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        **safe_path,
         **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         **{name: str(value) for name, value in distributed.items()},
     }

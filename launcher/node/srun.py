@@ -18,6 +18,7 @@ from pretrain.launcher import slurm
 from pretrain.launcher.node.signals import signals_blocked
 from pretrain.launcher.node.supervise import SIGNAL_CODE
 from pretrain.launcher.terminal import say
+from pretrain.rundir.files import open_own
 
 KILL_SECONDS = 60.0
 """Time for Slurm to end the processes of a job step."""
@@ -80,7 +81,7 @@ class SrunRanks:
         options = [f"--job-name={name}", *([f"--nodelist={','.join(nodes)}"] if nodes else [])]
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            file = open(log, "ab")  # noqa: SIM115  closed by _copy_output
+            file = open_own(log, "ab")  # closed by _copy_output
         try:
             with signals_blocked():
                 # A process group of its own: a signal that is sent to the group of this process

@@ -23,6 +23,7 @@ from pretrain.evaluate.report import check_report_path, format_table, write_repo
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.rundir.files import make_directory
 from pretrain.rundir.holds import hold
 
 
@@ -197,7 +198,7 @@ def _prepare_report_directory(out: Path) -> None:
     """Make the report's directory, so that a bad --out fails before the evaluation, not after."""
     check_report_path(out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(out.parent)
     except OSError as error:
         raise ConfigError(
             f"--out {out}: cannot create {out.parent} ({error.strerror}). Choose another path"

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.rundir.files import PARTIAL, flush_directory, from_json, read_json, replace_json
+from pretrain.rundir.files import (
+    DIRECTORY_MODE,
+    PARTIAL,
+    flush_directory,
+    from_json,
+    read_json,
+    replace_json,
+)
 from pretrain.rundir.lineage import Lineage, parse_lineage, read_lineage
 from pretrain.rundir.metrics import copy_after, drop_after
 from pretrain.rundir.paths import RunPaths, attempt_numbers
@@ -134,9 +141,9 @@ def abandoned_checkpoints(run: Path) -> Iterator[Path]:
 def _begin(run: Path, why: Why) -> Path:
     """Make the next free RUN/abandoned/#### with its why.json, in one rename."""
     directory = RunPaths(run).abandoned
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     partial = directory / f".{uuid.uuid4().hex}{PARTIAL}"
-    partial.mkdir()
+    partial.mkdir(mode=DIRECTORY_MODE)
     try:
         replace_json(partial / WHY, dataclasses.asdict(why), durable=True, indent=2)
         number = max(attempt_numbers(directory), default=0) + 1

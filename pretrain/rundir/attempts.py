@@ -17,7 +17,14 @@ from pathlib import Path
 
 from pretrain.config import load_config
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import from_json, read_json, read_json_lines, read_text
+from pretrain.rundir.files import (
+    MAX_BYTES,
+    from_json,
+    open_regular,
+    read_json,
+    read_json_lines,
+    read_text,
+)
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
 from pretrain.rundir.states import Outcome, Phase
@@ -233,7 +240,7 @@ def read_attempts(run: Path) -> list[AttemptRecord]:
 
 def read_attempt(directory: Path) -> AttemptRecord:
     """Return one attempt. What it has not written yet is left out."""
-    lines = read_json_lines(directory / PHASES)
+    lines = read_json_lines(directory / PHASES, MAX_BYTES)
     return AttemptRecord(
         number=int(directory.name),
         directory=directory,
@@ -307,7 +314,7 @@ def last_heartbeat(directory: Path) -> float:
     """Return when an attempt last renewed its lease, in unix seconds by the file server's clock."""
     try:
         # Opened, not only looked up: an NFS client then asks the server instead of its cache.
-        with open(directory / HEARTBEAT, "rb") as file:
+        with open_regular(directory / HEARTBEAT) as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return 0.0

@@ -24,7 +24,13 @@ from pretrain.rundir.abandoned import (
     read_abandoned,
 )
 from pretrain.rundir.fence import Superseded, check_still_holds
-from pretrain.rundir.files import PARTIAL, REPLACED, flush_directory, make_directory
+from pretrain.rundir.files import (
+    DIRECTORY_MODE,
+    PARTIAL,
+    REPLACED,
+    flush_directory,
+    make_directory,
+)
 from pretrain.rundir.lineage import MANIFEST as MANIFEST
 from pretrain.rundir.lineage import Lineage, read_lineage
 from pretrain.rundir.paths import RunPaths, check_version
@@ -315,7 +321,7 @@ def begin_partial(run: Path, step: int, attempt: Path | None) -> Path:
     partial = RunPaths(run).checkpoints / name
     # Durable: without the folder's own name, no flush of what is in it helps.
     make_directory(partial.parent)
-    partial.mkdir()
+    partial.mkdir(mode=DIRECTORY_MODE)
     return partial
 
 

@@ -14,17 +14,24 @@ import json
 import math
 import os
 import shutil
+import stat
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
-FILE_MODE = 0o640
-"""What a run writes can be read by its owner and the owner's group."""
+FILE_MODE, DIRECTORY_MODE = 0o640, 0o750
+"""What a run writes can be read by its owner and the owner's group. It is given to open and mkdir,
+because the umask has no effect in a folder that has a default access list."""
+MAX_BYTES = 32 * 2**20
+"""The most that is read of a file that is small in any run: a larger one is damage."""
+PIECE_BYTES = 2**16
+MAX_LINE = 2**20
+"""The longest line of a JSON lines file; a longer one is damage."""
 MAX_NUMBER = 2**53
 """Larger numbers in a record are damage; JSON readers agree on integers up to here."""
 PARTIAL = ".partial"
@@ -130,7 +137,7 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     # Two processes may build the same folder at once, so each builds under a name of its own.
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}{PARTIAL}")
-    partial.mkdir(parents=True)
+    partial.mkdir(DIRECTORY_MODE, parents=True)
     try:
         yield partial
         publish_directory(partial, final, replace=replace)
@@ -161,7 +168,7 @@ def make_directory(directory: Path) -> None:
     if directory.is_dir():
         return
     make_directory(directory.parent)
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     # A folder that may be written to but not read cannot be flushed.
     with contextlib.suppress(PermissionError):
         flush_directory(directory.parent)
@@ -176,18 +183,107 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# ---- JSON ----------------------------------------------------------------------------------------
-def read_text(path: Path) -> str:
-    """Return a file's text, with U+FFFD for bytes that are not UTF-8; "" when it cannot be read."""
+# ---- opening what others may have put there ------------------------------------------------------
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
+    """Open a file to write to, without following a link and without waiting for a pipe's reader.
+
+    Args:
+        path: The file. It is made when it is missing.
+        mode: "ab" to append, "wb" to begin anew.
+        buffering: As `open` takes it.
+
+    Raises:
+        OSError: The disk refused, or there is a link, a pipe or something else that is no file, or
+            a file of another user.
+    """
+    flags = {"ab": os.O_WRONLY | os.O_APPEND, "wb": os.O_WRONLY}[mode]
+    descriptor = _open_own(path, flags)
+    if mode == "wb":
+        # Not O_TRUNC: only after it is known to be a file of this user.
+        os.ftruncate(descriptor, 0)
+    return open(descriptor, mode, buffering)
+
+
+def _open_own(path: Path, flags: int) -> int:
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        return path.read_text(errors="replace")
+        descriptor = os.open(path, flags, FILE_MODE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "a link, which is not followed", str(path)) from None
+        raise
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0):
+        return descriptor
+    os.close(descriptor)
+    what = "belongs to another user" if stat.S_ISREG(found.st_mode) else "is no regular file"
+    raise OSError(errno.EPERM, what, str(path))
+
+
+def open_regular(path: Path, *, follow: bool = True) -> IO[bytes]:
+    """Open a regular file to read. A pipe without a writer would block, and a device never end.
+
+    Args:
+        path: The file.
+        follow: Follow a link.
+
+    Raises:
+        OSError: It is missing, may not be read, or is no regular file.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_bytes(
+    path: Path,
+    check: Callable[[os.stat_result, int], None] | None = None,
+    *,
+    follow: bool = True,
+    most: int | None = MAX_BYTES,
+) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: The file.
+        check: Given the status of the opened file and its descriptor; what it raises is raised.
+        follow: Follow a link.
+        most: The largest size; None: any.
+
+    Raises:
+        OSError: It is missing, may not be read, is no regular file, or is too large.
+    """
+    with open_regular(path, follow=follow) as file:
+        found = os.fstat(file.fileno())
+        if check is not None:
+            check(found, file.fileno())
+        content = bytearray()
+        # In pieces: files below /proc/sys refuse to be read by so many bytes at once (ENOMEM).
+        while part := file.read(PIECE_BYTES):
+            content += part
+            if most is not None and len(content) > most:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return bytes(content)
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+def read_text(path: Path, most: int | None = MAX_BYTES) -> str:
+    """Return a file's text, with U+FFFD for bytes that are not UTF-8; "" when it cannot be read.
+
+    So also where it is no regular file, or larger than `most`.
+    """
+    try:
+        return read_bytes(path, most=most).decode(errors="replace")
     except OSError:
         return ""
 
 
-def read_json(path: Path) -> Json:
+def read_json(path: Path, most: int | None = MAX_BYTES) -> Json:
     """Return the JSON object in a file; {} when it is missing, damaged, or something else."""
-    return parse_json(read_text(path))
+    return parse_json(read_text(path, most))
 
 
 def parse_json(text: str | bytes) -> Json:
@@ -206,9 +302,10 @@ def append_json_line(path: Path, record: Json) -> None:
     cut off (a killed writer, a full disk), the new one starts on a line of its own.
 
     Raises:
-        OSError: The disk refused.
+        OSError: The disk refused, or there is a link or something else that is no file of this
+            user.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FILE_MODE)
+    descriptor = _open_own(path, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size
         is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -231,7 +328,7 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> Iterator[Json]
         last_bytes: Read only that much of the file's end. The line in which that begins is dropped.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError:
         return
     with file:
@@ -239,10 +336,18 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> Iterator[Json]
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - last_bytes))
             if size > last_bytes:
-                file.readline()
-        for line in file:
-            if record := parse_json(line.decode(errors="replace").strip("\0 \r\n\t")):
+                _skip_line(file)
+        while line := file.readline(MAX_LINE):
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                _skip_line(file)
+            elif record := parse_json(line.decode(errors="replace").strip("\0 \r\n\t")):
                 yield record
+
+
+def _skip_line(file: IO[bytes]) -> None:
+    """Read to the end of a line, however long it is."""
+    while (part := file.readline(MAX_LINE)) and not part.endswith(b"\n"):
+        pass
 
 
 def from_json(kind: type[T], content: Json) -> T | None:

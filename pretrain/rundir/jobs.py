@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, writing
-from pretrain.rundir.files import append_json_line, from_json, read_json, read_json_lines
+from pretrain.rundir.files import (
+    MAX_BYTES,
+    append_json_line,
+    from_json,
+    parse_json,
+    read_json_lines,
+)
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.trust import check_trusted, read_trusted
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ def append_job(run: Path, record: JobRecord) -> None:
 
 def read_jobs(run: Path) -> list[JobRecord]:
     """Return the jobs sent for a run, oldest first."""
-    records = (from_json(JobRecord, line) for line in read_json_lines(RunPaths(run).jobs))
+    lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
+    records = (from_json(JobRecord, line) for line in lines)
     return [record for record in records if record is not None]
 
 
@@ -89,10 +97,16 @@ def read_launch(run: Path) -> LaunchRecord:
     """Return what `launcher submit` or `sweep` left in RUN/launch.
 
     Raises:
-        ConfigError: The file is missing, damaged, or of another release.
+        ConfigError: The file is missing, damaged, or of another release, or somebody else may have
+            put it there.
     """
     path = RunPaths(run).launch_record
-    content = read_json(path)
+    # What this returns is executed.
+    check_trusted(run)
+    try:
+        content = parse_json(read_trusted(path))
+    except OSError:
+        content = {}
     record = from_json(LaunchRecord, content)
     if record is None:
         needed = [f for f in dataclasses.fields(LaunchRecord) if f.default is dataclasses.MISSING]

@@ -35,6 +35,7 @@ from pretrain.rundir.attempts import (
 )
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import (
+    DIRECTORY_MODE,
     FILE_MODE,
     Json,
     append_json_line,
@@ -43,6 +44,7 @@ from pretrain.rundir.files import (
 )
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers, check_version
 from pretrain.rundir.states import Phase
+from pretrain.rundir.trust import check_trusted
 
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 60.0
@@ -99,9 +101,11 @@ class Attempt:
 
         Raises:
             RunBusy: Another holder lives.
-            ConfigError: The directory has a layout of a later release.
+            ConfigError: The directory has a layout of a later release, or another user may write
+                to it.
             RunFailed: The disk refused.
         """
+        check_trusted(run)
         check_version(run)
         attempts, owner = RunPaths(run).attempts, owner or Owner.here()
         prepared = attempts / f".{owner.nonce}"
@@ -330,7 +334,7 @@ def _busy(run: Path, number: int) -> RunBusy:
 
 def _prepare(directory: Path, owner: Owner) -> None:
     """Write all that an attempt has when it begins."""
-    directory.mkdir(mode=0o750)
+    directory.mkdir(mode=DIRECTORY_MODE)
     replace_json(directory / OWNER, dataclasses.asdict(owner), durable=True)
     (directory / HEARTBEAT).touch(mode=FILE_MODE)
     start = {"at": owner.began_at, "phase": Phase.STARTING, "step": owner.checkpoint_step or 0}

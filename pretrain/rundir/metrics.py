@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import writing
-from pretrain.rundir.files import PARTIAL, read_json_lines
+from pretrain.rundir.files import MAX_NUMBER, PARTIAL, open_own, read_json_lines
 from pretrain.rundir.warn import WarnOnce
 
 Record = dict[str, Any]
@@ -61,7 +61,7 @@ class MetricsFile:
         with writing(path):
             if path.exists():
                 drop_after(path, resume_step)
-            self._file = path.open("ab", buffering=0)
+            self._file = open_own(path, "ab", buffering=0)
 
     def write(self, record: Record) -> None:
         """Append one record.
@@ -110,7 +110,7 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
     """
     for record in read_json_lines(path, last_bytes):
         step = record.get("step")
-        if isinstance(step, int) and not isinstance(step, bool):
+        if isinstance(step, int) and not isinstance(step, bool) and abs(step) < MAX_NUMBER:
             yield _from_json(record)
 
 

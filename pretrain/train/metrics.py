@@ -20,7 +20,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from pretrain.config import RunConfig
-from pretrain.rundir.files import replace_file
+from pretrain.rundir.files import make_directory, replace_file
 from pretrain.rundir.metrics import MetricsFile, Record
 from pretrain.rundir.paths import RunPaths
 
@@ -61,7 +61,7 @@ class MetricsWriter:
             resume_step: Steps done; 0 for a fresh start. What an earlier attempt wrote about later
                 steps is dropped, because they are made again.
         """
-        run_directory.mkdir(parents=True, exist_ok=True)
+        make_directory(run_directory)
         paths = RunPaths(run_directory)
         self._lines = JsonLines(paths.metrics, resume_step)
         self._destinations: list[Destination] = [self._lines]

@@ -49,6 +49,7 @@ LAUNCHER_FLOORS = [
             "job",
             "evaluations",
             "options",
+            "credentials",
         )
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},

@@ -208,7 +208,7 @@ def test_modules_and_scratch_stand_in_the_script():
     assert (
         lines.index("module load cuda/12")
         < lines.index("module load 'a; b'")
-        < lines.index("export TMPDIR='/fast disk'")
+        < lines.index(f"export TMPDIR='/fast disk/pretrain-{os.getuid()}'")
     )
 
 

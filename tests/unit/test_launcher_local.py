@@ -251,7 +251,7 @@ def test_a_log_directory_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"run.directory: cannot create .*file/logs \(Not a directory\). Choose another dir",
+        match=r"run.directory: cannot create .*file/logs \(File exists\). Choose another dir",
     ):
         run_processes(python(""), 1, tmp_path / "file")
 

@@ -25,7 +25,7 @@ from pretrain.config import ConfigError, NoSpace, RunFailed
 from pretrain.data.build.executor import ProvenCompletion, pipeline
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.work import Stage, Stopped, Work
-from pretrain.rundir.files import read_json, replace_json
+from pretrain.rundir.files import make_directory, open_own, read_json, replace_json
 
 PICKLE, RANKS = "executor.pik", "ranks_to_run.json"
 """Files that datatrove's array tasks read (datatrove/executor/slurm.py)."""
@@ -88,7 +88,7 @@ class SlurmExecutor(ProvenCompletion, SlurmPipelineExecutor):  # type: ignore[mi
         """
         # An earlier command may have been killed with its jobs in the queue. They would meet what
         # is written below, and do tasks that new jobs do.
-        self._path("").mkdir(parents=True, exist_ok=True)
+        make_directory(self._path(""))
         self._run_array(0)
         ranks = self.get_incomplete_ranks()
         if not ranks:
@@ -97,7 +97,7 @@ class SlurmExecutor(ProvenCompletion, SlurmPipelineExecutor):  # type: ignore[mi
             len(ranks), self._cluster.workers, self._cluster.array_size
         )
         replace_json(self._path(RANKS), ranks)
-        with self._path(PICKLE).open("wb") as file:
+        with open_own(self._path(PICKLE), "wb") as file:
             dill.dump(self, file, fmode=dill.CONTENTS_FMODE)
         self._run_array(math.ceil(len(ranks) / self.tasks_per_job))
         if undone := self.get_incomplete_ranks(ranks):

@@ -36,6 +36,7 @@ from pretrain.data.build.steps import (
     WriteShards,
 )
 from pretrain.data.build.work import Stage, Work
+from pretrain.rundir.files import make_directory
 
 
 def pipeline(work: Work) -> list[Any]:
@@ -83,7 +84,7 @@ class ProvenCompletion(PipelineExecutor):  # type: ignore[misc]
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         """Do a task. datatrove's log goes to the build's folder, and nothing to the console."""
         console = Path(self.logging_dir.resolve_paths("console.log"))
-        console.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(console.parent)
         try:
             # datatrove adds the console to loguru's sinks at each task's beginning and end.
             with console.open("a") as file, contextlib.redirect_stderr(file):

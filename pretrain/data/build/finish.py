@@ -149,7 +149,7 @@ def finish(folder: BuildFolder, directory: Path) -> Json:
         folder: The build, with what `note_finished` wrote.
         directory: data.directory.
     """
-    finished = read_json(folder.finish)
+    finished = read_json(folder.finish, most=None)
     folder.data.mkdir(exist_ok=True)
     source = find_tokenizer(folder.merge)
     replace_file(folder.data / source.name, source.read_bytes(), durable=True)

@@ -35,6 +35,7 @@ from pretrain.rundir.files import (
     read_json,
 )
 from pretrain.rundir.holds import UNSUPPORTED
+from pretrain.rundir.trust import check_own_directory
 
 LOCK, FINISH, PLAN, TASKS = "lock", "finish.json", "plan.json", "tasks.jsonl"
 FILES = "files.json"
@@ -115,8 +116,9 @@ def locked(folder: BuildFolder) -> Iterator[None]:
     The kernel releases the lock of a process that dies.
 
     Raises:
-        ConfigError: Another process builds there.
+        ConfigError: Another process builds there, or another user may write to it.
     """
+    _check_trusted(folder)
     descriptor = _lock(folder)
     try:
         yield
@@ -125,6 +127,15 @@ def locked(folder: BuildFolder) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def _check_trusted(folder: BuildFolder) -> None:
+    """Refuse a folder in which another user may have put something.
+
+    The tasks of a job array execute a pickle in logs/STAGE.
+    """
+    for path in (folder.path, folder.logs, *folder.logs.glob("*/")):
+        check_own_directory(path, entries=False)
 
 
 def _lock(folder: BuildFolder) -> int:

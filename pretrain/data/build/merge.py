@@ -316,7 +316,7 @@ class Merger:
 def merge(folder: BuildFolder, plan: Plan, tokenizer: Tokenizer | None) -> Json:
     """Do the merge and return its record; see `Merger`."""
     Merger(folder, plan, tokenizer).run()
-    return read_json(folder.merge / RECORD)
+    return read_json(folder.merge / RECORD, most=None)
 
 
 def _no_text(key: str, paths: list[str], split: str) -> ConfigError:

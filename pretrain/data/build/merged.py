@@ -40,7 +40,7 @@ def token_tasks(merge: Json) -> list[TokenTask]:
 
 def load_merge(folder: BuildFolder) -> Json:
     """Return the record of the merge; {} before it is done."""
-    return read_json(folder.merge / RECORD)
+    return read_json(folder.merge / RECORD, most=None)
 
 
 def load_token_task(folder: BuildFolder, rank: int) -> TokenTask:

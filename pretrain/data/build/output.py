@@ -77,7 +77,7 @@ def output(final: Path) -> Iterator[Output]:
 
 def is_done(final: Path) -> bool:
     """Return True if a task's output is there and every file is as it was written."""
-    record = read_json(final / RECORD)
+    record = read_json(final / RECORD, most=None)
     if record.pop(_SEAL, None) != _seal(record):
         return False
     files = record["files"]

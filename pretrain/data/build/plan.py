@@ -232,15 +232,15 @@ def load_task(folder: BuildFolder, number: int) -> TaskPlan:
 
 def saved_inputs(folder: BuildFolder) -> Json:
     """Return the inputs of an unfinished build, as `differences` takes them; {} for none."""
-    plan = read_json(folder.plan)
-    files = read_json(folder.files)
+    plan = read_json(folder.plan, most=None)
+    files = read_json(folder.files, most=None)
     settings = plan.get("settings")
     return {"settings": settings, "files": files} if isinstance(settings, dict) and files else {}
 
 
 def saved_finish(folder: BuildFolder) -> Json:
     """Return the inputs of a build whose tasks are all done, as `saved_inputs` does."""
-    build = read_json(folder.finish).get("build")
+    build = read_json(folder.finish, most=None).get("build")
     inputs = build.get("inputs") if isinstance(build, dict) else None
     return inputs if isinstance(inputs, dict) else {}
 
