@@ -7,19 +7,20 @@ of the command.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from signal import SIGTERM
 
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import ConfigError
+from pretrain.launcher.slurm_command import COMMAND_SECONDS, run_command, words_of
+from pretrain.launcher.slurm_command import NoSlurm as NoSlurm
+from pretrain.launcher.slurm_command import SlurmAway as SlurmAway
+from pretrain.launcher.slurm_command import SlurmError as SlurmError
+from pretrain.launcher.slurm_command import SlurmInterrupted as SlurmInterrupted
 
-COMMAND_SECONDS = 120.0
-"""The longest time for one command; longer than Slurm's own timeouts."""
 TRIES = 5
 """How often squeue is asked before an order is given up that needs its answer. Where the answer is
 only shown, or asked for again later, it is asked once."""
@@ -54,46 +55,8 @@ _FIELDS = (
 )
 """What squeue is asked for, in the order in which `_parse` takes it apart. The name is last because
 it may contain the separator."""
-_AWAY = re.compile(
-    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted"
-    r"|connection refused|communication connection failure|transport endpoint|in standby mode"
-    # What scontrol makes of no answer at all.
-    r"|unexpected message received",
-    re.IGNORECASE,
-)
-"""What Slurm's commands print when slurmctld does not answer. They have no exit code for it."""
-_RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PRETRAIN_ATTEMPT",
-    "PRETRAIN_RENDEZVOUS",
-)
-"""Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
-the rank of a process that submits must not become the rank of the job's processes."""
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-"""Variables of Slurm that say how to reach the cluster."""
 _UNKNOWN_JOB = "Invalid job id"
 """What squeue prints for a job that Slurm has never had, or has forgotten."""
-
-
-class SlurmError(RunFailed):
-    """A Slurm command failed. The message has the words of the command."""
-
-
-class NoSlurm(ConfigError):
-    """This machine has no Slurm commands."""
-
-
-class SlurmAway(SlurmError):
-    """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
-
-
-class SlurmInterrupted(SlurmError):
-    """SIGTERM ended the command, as it does when Slurm ends the job in which the command runs."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +108,7 @@ def submit(arguments: Sequence[str], script: str) -> str:
         SlurmAway: slurmctld does not answer. It may have taken the job all the same.
     """
     try:
-        answer = _run("sbatch", ["--parsable", *arguments], script)
+        answer = run_command("sbatch", ["--parsable", *arguments], script)
     except SlurmAway as error:
         raise SlurmAway(
             f"{error}. The job may have been submitted all the same: if `squeue --me` shows it, "
@@ -171,14 +134,14 @@ def test(arguments: Sequence[str], script: str) -> str:
     Raises:
         SlurmError: Slurm would refuse the job.
     """
-    answer = _run("sbatch", ["--test-only", *arguments], script)
-    return _words(answer.stderr or answer.stdout)
+    answer = run_command("sbatch", ["--test-only", *arguments], script)
+    return words_of(answer.stderr or answer.stdout)
 
 
 def ask(program: str, *arguments: str) -> str | None:
     """Return what one of Slurm's commands prints, or None when it fails or does not answer."""
     try:
-        return _run(program, arguments).stdout
+        return run_command(program, arguments).stdout
     except (ConfigError, SlurmError):
         return None
 
@@ -260,7 +223,7 @@ def array_size() -> int:
     Raises:
         SlurmError: scontrol failed, or the cluster has no job arrays.
     """
-    answer = _run("scontrol", ["show", "config"])
+    answer = run_command("scontrol", ["show", "config"])
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", answer.stdout, re.MULTILINE)
     # The highest index is one less.
     size = int(found[1]) if found else 0
@@ -275,17 +238,17 @@ def requeue(job_id: str) -> None:
     Raises:
         SlurmInterrupted: Inside the job: Slurm ends its processes, and with them this command.
     """
-    _run("scontrol", ["requeue", job_id])
+    run_command("scontrol", ["requeue", job_id])
 
 
 def resume(job_id: str) -> None:
     """Let a suspended job go on. Slurm allows it to operators and administrators alone."""
-    _run("scontrol", ["resume", job_id])
+    run_command("scontrol", ["resume", job_id])
 
 
 def cancel(job_id: str) -> None:
     """End a job: Slurm sends SIGTERM to its processes and, after KillWait seconds, SIGKILL."""
-    _run("scancel", [job_id])
+    run_command("scancel", [job_id])
 
 
 def steps(job_id: str, name: str) -> list[str]:
@@ -313,7 +276,7 @@ def signal(job_id: str, name: str, batch: bool = False) -> None:
     """
     if "." not in job_id:
         _split_pending_tasks(job_id)
-    _run("scancel", [f"--signal={name}", *(["--batch"] if batch else []), job_id])
+    run_command("scancel", [f"--signal={name}", *(["--batch"] if batch else []), job_id])
 
 
 def _split_pending_tasks(job_id: str) -> None:
@@ -337,7 +300,7 @@ def _split_pending_tasks(job_id: str) -> None:
         tasks = ",".join(together[1:])
         # One that starts meanwhile is refused, and has a record of its own then.
         with contextlib.suppress(SlurmError):
-            _run("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
+            run_command("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
 
 
 def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedProcess[str]:
@@ -351,92 +314,11 @@ def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedPro
     while True:
         tries -= 1
         try:
-            return _run("squeue", ["--noheader", *arguments])
+            return run_command("squeue", ["--noheader", *arguments])
         except SlurmError as error:
             if _UNKNOWN_JOB in str(error) or tries <= 0 or time.monotonic() > deadline:
                 raise
         time.sleep(RETRY_SECONDS)
-
-
-def _run(
-    program: str, arguments: Sequence[str], script: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands and return its output.
-
-    Args:
-        program: The command.
-        arguments: Its arguments.
-        script: What it reads from stdin.
-
-    Raises:
-        NoSlurm: There is no such command here.
-        SlurmAway: slurmctld does not answer.
-        SlurmInterrupted: SIGTERM ended the command.
-        SlurmError: The command failed otherwise.
-    """
-    environment = _environment()
-    if program == "squeue":
-        # Times in unix seconds instead of a format without a time zone.
-        environment["SLURM_TIME_FORMAT"] = "%s"
-    try:
-        answer = subprocess.run(
-            [program, *arguments],
-            input=script,
-            stdin=subprocess.DEVNULL if script is None else None,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise NoSlurm(
-            f"{program}: no such command here. Slurm's commands are on the login nodes of a "
-            "cluster; `launcher local` trains on this machine"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
-    if answer.returncode == -SIGTERM:
-        raise SlurmInterrupted(f"{program}: ended by SIGTERM")
-    if answer.returncode:
-        words = _words(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
-        raise (SlurmAway if _AWAY.search(words) else SlurmError)(f"{program}: {words}")
-    return answer
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment without what would change Slurm's commands or the job.
-
-    The SLURM_... variables of a job that this process runs in would be handed on to the new job,
-    where srun takes some of them for options. A user's SQUEUE_... variables would change the output
-    that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX makes a job
-    array of every job. Those that say where a job may run are options of the job by now
-    (pretrain.launcher.cluster.with_variables).
-    """
-    dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _KEPT or not (name in _RANK_VARIABLES or dropped.match(name))
-    }
-    if "PYTHONPATH" in environment:
-        # "PYTHONPATH=$PYTHONPATH:/mine" leaves an empty entry, by which Python would look for
-        # modules in the job's working directory first (PYTHONSAFEPATH does not prevent that).
-        entries = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
-    return environment
-
-
-def _words(text: str) -> str:
-    """Join the lines of an error, without what comes before the words.
-
-    "sbatch: error: Invalid account" becomes "Invalid account".
-    """
-    lines = [
-        re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line).strip() for line in text.splitlines()
-    ]
-    return "; ".join(line for line in lines if line)
 
 
 def _parse(line: str) -> JobState:
@@ -459,82 +341,3 @@ def _parse(line: str) -> JobState:
         int(restarts),
         name.removesuffix("|"),
     )
-
-
-# ---- the nodes of a running job ------------------------------------------------------------------
-UNUSABLE = ("down", "fail", "drained", "error", "unknown", "power", "reboot", "maint")
-"""Parts of the states, as sinfo words them, of nodes on which no step should be started."""
-
-
-def hostnames(nodes: str) -> list[str]:
-    """Return the nodes of a node list, in its order: "n[1,3]" becomes n1, n3.
-
-    Raises:
-        SlurmError: This is no node list.
-    """
-    return _run("scontrol", ["show", "hostnames", nodes]).stdout.split() if nodes else []
-
-
-def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Return those of these nodes that are down or do not answer, each with its state.
-
-    A node that is being drained still takes the steps of the jobs on it. Nothing is returned while
-    slurmctld does not answer.
-    """
-    query = ["--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N %T"]
-    try:
-        lines = _run("sinfo", query).stdout.splitlines()
-    except SlurmError:
-        return {}
-    states = dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
-    # A star: the node does not answer.
-    return {
-        node: state.strip()
-        for node, state in states.items()
-        if "*" in state or any(word in state for word in UNUSABLE)
-    }
-
-
-def exclude(job_id: str, nodes: Iterable[str]) -> None:
-    """Keep a job that waits in the queue off some nodes, beside those it avoids already."""
-    job = f"--jobs={job_id}"
-    before = _run("squeue", ["--noheader", job, "--Format=ExcNodes:|"]).stdout
-    excluded = hostnames(before.strip().rstrip("|").replace("(null)", ""))
-    listed = ",".join(dict.fromkeys([*excluded, *nodes]))
-    _run("scontrol", ["update", f"JobId={job_id}", f"ExcNodeList={listed}"])
-
-
-@dataclass(frozen=True)
-class Preemption:
-    """What tells a job that loses its nodes to another job from one that a user cancelled."""
-
-    state: str
-    """RUNNING in the grace time, COMPLETING once Slurm ends the job."""
-    restarts: int
-    """One more than in the job's own environment once Slurm has requeued it."""
-    preempted_at: str | None
-    """When Slurm chose the job to make room; None if it did not."""
-
-
-def preemption(job_id: str) -> Preemption | None:
-    """Return if a job is being preempted; None when Slurm does not say."""
-    columns = "State:|,RestartCnt:|,PreemptTime:|"
-    query = ["--noheader", "--array", "--states=all", f"--jobs={job_id}", f"--Format={columns}"]
-    try:
-        lines = _run("squeue", query).stdout.split()
-    except SlurmError:
-        return None
-    fields = lines[0].split("|") if lines else []
-    if len(fields) < 3 or not fields[1].isdigit():
-        return None
-    return Preemption(fields[0], int(fields[1]), fields[2] if fields[2] != "N/A" else None)
-
-
-def has_lost_batch_host(job_id: str) -> bool:
-    """Return True if a running job no longer holds the node on which its batch script ran."""
-    query = ["--noheader", "--array", f"--jobs={job_id}", "--format=%T|%B|%N"]
-    try:
-        state, batch_host, nodes = _run("squeue", query).stdout.strip().split("|")
-        return state == "RUNNING" and batch_host not in hostnames(nodes)
-    except (SlurmError, ValueError):
-        return False

@@ -327,7 +327,8 @@ def _check_readable(run: Path) -> None:
     paths = RunPaths(run)
     for path in (run, paths.jobs, paths.attempts, paths.launch, paths.launch_record):
         try:
-            os.close(os.open(path, os.O_RDONLY))
+            # A pipe in the place of a file must not be waited for.
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         except PermissionError:
             raise ConfigError(
                 f"{path}: you may not read it. Its jobs can be cancelled and requeued by "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm, slurm_nodes
 from pretrain.launcher.node.preflight import check_nodes
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.verdict import NotStarted
@@ -52,7 +52,7 @@ class Allocation:
         state = job_state(self._job_id)
         held = state.nodes if state and state.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
         try:
-            return slurm.hostnames(held)
+            return slurm_nodes.hostnames(held)
         except slurm.SlurmError:
             return []
 
@@ -60,7 +60,7 @@ class Allocation:
         """Return the nodes that the next attempt must not use, each with the reason."""
         return {
             **self.excluded(),
-            **slurm.unusable_nodes(self.nodes()),
+            **slurm_nodes.unusable_nodes(self.nodes()),
             **self._lost,
         }
 

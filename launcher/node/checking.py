@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm_nodes
 from pretrain.launcher.node.diagnosis import Diagnosis, Expected, Links, diagnose, ring
 from pretrain.launcher.node.readings import SILENT_SECONDS, Process, Readings
 from pretrain.launcher.node.signals import Signals, signals_blocked
@@ -115,7 +115,7 @@ class Check:
         """Return the nodes that Slurm calls down, when it did not make the step."""
         if self._readings.processes:
             return {}
-        states = slurm.unusable_nodes(nodes)
+        states = slurm_nodes.unusable_nodes(nodes)
         return {node: f"the node is {state}" for node, state in states.items() if node in nodes}
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> None:

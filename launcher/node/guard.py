@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretrain.config import ConfigError
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm, slurm_nodes
 from pretrain.launcher.node.allocation import job_state
 from pretrain.launcher.node.signals import signals_blocked
 from pretrain.launcher.terminal import say
@@ -56,7 +56,7 @@ def guard(run: Path) -> int:
         time.sleep(HEARTBEAT_SECONDS / 5)
         if (newest := _heartbeat(run)) != beat:
             beat, since = newest, time.monotonic()
-        elif time.monotonic() - since > SILENCE_SECONDS and slurm.has_lost_batch_host(job_id):
+        elif time.monotonic() - since > SILENCE_SECONDS and slurm_nodes.has_lost_batch_host(job_id):
             try:
                 slurm.requeue(job_id)
             except slurm.SlurmError as error:
@@ -76,7 +76,7 @@ def guarded(run: Path, job_id: str, options: Sequence[str]) -> Iterator[None]:
         options: The job's options of sbatch; without --no-kill there is nothing to guard.
     """
     state = job_state(job_id) if "--no-kill" in options else None
-    nodes = slurm.hostnames(state.nodes)[1:][-GUARDS:] if state else []
+    nodes = slurm_nodes.hostnames(state.nodes)[1:][-GUARDS:] if state else []
     if not nodes:
         yield
         return

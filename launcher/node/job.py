@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm, slurm_nodes
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.node.allocation import Allocation, job_state
 from pretrain.launcher.node.guard import guarded
@@ -189,7 +189,7 @@ class _Start:
         PreemptMode REQUEUE it has then counted one more restart.
         """
         began = time.monotonic()
-        while (state := slurm.preemption(self._job_id)) is None:
+        while (state := slurm_nodes.preemption(self._job_id)) is None:
             if time.monotonic() - began > REFUSED_SECONDS:
                 return False
             time.sleep(RETRY_SECONDS)
@@ -259,7 +259,7 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     """
     began, signals_before = time.monotonic(), len(signals.received)
     printed = ""
-    state = slurm.preemption(job_id)
+    state = slurm_nodes.preemption(job_id)
     # Slurm ends the job already, as when it is preempted without a grace time.
     is_ending = state is not None and state.state != "RUNNING"
     while not (state is not None and state.restarts > _restart_count()):
@@ -302,7 +302,7 @@ def _exclude(job_id: str, nodes: Iterable[str]) -> None:
         return
     for _ in range(EXCLUDE_TRIES):
         try:
-            slurm.exclude(job_id, names)
+            slurm_nodes.exclude(job_id, names)
         except slurm.SlurmError as error:
             # SIGTERM, with which Slurm ends the job, may have ended scontrol.
             refused = error

@@ -278,7 +278,13 @@ class Disk:
             self._ask(f"read {inside}")
         return builtins.open(path, mode, *args, **kwargs)
 
-    def _open_file(self, path: Any, mode: str, opener: Callable[[Any, int], int]) -> Any:
+    def _open_file(
+        self, path: Any, mode: str, opener: Callable[[Any, int], int] | None = None
+    ) -> Any:
+        if opener is None:
+            # A descriptor of `open_regular`, to read from.
+            assert mode == "rb" and isinstance(path, int)
+            return builtins.open(path, mode)
         assert mode == "xb"
         return _File(opener(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 

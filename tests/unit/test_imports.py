@@ -42,6 +42,8 @@ LAUNCHER_FLOORS = [
         for name in (
             "terminal",
             "slurm",
+            "slurm_command",
+            "slurm_nodes",
             "cluster",
             "request",
             "slurm_options",

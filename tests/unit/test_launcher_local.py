@@ -30,12 +30,20 @@ PATIENCE_SECONDS = 20.0
 """The longest wait for what takes milliseconds on an idle machine."""
 
 
+LAST_WORD = """
+import atexit, os
+from pathlib import Path
+from pretrain.rundir.lock import Attempt
+attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
+if os.environ["RANK"] == "0":
+    atexit.register(attempt.phase, "ending", 10**6)
+"""
+"""Lets rank 0 say at its end that all steps are done: exit code 0 alone would be a failure."""
+
+
 def python(code: str) -> list[str]:
-    return [
-        sys.executable,
-        "-c",
-        f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}",
-    ]
+    setup = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+    return [sys.executable, "-c", f"{LAST_WORD}{setup}{code}"]
 
 
 def run_processes(command: list[str], nproc: int, run: Path) -> int:
@@ -318,7 +326,7 @@ def test_help_teaches_with_an_example(command):
 def test_the_ranks_run_pretrain_train_with_the_same_arguments(tmp_path, monkeypatch):
     # Another package named pretrain, first on the ranks' path, prints its arguments.
     (tmp_path / "pretrain").mkdir()
-    (tmp_path / "pretrain/__main__.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "pretrain/__main__.py").write_text(f"{LAST_WORD}\nimport sys; print(sys.argv[1:])")
     code = f"""
 import os, pretrain.launcher.cli as cli, pretrain.launcher.main as main
 os.environ['PYTHONPATH'] = {str(tmp_path)!r}

@@ -335,8 +335,8 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "a/checkpoints").symlink_to("checkpoints")
     statuses, _ = read_statuses([tmp_path / "a", tmp_path / "b"])
     assert [status.step for status in statuses] == [None, 4]
-    assert statuses[0].state == "unknown" and "cannot be read" in statuses[0].reason
-    assert "cannot be read" in tables.table(statuses, time.time(), 400)
+    assert statuses[0].state == "unreadable" and statuses[0].reason
+    assert "unreadable" in tables.table(statuses, time.time(), 400)
 
 
 def test_a_pipe_in_the_place_of_any_file_makes_no_command_wait(tmp_path: Path) -> None:

@@ -539,7 +539,7 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
     asked, answers, calls = threading.Event(), threading.Event(), []
 
     class Fails:
-        failure = "rank 0 failed"
+        failure, nodes = "rank 0 failed", ()
 
         def poll(self) -> int | None:
             return 1 if asked.is_set() else None

@@ -22,7 +22,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build.folder import BuildFolder, locked
-from pretrain.launcher import evaluations, slurm
+from pretrain.launcher import evaluations, slurm_command
 from pretrain.launcher.login import control
 from pretrain.launcher.node.local import LocalRanks
 from pretrain.rundir import trust
@@ -336,10 +336,13 @@ def test_a_module_in_the_working_directory_is_not_imported_by_a_job(tmp_path: Pa
     assert unsafe.returncode == 99
     for path in ("", f":{os.environ.get('PYTHONPATH', '')}:"):
         # As sbatch gets it, with the empty entries that PYTHONPATH=$PYTHONPATH:... leaves.
-        environment = {**slurm._environment(), **({"PYTHONPATH": path} if path else {})}
+        environment = {
+            **slurm_command.slurm_environment(),
+            **({"PYTHONPATH": path} if path else {}),
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", environment)
-            environment = slurm._environment()
+            environment = slurm_command.slurm_environment()
         done = subprocess.run(
             ["bash", "-s"], input=script, text=True, env=environment, capture_output=True
         )
@@ -352,7 +355,7 @@ def test_ranks_on_this_machine_import_from_the_working_directory_only_what_the_u
     folder = planted(tmp_path / "work")
     start = (
         "import os, sys; from pretrain.launcher.node.local import _rank_environment as e; "
-        "print(e(0, 1, 1).get('PYTHONSAFEPATH'))"
+        "print(e(0, 1).get('PYTHONSAFEPATH'))"
     )
     for flags, said in ((["-P"], "1"), ([], "None")):
         command = [sys.executable, *flags, "-c", start]
