@@ -194,7 +194,9 @@ class Disk:
         inside = self._inside(path, kwargs.get("dir_fd"))
         if inside is None:
             return real(path, flags, mode, **kwargs)
-        self._ask(f"open {inside}")
+        # A file is opened like this to read it; a folder to flush it.
+        is_read = not flags & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path)
+        self._ask(f"{'read' if is_read else 'open'} {inside}")
         descriptor = real(path, flags, mode, **kwargs)
         folder, name = self._find(inside)
         if name and name not in self.folders[folder]:
