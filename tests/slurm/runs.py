@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,13 @@ hang_seconds = 6
 preflight_seconds = 0
 """
 STEPS = 60
+NO_PREFLIGHT = ("--set", "recovery.preflight_seconds=0")
+"""For tests whose ranks are scripts, which cannot be the preflight's processes as well."""
+
+
+def with_scripted_ranks(words: Sequence[object]) -> list[object]:
+    """Return the words of a `launcher` command, without the preflight where it sends training."""
+    return [*words, *(NO_PREFLIGHT if words[0] in ("submit", "sweep") else ())]
 
 
 class Runs:

@@ -24,6 +24,7 @@ from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, wait_for
 from tests.slurm.cluster import Cluster
+from tests.slurm.runs import with_scripted_ranks
 
 # Counts until it gets a signal or RUN/enough exists, and then saves as pretrain/train does.
 RANK = """#!{python}
@@ -92,7 +93,8 @@ class Desk:
         (folder / "site.toml").write_text(tomli_w.dumps(site))
 
     def launcher(self, *words: object, code: int = 0) -> Done:
-        done = self.cluster.run(*LAUNCHER, *words, environment={"COLUMNS": "120"}, cwd=self.folder)
+        command = [*LAUNCHER, *with_scripted_ranks(words)]
+        done = self.cluster.run(*command, environment={"COLUMNS": "120"}, cwd=self.folder)
         assert done.returncode == code, done.stdout + done.stderr
         return Done(done.returncode, done.stdout, done.stderr)
 

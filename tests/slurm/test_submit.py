@@ -23,6 +23,7 @@ from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import ROOT, Done, explained, wait_for
 from tests.slurm.cluster import Cluster
+from tests.slurm.runs import with_scripted_ranks
 
 DEMO = ROOT / "configs/demo.toml"
 PAPER = ROOT / "configs/cc100_roberta/alibi_1024.toml"
@@ -77,7 +78,7 @@ class Desk:
             sys.executable,
             "-m",
             "pretrain.launcher",
-            *words,
+            *with_scripted_ranks(words),
             cwd=self.work,
             environment={"HOME": str(self.home), **environment},
         )

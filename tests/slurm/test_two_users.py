@@ -20,6 +20,7 @@ import pytest
 from pretrain.rundir.paths import RunPaths
 from tests.end_to_end.commands import ROOT, Done, explained
 from tests.slurm.cluster import Cluster
+from tests.slurm.runs import with_scripted_ranks
 from tests.slurm.test_submit import DEMO, Desk
 
 VICTIM, ATTACKER = (pwd.getpwnam(name).pw_uid for name in ("daemon", "nobody"))
@@ -81,7 +82,7 @@ class Users:
             self.python,
             "-m",
             "pretrain.launcher",
-            *words,
+            *with_scripted_ranks(words),
             cwd=self.desk.work,
             environment=PACKAGES | {"HOME": str(self.home)},
         )
