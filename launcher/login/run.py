@@ -28,7 +28,7 @@ from pretrain.launcher.login.submit import submit, training_job
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
-from pretrain.rundir.paths import RunPaths, check_version
+from pretrain.rundir.paths import RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode
 
 LOOK_SECONDS = 2.0
@@ -149,8 +149,8 @@ def _train(experiment: Experiment) -> None:
     Raises:
         RunFailed: It is over, and not finished.
     """
-    status = _status(experiment)
-    if status.job is None and status.is_over:
+    status = _status(experiment) if is_run(experiment.directory) else None
+    if status is None or (status.job is None and status.is_over):
         # Checked before data is built, which may take hours.
         allocated = allocate(experiment.config, experiment.site, experiment.nodes)
         job = training_job([allocated], experiment.site, experiment.time_limit)
