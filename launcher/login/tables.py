@@ -292,7 +292,10 @@ def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
     # Of the newest job alone: another one may be given these nodes again.
     job = attempts[-1].owner.slurm_job_id if attempts else None
     excluded = failing_nodes([each for each in attempts if each.owner.slurm_job_id == job])
-    lines += [f"  node {node}: not used any more: {why}" for node, why in excluded.items()]
+    lines += [
+        f"  node {node}: not used any more if Slurm has others: {why}"
+        for node, why in excluded.items()
+    ]
     return [*lines, ""] if lines else []
 
 

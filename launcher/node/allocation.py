@@ -14,6 +14,7 @@ from pretrain.launcher.node.preflight import check_nodes
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.verdict import NotStarted
 from pretrain.launcher.nodes import choose_nodes, count_failures, failing_nodes
+from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import LaunchRecord
 from pretrain.rundir.lock import Attempt
@@ -23,6 +24,8 @@ STARTUP_SECONDS = 60.0
 """How long an attempt is taken to need until its first step, before one has been measured."""
 EARLY_SECONDS = 60.0
 """Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
+EXCLUDE = "--exclude="
+"""The option of sbatch that keeps a job off nodes."""
 
 
 class Allocation:
@@ -59,7 +62,9 @@ class Allocation:
     def unusable(self) -> dict[str, str]:
         """Return the nodes that the next attempt must not use, each with the reason."""
         return {
-            **self.excluded(),
+            # Slurm may have had no other node than one that failed in an earlier start.
+            **failing_nodes([each for each in self._records() if _is_of_this_start(each)]),
+            **self.faults,
             **slurm_nodes.unusable_nodes(self.nodes()),
             **self._lost,
         }
@@ -67,6 +72,21 @@ class Allocation:
     def excluded(self) -> dict[str, str]:
         """Return the nodes that no start of this job should use again, each with the reason."""
         return {**failing_nodes(self._records()), **self.faults}
+
+    def without(self) -> list[str]:
+        """Return the nodes to exclude from the next start of this job.
+
+        These are `excluded`, or none when Slurm could not start the job without them: it would
+        hold the job forever (BadConstraints).
+        """
+        options, nodes = self._launch.sbatch, sorted(self.excluded())
+        given = [word.removeprefix(EXCLUDE) for word in options if word.startswith(EXCLUDE)]
+        option = EXCLUDE + ",".join([*given, *nodes])
+        # A refusal without the option has another cause, such as a limit on waiting jobs.
+        if not nodes or _can_start([*options, option]) or not _can_start(options):
+            return nodes
+        say(f"job {self._job_id}: may start on {', '.join(nodes)} again: Slurm has too few others")
+        return []
 
     def lose(self, nodes: Sequence[str], reason: str) -> None:
         """Leave nodes out of this start of the job: they died, or take no task.
@@ -141,6 +161,24 @@ class Allocation:
         """Return the attempts that this job has made, in all of its starts."""
         attempts = read_attempts(self._run)
         return [each for each in attempts if each.owner.slurm_job_id == self._job_id]
+
+
+def restart_count() -> int:
+    """Return how often Slurm had requeued the job when this process started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def _is_of_this_start(attempt: AttemptRecord) -> bool:
+    return (attempt.owner.slurm_restart_count or 0) == restart_count()
+
+
+def _can_start(options: Sequence[str]) -> bool:
+    """Return True unless Slurm says that a job with these options of sbatch cannot start."""
+    try:
+        slurm.test(options, "#!/bin/sh\n")
+    except slurm.SlurmError as error:
+        return isinstance(error, slurm.SlurmAway | slurm.SlurmInterrupted)
+    return True
 
 
 def job_state(job_id: str) -> slurm.JobState | None:

@@ -163,7 +163,10 @@ class Check:
     def _none_works(self) -> bool:
         """Return True if there is nothing to wait for any more."""
         processes = self._readings.processes.values()
-        working = (process.works(self._now) and not process.is_over for process in processes)
+        working = (
+            process.is_loading or (process.works(self._now) and not process.is_over)
+            for process in processes
+        )
         return bool(processes) and not any(working)
 
     # ---- rounds of adding up ---------------------------------------------------------------------

@@ -148,8 +148,8 @@ def _missing(readings: Readings, expected: Expected, missing: int) -> Fault:
     how = next((process.ended for process in unplaced if process.ended), "")
     if how:
         return Fault("python", _not_started(expected, how, words))
-    # A whole cluster that is slow looks like this as well; `_decide` then blames nobody.
-    return Fault("hang", f"{missing} of {expected.per_node} processes gave no sign of life")
+    # A node that fetches the container, or reads Python from a slow disk, looks like this as well.
+    return Fault("slow", f"{missing} of {expected.per_node} processes gave no sign of life")
 
 
 def _fault_of_process(process: Process, expected: Expected, now: float) -> Fault | None:
@@ -165,7 +165,9 @@ def _fault_of_process(process: Process, expected: Expected, now: float) -> Fault
         words = f": {process.words}" if process.words else ""
         return Fault("ended", f"process {process.rank} ended {at} ({process.ended}{words})")
     if process.is_silent(now):
-        return Fault("hang", f"process {process.rank} gives no sign of life any more, {at}")
+        # torch's libraries may come from a slow disk, as after a boot.
+        kind = "slow" if process.is_loading else "hang"
+        return Fault(kind, f"process {process.rank} gives no sign of life any more, {at}")
     if process.is_ready:
         return None
     if "started" not in process.found and process.words:

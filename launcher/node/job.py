@@ -17,7 +17,7 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm, slurm_nodes
 from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.node.allocation import Allocation, job_state
+from pretrain.launcher.node.allocation import Allocation, job_state, restart_count
 from pretrain.launcher.node.guard import guarded
 from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
@@ -124,7 +124,7 @@ class _Start:
             if why := self._why_requeue(end):
                 if end.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
-                if not _requeue(self._job_id, self._signals, self._allocation.excluded()):
+                if not _requeue(self._job_id, self._signals, self._allocation.without()):
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
@@ -193,7 +193,7 @@ class _Start:
             if time.monotonic() - began > REFUSED_SECONDS:
                 return False
             time.sleep(RETRY_SECONDS)
-        if state.restarts > _restart_count():
+        if state.restarts > restart_count():
             return True
         if state.preempted_at is None:
             return False
@@ -227,7 +227,7 @@ def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
     return Owner.here(
         slurm_job_id=job_id,
         slurm_raw_job_id=os.environ.get("SLURM_JOB_ID"),
-        slurm_restart_count=_restart_count(),
+        slurm_restart_count=restart_count(),
         slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
         submitted_at=state.submitted_at if state and is_first else None,
         num_processes=num_tasks,
@@ -262,7 +262,7 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     state = slurm_nodes.preemption(job_id)
     # Slurm ends the job already, as when it is preempted without a grace time.
     is_ending = state is not None and state.state != "RUNNING"
-    while not (state is not None and state.restarts > _restart_count()):
+    while not (state is not None and state.restarts > restart_count()):
         try:
             slurm.requeue(job_id)
             break
@@ -289,11 +289,6 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     while len(signals.received) == signals_before and time.monotonic() < deadline:
         time.sleep(RETRY_SECONDS / 10)
     return True
-
-
-def _restart_count() -> int:
-    """Return how often Slurm had requeued the job when this process started."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
 def _exclude(job_id: str, nodes: Iterable[str]) -> None:

@@ -84,6 +84,14 @@ class Process:
         """Return True if it has no more to say for itself."""
         return bool(self.ended or self.error or self.is_ready)
 
+    @property
+    def is_loading(self) -> bool:
+        """Return True while it imports torch, in which it is silent for as long as a file loads.
+
+        The thread that gives signs of life needs Python's lock, which is held during dlopen.
+        """
+        return "directory" in self.found and "torch" not in self.found and not self.is_over
+
     def is_silent(self, now: float) -> bool:
         """Return True if it has said nothing for so long that it is stopped or gone."""
         return now - self.said_at > SILENT_SECONDS

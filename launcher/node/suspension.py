@@ -22,11 +22,14 @@ class SuspensionClock:
     """
 
     def __init__(self, attempt: Attempt) -> None:
-        self._attempt, self._last = attempt, _seconds()
+        self._attempt = attempt
+        # The ranks' start, after which the looks begin, may take minutes by itself.
+        self._last: float | None = None
 
     def __call__(self) -> None:
         now = _seconds()
-        gap, self._last = now - self._last - LOOK_SECONDS, now
+        gap = 0.0 if self._last is None else now - self._last - LOOK_SECONDS
+        self._last = now
         if gap < SUSPENDED_SECONDS:
             return
         say(f"attempt {self._attempt.number}: stood still for {gap:.0f} s: its job was suspended")

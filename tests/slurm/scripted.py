@@ -96,7 +96,13 @@ class Script:
         self.job_ids: list[str] = []
 
     def submit(
-        self, name: str, *settings: str, nodes: int = 2, partition: str = "main", time: str = "30"
+        self,
+        name: str,
+        *settings: str,
+        nodes: int = 2,
+        partition: str = "main",
+        time: str = "30",
+        options: tuple[str, ...] = (),
     ) -> ScriptedRun:
         site = {
             "name": "tests",
@@ -106,6 +112,7 @@ class Script:
             "cpus_per_node": 1,
             "time_limit": time,
             "python": str(self.rank),
+            "sbatch_arguments": list(options),
         }
         path = self.folder / f"{name}.site.toml"
         path.write_text(tomli_w.dumps(site))

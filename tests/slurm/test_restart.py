@@ -91,7 +91,22 @@ def test_a_node_that_fails_twice_is_excluded(script: Script) -> None:
     assert job["Restarts"] == "1" and job["ExcNodeList"] == bad
     assert "goes back to the queue: 2 nodes are needed" in run.job_said()
     status = script.cluster.run(*LAUNCHER, "status", run.directory).stdout
-    assert f"node {bad}: not used any more: rank 1 on {bad} ended with exit code 1" in status
+    why = f"rank 1 on {bad} ended with exit code 1"
+    assert f"node {bad}: not used any more if Slurm has others: {why}" in status
+
+
+def test_a_node_that_fails_twice_is_used_again_where_slurm_has_no_other(script: Script) -> None:
+    """Excluded, it would leave the job in the queue forever."""
+    only = "n[1-2]"
+    run = script.submit("needed", "recovery.max_restarts=4", options=(f"--nodelist={only}",))
+    bad = run.wait_for_training(1)[1][1]
+    run.ask(f"bad-{bad}")
+    run.wait_for_end(2)
+    (run.directory / f"bad-{bad}").unlink()
+    run.wait_for_training(3)
+    assert bad in run.nodes() and f"may start on {bad} again: Slurm has too" in run.job_said()
+    job = finish(run)
+    assert job["Restarts"] == "1" and job["ExcNodeList"] == "(null)"
 
 
 def test_with_a_spare_a_node_that_failed_once_is_left_out(script: Script) -> None:

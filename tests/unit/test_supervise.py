@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.node import supervise
+from pretrain.launcher.node import supervise, suspension
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import _first_failure
@@ -665,3 +665,17 @@ def test_what_this_process_ignores_stays_ignored():
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_slow_start_of_the_ranks_is_no_suspension(tmp_path, monkeypatch):
+    """As with a preflight of half a minute, or while slurmctld is slow."""
+    now = [0.0]
+    monkeypatch.setattr(suspension, "_seconds", lambda: now[0])
+    attempt = Attempt.begin(tmp_path)
+    clock = suspension.SuspensionClock(attempt)
+    for now[0] in (40.0, 41.0):
+        clock()
+    assert read_attempts(tmp_path)[0].suspensions == ()
+    now[0] = 60.0
+    clock()
+    assert [pause.seconds for pause in read_attempts(tmp_path)[0].suspensions] == [18.0]
