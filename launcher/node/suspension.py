@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 
 from pretrain.launcher.terminal import say
@@ -18,11 +19,12 @@ class SuspensionClock:
     """Call it every `LOOK_SECONDS`: a gap between two calls is a time in which nothing ran.
 
     `scontrol suspend`, gang scheduling and preemption with PreemptMode=SUSPEND stop every process
-    of a job, this one too, so a gap in its own time is the suspension of all.
+    of a job, this one too, so a gap in its own time is the suspension of all. The first call begins
+    it: what comes before, as the check of the nodes, may take long.
     """
 
     def __init__(self, attempt: Attempt) -> None:
-        self._attempt, self._last = attempt, _seconds()
+        self._attempt, self._last = attempt, math.inf
 
     def __call__(self) -> None:
         now = _seconds()
