@@ -23,7 +23,7 @@ from pretrain.launcher.job import launcher_command
 from pretrain.launcher.login import evaluations, logs
 from pretrain.launcher.login.allocation import DATA_MANIFESTS, allocate
 from pretrain.launcher.login.limits import check_with_slurm
-from pretrain.launcher.login.status import RunStatus, read_statuses
+from pretrain.launcher.login.status import RunStatus, is_run, read_statuses
 from pretrain.launcher.login.submit import submit, training_job
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import is_finished
@@ -149,8 +149,8 @@ def _train(experiment: Experiment) -> None:
     Raises:
         RunFailed: It is over, and not finished.
     """
-    status = _status(experiment)
-    if status.job is None and status.is_over:
+    status = _status(experiment) if is_run(experiment.directory) else None
+    if status is None or status.is_over:
         # Checked before data is built, which may take hours.
         allocated = allocate(experiment.config, experiment.site, experiment.nodes)
         job = training_job([allocated], experiment.site, experiment.time_limit)
