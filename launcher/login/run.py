@@ -23,12 +23,12 @@ from pretrain.launcher.job import launcher_command
 from pretrain.launcher.login import evaluations, logs
 from pretrain.launcher.login.allocation import DATA_MANIFESTS, allocate
 from pretrain.launcher.login.limits import check_with_slurm
-from pretrain.launcher.login.status import RunStatus, is_run, read_statuses
+from pretrain.launcher.login.status import RunStatus, read_statuses
 from pretrain.launcher.login.submit import submit, training_job
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
-from pretrain.rundir.paths import RunPaths, check_version
+from pretrain.rundir.paths import RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode
 
 LOOK_SECONDS = 2.0

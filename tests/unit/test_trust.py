@@ -204,7 +204,15 @@ def test_an_access_list_counts_as_the_group_s_bits(run: Path, tmp_path: Path) ->
     assert (shared / "probe").stat().st_mode & stat.S_IWGRP
     Attempt.begin(shared / "run").end("stopped", 80, "asked", 0)
     append_job(shared / "run", RECORD)
+    make_directory(shared / "run/logs")
+    # As Slurm makes it: with the mode of all programs, which the list of the folder makes its own.
+    (shared / "run/logs/slurm-7.log").touch()
     check_trusted(shared / "run")
+    # The team may still read.
+    assert (shared / "run/logs/slurm-7.log").stat().st_mode & stat.S_IRGRP
+    assert os.getxattr(shared / "run/logs", "system.posix_acl_default") == access_list(
+        own[0], (OWN_GROUP, 5, -1), (GROUP, 5, STRANGER), (MASK, 5, -1), own[3]
+    )
 
 
 def test_links_that_the_user_made_are_followed(run: Path, tmp_path: Path) -> None:
