@@ -144,6 +144,6 @@ def test_no_message_repeats_a_secret(values: dict[str, Any], tmp_path) -> None:
 @pytest.mark.parametrize("option", ["export=ALL,GH_PAT={}", "MYTOKEN={}", "comment=token={}"])
 def test_no_refusal_of_an_option_repeats_a_secret(option: str) -> None:
     request = SlurmRequest(sbatch=(option.format(HORSE),))
-    with pytest.raises(ConfigError, match="--sbatch.* looks like a secret") as error:
+    with pytest.raises(ConfigError, match=r"--sbatch.* looks like a secret") as error:
         request.site(parse_site(GPU, "site.toml"))
     assert HORSE not in str(error.value)
