@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pretrain.config import ConfigError
 from pretrain.launcher.cluster import Site, parse_site
+from pretrain.launcher.credentials import credential_in, refusal
 from pretrain.launcher.slurm_options import option_name, why_refused
 
 OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
@@ -49,8 +50,11 @@ def _argument(text: str) -> str:
     """Return the option of sbatch that a value of --sbatch is.
 
     Raises:
-        ConfigError: It is none, or one that the launcher sets itself.
+        ConfigError: It is none, one that the launcher sets itself, or a secret.
     """
+    # First, because the other message repeats the value.
+    if what := credential_in(text):
+        raise ConfigError(refusal("--sbatch", what))
     argument = f"--{text.removeprefix('--')}"
     if why := why_refused(argument):
         name = option_name(argument)

@@ -17,6 +17,7 @@ from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import Queue, ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import plain
+from pretrain.rundir.access import let_nobody_write
 from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -376,6 +377,8 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
         own = {"--array=": str(index), "--job-name=": record.name}
         arguments = [_with_own_value(word, own) for word in arguments]
+    # An earlier release has left them with the default access list of a project's folder.
+    let_nobody_write(RunPaths(run).logs)
     number = slurm.submit(arguments, script)
     # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)

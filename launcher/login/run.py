@@ -150,7 +150,7 @@ def _train(experiment: Experiment) -> None:
         RunFailed: It is over, and not finished.
     """
     status = _status(experiment) if is_run(experiment.directory) else None
-    if status is None or (status.job is None and status.is_over):
+    if status is None or status.is_over:
         # Checked before data is built, which may take hours.
         allocated = allocate(experiment.config, experiment.site, experiment.nodes)
         job = training_job([allocated], experiment.site, experiment.time_limit)

@@ -26,8 +26,9 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import check_times, check_with_slurm, signal_seconds
 from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
+from pretrain.rundir.access import let_nobody_write
 from pretrain.rundir.attempts import is_finished
-from pretrain.rundir.files import DIRECTORY_MODE, replace_file
+from pretrain.rundir.files import make_directory, replace_file
 from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job
 from pretrain.rundir.paths import RunPaths, claim_version
 from pretrain.rundir.states import JobKind
@@ -310,7 +311,10 @@ def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) ->
     try:
         for folder in created:
             with writing(folder):
-                folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+                make_directory(folder)
+        for folder in folders:
+            # One that an earlier release made.
+            let_nobody_write(folder)
         for path, text in files.items():
             with writing(path):
                 replace_file(path, text)

@@ -18,7 +18,8 @@ class SuspensionClock:
     """Call it every `LOOK_SECONDS`: a gap between two calls is a time in which nothing ran.
 
     `scontrol suspend`, gang scheduling and preemption with PreemptMode=SUSPEND stop every process
-    of a job, this one too, so a gap in its own time is the suspension of all.
+    of a job, this one too, so a gap in its own time is the suspension of all. The first call begins
+    it: what comes before, as the check of the nodes, may take long.
     """
 
     def __init__(self, attempt: Attempt) -> None:

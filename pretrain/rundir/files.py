@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pretrain.rundir.access import let_nobody_write
+
 T = TypeVar("T")
 Json = dict[str, Any]
 
@@ -169,6 +171,7 @@ def make_directory(directory: Path) -> None:
         return
     make_directory(directory.parent)
     directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+    let_nobody_write(directory)
     # A folder that may be written to but not read cannot be flushed.
     with contextlib.suppress(PermissionError):
         flush_directory(directory.parent)

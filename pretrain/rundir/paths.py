@@ -214,10 +214,22 @@ def claim_version(run: Path) -> None:
 
 
 def check_version(run: Path) -> None:
-    """Raise ConfigError when a later release has laid out this run's directory in another way."""
+    """Raise ConfigError when a later release has laid out this run's directory in another way.
+
+    Also when this user may not read which release did.
+    """
     path = RunPaths(run).version
     if not path.exists():
         return
+    try:
+        # A pipe in its place must not be waited for.
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except PermissionError:
+        raise ConfigError(
+            f"{path}: you may not read it. Ask its owner, or join the group that may"
+        ) from None
+    except OSError:
+        pass
     found = read_json(path).get("run_directory_version")
     if type(found) is not int or not 1 <= found <= VERSION:
         raise ConfigError(

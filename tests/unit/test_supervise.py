@@ -533,6 +533,35 @@ def test_checkpoints_are_evaluated_meanwhile_and_after_the_end(tmp_path, monkeyp
     assert all(not last and thread is not threading.main_thread() for last, thread in calls[:-1])
 
 
+def test_the_time_before_the_ranks_start_is_no_suspension(tmp_path, monkeypatch, capfd):
+    """The nodes may be checked for half a minute before."""
+    now, looks = [0.0], threading.Event()
+
+    def seconds() -> float:
+        looks.set()
+        return now[0]
+
+    monkeypatch.setattr(suspension, "_seconds", seconds)
+
+    class Refused:
+        failure, nodes = "", ()
+
+        def poll(self) -> int:
+            assert looks.wait(PATIENCE_SECONDS)
+            return 2
+
+    def start(attempt: Attempt) -> Refused:
+        now[0] += 30
+        looks.clear()
+        return Refused()
+
+    with Signals() as signals:
+        supervisor = Supervisor(config_of(tmp_path), signals, lambda each: True)
+        end = supervisor.make_attempt(Attempt.begin(tmp_path), start)
+    assert end.outcome == "refused" and read_attempts(tmp_path)[0].suspensions == ()
+    assert "suspended" not in capfd.readouterr().err
+
+
 def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_path, monkeypatch):
     """squeue may take minutes, and the job must be requeued before its time is over."""
     monkeypatch.setattr(supervise, "STOP_SECONDS", 0.1)

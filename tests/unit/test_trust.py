@@ -15,6 +15,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from pretrain.rundir.files import append_json_line, make_directory, open_own, re
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.metrics import MetricsFile
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.paths import RunPaths, check_version, claim_version
 from pretrain.rundir.trust import check_own_directory, check_trusted, read_trusted
 from tests.unit.test_job import job as make_job
 from tests.unit.test_site import CPU
@@ -204,7 +205,15 @@ def test_an_access_list_counts_as_the_group_s_bits(run: Path, tmp_path: Path) ->
     assert (shared / "probe").stat().st_mode & stat.S_IWGRP
     Attempt.begin(shared / "run").end("stopped", 80, "asked", 0)
     append_job(shared / "run", RECORD)
+    make_directory(shared / "run/logs")
+    # As Slurm makes it: with the mode of all programs, which the list of the folder makes its own.
+    (shared / "run/logs/slurm-7.log").touch()
     check_trusted(shared / "run")
+    # The team may still read.
+    assert (shared / "run/logs/slurm-7.log").stat().st_mode & stat.S_IRGRP
+    assert os.getxattr(shared / "run/logs", "system.posix_acl_default") == access_list(
+        own[0], (OWN_GROUP, 5, -1), (GROUP, 5, STRANGER), (MASK, 5, -1), own[3]
+    )
 
 
 def test_links_that_the_user_made_are_followed(run: Path, tmp_path: Path) -> None:
@@ -438,3 +447,20 @@ def test_a_file_of_the_kernel_is_read() -> None:
 def test_a_directory_that_is_missing_passes(tmp_path: Path) -> None:
     check_trusted(tmp_path / "none")
     check_own_directory(tmp_path / "none")
+
+
+@needs_root
+def test_a_run_that_may_not_be_read_is_not_taken_for_a_later_release_s() -> None:
+    # Not tmp_path: every pytest that starts makes its parent root's alone.
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name)
+        run.chmod(0o755)
+        claim_version(run)
+        RunPaths(run).version.chmod(0o640)
+        os.seteuid(STRANGER)
+        try:
+            with pytest.raises(ConfigError, match=r"run\.json: you may not read it"):
+                check_version(run)
+        finally:
+            os.seteuid(0)
+        check_version(run)
