@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -22,6 +23,13 @@ from pretrain.rundir.files import open_own
 
 KILL_SECONDS = 60.0
 """Time for Slurm to end the processes of a job step."""
+CREATE_SECONDS = 60.0
+"""How long a step that Slurm does not create is asked for again: resources of the step before may
+still be released, and a slurmctld that has just been started may not know them yet."""
+AGAIN_SECONDS = 1.0
+"""Time between two such requests."""
+NOT_CREATED = "srun: error: Unable to create step"
+"""What srun says when Slurm creates no step."""
 FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that srun forwards to its tasks without asking slurmctld. It acts on most others itself:
 SIGTERM, for one, makes it kill the tasks."""
@@ -79,16 +87,30 @@ class SrunRanks:
         self._where = _nodes_of_ranks(command, nodes)
         self._dumped_from = 0
         options = [f"--job-name={name}", *([f"--nodelist={','.join(nodes)}"] if nodes else [])]
-        with writing(log):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            file = open_own(log, "ab")  # closed by _copy_output
+        self._command = [command[0], *options, *command[1:]]
+        self._environment = {**os.environ, **environment}
+        self._started_at, self._asked_at, self._is_over = time.monotonic(), 0.0, False
+        self._start()
+
+    def _start(self) -> None:
+        """Start srun, and the thread that copies its output.
+
+        Raises:
+            ConfigError: srun cannot be started.
+            RunFailed: The log cannot be written.
+        """
+        with writing(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            file = open_own(self._log, "ab")  # closed by _copy_output
+            self._begins_at = file.seek(0, os.SEEK_END)
+        self._asked_at = time.monotonic()
         try:
             with signals_blocked():
                 # A process group of its own: a signal that is sent to the group of this process
                 # must reach the ranks once, passed on by the supervisor.
                 self._srun = subprocess.Popen(
-                    [command[0], *options, *command[1:]],
-                    env={**os.environ, **environment},
+                    self._command,
+                    env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -97,7 +119,7 @@ class SrunRanks:
         except OSError as error:
             file.close()
             raise ConfigError(
-                f"{command[0]}: cannot be started on this node ({error.strerror})"
+                f"{self._command[0]}: cannot be started on this node ({error.strerror})"
             ) from None
         output = self._srun.stdout
         self._copier = threading.Thread(target=_copy_output, args=(output, file), daemon=True)
@@ -114,10 +136,27 @@ class SrunRanks:
             return code
         # Wait until the log is complete: it says which rank failed first.
         self._copier.join(KILL_SECONDS)
+        if self._is_asked_again():
+            return None
         failure = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
         self.failure, self.nodes = failure.reason, failure.nodes
         self.lost = failure.nodes if failure.is_loss else ()
         return failure.code
+
+    def _is_asked_again(self) -> bool:
+        """Return True if Slurm has created no step and is asked once more, now or in a moment."""
+        now = time.monotonic()
+        if self._is_over or now - self._started_at > CREATE_SECONDS:
+            return False
+        with open(self._log, "rb") as log:
+            log.seek(self._begins_at)
+            said = log.read().decode(errors="replace").splitlines()
+        # A rank that has started has a label before what it prints.
+        if not any(line.startswith(NOT_CREATED) for line in said):
+            return False
+        if now - self._asked_at >= AGAIN_SECONDS:
+            self._start()
+        return True
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank, through srun where it forwards the signal.
@@ -154,6 +193,7 @@ class SrunRanks:
 
     def kill(self) -> None:
         """Have srun kill the ranks, or slurmctld where srun does not."""
+        self._is_over = True
         end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._copier.join(KILL_SECONDS)
 
@@ -265,7 +305,8 @@ def _first_failure(log: Path, code: int) -> Failure:
         alike = {each["node"] for each in tasks if each["how"] == task["how"]}
         reason = f"{where} ended with exit code {exited[1]}; see {log}"
         return Failure(reason, int(exited[1]), tuple(alike) if len(alike) == 1 else ())
-    why = f" ({errors[0].removeprefix('srun: error: ')})" if errors else ""
+    # The last: a step may have been refused before it was created.
+    why = f" ({errors[-1].removeprefix('srun: error: ')})" if errors else ""
     return Failure(f"srun ended with exit code {code}{why}; see {log}", code)
 
 

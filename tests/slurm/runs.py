@@ -93,7 +93,8 @@ NO_PREFLIGHT = ("--set", "recovery.preflight_seconds=0")
 
 def with_scripted_ranks(words: Sequence[object]) -> list[object]:
     """Return the words of a `launcher` command, without the preflight where it sends training."""
-    return [*words, *(NO_PREFLIGHT if words[0] in ("submit", "sweep") else ())]
+    options = NO_PREFLIGHT if words[0] in ("submit", "sweep") else ()
+    return [words[0], *options, *words[1:]]
 
 
 class Runs:

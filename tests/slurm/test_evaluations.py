@@ -163,7 +163,7 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
         cluster.wait_for_job(job_id)
 
     assert {name: outcomes(run, name) for name in NAMES} == {
-        NAMES[0]: [None, "evaluated"],
+        NAMES[0]: ["asked to stop", "evaluated"],
         NAMES[1]: ["evaluated"],
         NAMES[2]: ["evaluated"],
     }

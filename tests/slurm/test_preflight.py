@@ -241,7 +241,9 @@ def test_what_no_node_can_start_is_refused_and_excludes_nobody(bench: Bench) -> 
 
 def test_a_full_disk_is_the_runs_fault(bench: Bench) -> None:
     bench.run.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", bench.run], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=750", "none", bench.run], check=True
+    )
     try:
         with pytest.raises(NoSpace, match=r"a checkpoint takes 15.8 MB"):
             bench.check("/no/python")

@@ -7,6 +7,7 @@ out of quoting. The ranks' Python is a script that notes how it was started; all
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -504,9 +505,10 @@ def test_hostile_values_of_a_site_are_passed_exactly_or_refused(
     [job_id] = desk.job_ids("run")
     desk.wait_until_over(job_id)
     variables = dict(line.split("=", 1) for line in desk.noted(job_id, "environment")[0])
-    assert VALUES | {"INSIDE": contained, "TMPDIR": "/tmp/$(touch canary)"} == {
-        name: variables[name] for name in [*VALUES, "INSIDE", "TMPDIR"]
-    }
+    assert VALUES | {
+        "INSIDE": contained,
+        "TMPDIR": f"/tmp/$(touch canary)/pretrain-{os.getuid()}",
+    } == {name: variables[name] for name in [*VALUES, "INSIDE", "TMPDIR"]}
     assert (
         "Account='; touch canary; ' "
         in cluster.run("scontrol", "--oneliner", "show", "job", job_id).stdout
