@@ -456,7 +456,7 @@ def test_a_run_that_may_not_be_read_is_not_taken_for_a_later_release_s() -> None
         run = Path(name)
         run.chmod(0o755)
         claim_version(run)
-        RunPaths(run).version.chmod(0o640)
+        RunPaths(run).version.chmod(0o600)
         os.seteuid(STRANGER)
         try:
             with pytest.raises(ConfigError, match=r"run\.json: you may not read it"):
