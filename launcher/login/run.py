@@ -25,6 +25,7 @@ from pretrain.launcher.login.allocation import DATA_MANIFESTS, allocate
 from pretrain.launcher.login.limits import check_with_slurm
 from pretrain.launcher.login.status import RunStatus, read_statuses
 from pretrain.launcher.login.submit import submit, training_job
+from pretrain.launcher.slurm_command import run_command
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
@@ -197,12 +198,17 @@ def _follow(experiment: Experiment) -> RunStatus:
 
 
 def _status(experiment: Experiment) -> RunStatus:
-    """Return how the run stands, waiting for slurmctld where it does not answer."""
+    """Return how the run stands, waiting for slurmctld where it does not answer.
+
+    Raises:
+        NoSlurm: There is nothing to wait for on this machine.
+    """
     printed = ""
     while True:
         [status], away = read_statuses([experiment.directory])
         if not away:
             return status
+        run_command("squeue", ["--version"])
         if away != printed:
             say(f"{away}; it is asked again, and jobs go on meanwhile")
         printed = away
