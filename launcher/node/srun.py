@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -27,6 +28,14 @@ FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
 SIGTERM, for one, makes it kill the tasks."""
 FAILED_TASK = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
 """A line in which srun reports tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
+NO_STEP = re.compile(
+    r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: "
+    r"(?:Memory required by task is not available|Unable to contact slurm controller)"
+)
+"""A line in which srun gives up because slurmctld is away, or has just come back and does not know
+yet that the step before is over."""
+STEP_SECONDS, STEP_RETRY_SECONDS = 120.0, 5.0
+"""For how long such an srun is started again, and the time between two tries."""
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 """How srun words a task that exited by itself."""
 LOST_NODE = re.compile(
@@ -79,16 +88,25 @@ class SrunRanks:
         self._where = _nodes_of_ranks(command, nodes)
         self._dumped_from = 0
         options = [f"--job-name={name}", *([f"--nodelist={','.join(nodes)}"] if nodes else [])]
-        with writing(log):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            file = open_own(log, "ab")  # closed by _copy_output
+        self._command = [command[0], *options, *command[1:]]
+        self._environment = dict(environment)
+        self._tries_until = time.monotonic() + STEP_SECONDS
+        self._next_try: float | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Start srun and the thread that copies its output."""
+        with writing(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            file = open_own(self._log, "ab")  # closed by _copy_output
+            self._began_at = file.tell()
         try:
             with signals_blocked():
                 # A process group of its own: a signal that is sent to the group of this process
                 # must reach the ranks once, passed on by the supervisor.
                 self._srun = subprocess.Popen(
-                    [command[0], *options, *command[1:]],
-                    env={**os.environ, **environment},
+                    self._command,
+                    env={**os.environ, **self._environment},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -97,7 +115,7 @@ class SrunRanks:
         except OSError as error:
             file.close()
             raise ConfigError(
-                f"{command[0]}: cannot be started on this node ({error.strerror})"
+                f"{self._command[0]}: cannot be started on this node ({error.strerror})"
             ) from None
         output = self._srun.stdout
         self._copier = threading.Thread(target=_copy_output, args=(output, file), daemon=True)
@@ -109,15 +127,28 @@ class SrunRanks:
         srun's own exit code is the highest of all tasks. It includes the tasks that srun killed
         after the first failure (137), so it would hide codes such as 75, which asks for a restart.
         """
+        if self._next_try is not None:
+            if time.monotonic() >= self._next_try:
+                self._next_try = None
+                self._start()
+            return None
         code = self._srun.poll()
         if not code:
             return code
         # Wait until the log is complete: it says which rank failed first.
         self._copier.join(KILL_SECONDS)
+        if time.monotonic() < self._tries_until and self._made_no_step():
+            self._next_try = time.monotonic() + STEP_RETRY_SECONDS
+            return None
         failure = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
         self.failure, self.nodes = failure.reason, failure.nodes
         self.lost = failure.nodes if failure.is_loss else ()
         return failure.code
+
+    def _made_no_step(self) -> bool:
+        """Return True if srun ended because slurmctld made no job step, and may make one soon."""
+        said = _lines(self._log, self._began_at)
+        return any(map(NO_STEP.match, said)) and not any(map(FAILED_TASK.match, said))
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank, through srun where it forwards the signal.
@@ -154,6 +185,7 @@ class SrunRanks:
 
     def kill(self) -> None:
         """Have srun kill the ranks, or slurmctld where srun does not."""
+        self._next_try, self._tries_until = None, 0.0
         end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._copier.join(KILL_SECONDS)
 
@@ -239,10 +271,7 @@ def _first_failure(log: Path, code: int) -> Failure:
         log: The log of the step.
         code: The exit code of srun.
     """
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = _lines(log)
     # Lines that a rank prints have a label before them, so they cannot be taken for srun's.
     errors = [line for line in lines if line.startswith("srun: error: ")]
     tasks = [match for line in errors if (match := FAILED_TASK.match(line))]
@@ -267,6 +296,16 @@ def _first_failure(log: Path, code: int) -> Failure:
         return Failure(reason, int(exited[1]), tuple(alike) if len(alike) == 1 else ())
     why = f" ({errors[0].removeprefix('srun: error: ')})" if errors else ""
     return Failure(f"srun ended with exit code {code}{why}; see {log}", code)
+
+
+def _lines(log: Path, begin: int = 0) -> list[str]:
+    """Return the lines of a log from a byte on; none when it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(begin)
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _nodes_of_ranks(command: Sequence[str], nodes: Sequence[str]) -> list[str]:
