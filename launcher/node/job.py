@@ -31,7 +31,7 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ExitCode, Outcome
 
 AWAY_SECONDS = 600.0
-"""How long a requeue is tried while slurmctld does not answer."""
+"""How long a requeue is tried, or the next attempt waits, while slurmctld does not answer."""
 REFUSED_SECONDS = 60.0
 """How long a requeue is tried while slurmctld refuses it: Slurm may be ending the job itself."""
 REQUEUED_SECONDS = 300.0
@@ -128,6 +128,7 @@ class _Start:
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
+            self._wait_for_slurm()
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, self._launch.num_tasks, is_first=False)
 
@@ -156,6 +157,23 @@ class _Start:
             nodes,
         )
         return self._ranks
+
+    def _wait_for_slurm(self) -> None:
+        """Wait until slurmctld answers, for `AWAY_SECONDS` at most, or until a signal comes.
+
+        No job step can be made without it, so each attempt would fail and count as one without
+        progress.
+        """
+        began, num_signals = time.monotonic(), len(self._signals.received)
+        is_said = False
+        while _is_away(self._job_id) and time.monotonic() - began < AWAY_SECONDS:
+            if len(self._signals.received) > num_signals:
+                return
+            if not is_said:
+                minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
+                say(f"job {self._job_id}: waits for slurmctld, which is away, for up to {minutes}")
+            is_said = True
+            time.sleep(RETRY_SECONDS)
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.
@@ -199,6 +217,14 @@ class _Start:
             return False
         # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
         return state.state != "RUNNING" or not self._signals.stops
+
+
+def _is_away(job_id: str) -> bool:
+    """Return True if slurmctld does not answer."""
+    try:
+        return slurm.jobs([job_id]) is None
+    except slurm.SlurmError:
+        return False
 
 
 def _exit_code(end: End) -> int:

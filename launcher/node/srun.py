@@ -23,18 +23,19 @@ from pretrain.rundir.files import open_own
 
 KILL_SECONDS = 60.0
 """Time for Slurm to end the processes of a job step."""
-CREATE_SECONDS = 60.0
-"""How long a step that Slurm does not create is asked for again: resources of the step before may
-still be released, and a slurmctld that has just been started may not know them yet."""
-AGAIN_SECONDS = 1.0
-"""Time between two such requests."""
-NOT_CREATED = "srun: error: Unable to create step"
-"""What srun says when Slurm creates no step."""
 FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that srun forwards to its tasks without asking slurmctld. It acts on most others itself:
 SIGTERM, for one, makes it kill the tasks."""
 FAILED_TASK = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
 """A line in which srun reports tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
+NO_STEP = re.compile(
+    r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: "
+    r"(?:Memory required by task is not available|Unable to contact slurm controller)"
+)
+"""A line in which srun gives up because slurmctld is away, or has just come back and does not know
+yet that the step before is over."""
+STEP_SECONDS, STEP_RETRY_SECONDS = 120.0, 5.0
+"""For how long such an srun is started again, and the time between two tries."""
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 """How srun words a task that exited by itself."""
 LOST_NODE = re.compile(
@@ -88,29 +89,24 @@ class SrunRanks:
         self._dumped_from = 0
         options = [f"--job-name={name}", *([f"--nodelist={','.join(nodes)}"] if nodes else [])]
         self._command = [command[0], *options, *command[1:]]
-        self._environment = {**os.environ, **environment}
-        self._started_at, self._asked_at, self._is_over = time.monotonic(), 0.0, False
+        self._environment = dict(environment)
+        self._tries_until = time.monotonic() + STEP_SECONDS
+        self._next_try: float | None = None
         self._start()
 
     def _start(self) -> None:
-        """Start srun, and the thread that copies its output.
-
-        Raises:
-            ConfigError: srun cannot be started.
-            RunFailed: The log cannot be written.
-        """
+        """Start srun and the thread that copies its output."""
         with writing(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             file = open_own(self._log, "ab")  # closed by _copy_output
-            self._begins_at = file.seek(0, os.SEEK_END)
-        self._asked_at = time.monotonic()
+            self._began_at = file.tell()
         try:
             with signals_blocked():
                 # A process group of its own: a signal that is sent to the group of this process
                 # must reach the ranks once, passed on by the supervisor.
                 self._srun = subprocess.Popen(
                     self._command,
-                    env=self._environment,
+                    env={**os.environ, **self._environment},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -131,32 +127,28 @@ class SrunRanks:
         srun's own exit code is the highest of all tasks. It includes the tasks that srun killed
         after the first failure (137), so it would hide codes such as 75, which asks for a restart.
         """
+        if self._next_try is not None:
+            if time.monotonic() >= self._next_try:
+                self._next_try = None
+                self._start()
+            return None
         code = self._srun.poll()
         if not code:
             return code
         # Wait until the log is complete: it says which rank failed first.
         self._copier.join(KILL_SECONDS)
-        if self._is_asked_again():
+        if time.monotonic() < self._tries_until and self._made_no_step():
+            self._next_try = time.monotonic() + STEP_RETRY_SECONDS
             return None
         failure = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
         self.failure, self.nodes = failure.reason, failure.nodes
         self.lost = failure.nodes if failure.is_loss else ()
         return failure.code
 
-    def _is_asked_again(self) -> bool:
-        """Return True if Slurm has created no step and is asked once more, now or in a moment."""
-        now = time.monotonic()
-        if self._is_over or now - self._started_at > CREATE_SECONDS:
-            return False
-        with open(self._log, "rb") as log:
-            log.seek(self._begins_at)
-            said = log.read().decode(errors="replace").splitlines()
-        # A rank that has started has a label before what it prints.
-        if not any(line.startswith(NOT_CREATED) for line in said):
-            return False
-        if now - self._asked_at >= AGAIN_SECONDS:
-            self._start()
-        return True
+    def _made_no_step(self) -> bool:
+        """Return True if srun ended because slurmctld made no job step, and may make one soon."""
+        said = _lines(self._log, self._began_at)
+        return any(map(NO_STEP.match, said)) and not any(map(FAILED_TASK.match, said))
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank, through srun where it forwards the signal.
@@ -193,7 +185,7 @@ class SrunRanks:
 
     def kill(self) -> None:
         """Have srun kill the ranks, or slurmctld where srun does not."""
-        self._is_over = True
+        self._next_try, self._tries_until = None, 0.0
         end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._copier.join(KILL_SECONDS)
 
@@ -279,10 +271,7 @@ def _first_failure(log: Path, code: int) -> Failure:
         log: The log of the step.
         code: The exit code of srun.
     """
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = _lines(log)
     # Lines that a rank prints have a label before them, so they cannot be taken for srun's.
     errors = [line for line in lines if line.startswith("srun: error: ")]
     tasks = [match for line in errors if (match := FAILED_TASK.match(line))]
@@ -308,6 +297,16 @@ def _first_failure(log: Path, code: int) -> Failure:
     # The last: a step may have been refused before it was created.
     why = f" ({errors[-1].removeprefix('srun: error: ')})" if errors else ""
     return Failure(f"srun ended with exit code {code}{why}; see {log}", code)
+
+
+def _lines(log: Path, begin: int = 0) -> list[str]:
+    """Return the lines of a log from a byte on; none when it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(begin)
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _nodes_of_ranks(command: Sequence[str], nodes: Sequence[str]) -> list[str]:

@@ -178,7 +178,7 @@ class Supervisor:
                 thread.start()
             verdict = self._watch(attempt, ranks, lost)
             # While the heartbeat goes on: Slurm may take a while to answer.
-            if verdict.outcome == Outcome.STOPPED and self.is_preempted():
+            if verdict.outcome == Outcome.STOPPED and self._ask_if_preempted(attempt, verdict):
                 reason = f"preempted; {verdict.reason}"
                 verdict = Verdict(Outcome.RESTART, verdict.code, reason)
         except NotStarted as error:
@@ -213,6 +213,20 @@ class Supervisor:
         reason = f"{end.reason}; {why}"
         self._record(end.attempt, Verdict(Outcome.GAVE_UP, end.code, reason, end.nodes))
         say(f"attempt {end.attempt.number}: {why}")
+
+    def _ask_if_preempted(self, attempt: Attempt, verdict: Verdict) -> bool:
+        """Ask Slurm if it took the nodes away, and record the verdict first if that takes long.
+
+        After `scancel` Slurm kills this process within KillWait, and then the end must be written.
+        """
+        answer: list[bool] = []
+        asking = threading.Thread(target=lambda: answer.append(self.is_preempted()), daemon=True)
+        asking.start()
+        asking.join(STOP_SECONDS)
+        if asking.is_alive():
+            self._record(attempt, verdict)
+            asking.join()
+        return answer == [True]
 
     # ---- while the ranks run ---------------------------------------------------------------------
     def _watch(self, attempt: Attempt, ranks: Ranks, lost: threading.Event) -> Verdict:

@@ -120,6 +120,22 @@ def test_with_a_spare_a_node_that_failed_once_is_left_out(script: Script) -> Non
 
 
 @pytest.mark.torture
+def test_no_attempt_is_wasted_while_the_controller_is_away(script: Script) -> None:
+    run = script.submit("away", "recovery.max_restarts=1", nodes=1)
+    pid, _ = run.wait_for_training(1)[0]
+    script.cluster.kill_controller()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "waits for slurmctld, which is away" in run.job_said(), 120)
+    # Without slurmctld srun may not end, and then the watchdog ends it.
+    [first] = run.outcomes
+    assert first in ("failed", "hung")
+    script.cluster.start_controller()
+    run.wait_for_training(2)
+    finish(run)
+    assert run.outcomes == [first, "finished"]
+
+
+@pytest.mark.torture
 def test_the_batch_host_of_a_job_with_spare_nodes_dies(script: Script) -> None:
     """Slurm leaves such a job running without a batch script; its guards requeue it."""
     run = script.submit("host", "recovery.spare_nodes=1")

@@ -25,6 +25,7 @@ from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
+from pretrain.rundir.states import ExitCode
 from tests.unit.test_launcher_local import alive, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -586,6 +587,31 @@ def test_a_slow_answer_about_evaluations_does_not_delay_the_next_attempt(tmp_pat
     assert any(thread.is_alive() for thread in threading.enumerate() if thread.daemon)
     assert read_attempts(tmp_path)[0].ended.outcome == "failed"
     answers.set()
+
+
+def test_a_slow_answer_about_preemption_does_not_delay_the_record_of_the_end(tmp_path):
+    """Slurm kills what `scancel` ends within KillWait, however long squeue takes."""
+
+    class Stopped:
+        failure, nodes = "", ()
+
+        def poll(self) -> int | None:
+            return ExitCode.STOPPED
+
+    recorded = []
+
+    def is_preempted() -> bool:
+        wait_until(lambda: read_attempts(tmp_path)[0].ended)
+        recorded.append(read_attempts(tmp_path)[0].ended.outcome)
+        return True
+
+    with Signals() as signals:
+        supervisor = Supervisor(
+            config_of(tmp_path), signals, lambda each: True, is_preempted=is_preempted
+        )
+        end = supervisor.make_attempt(Attempt.begin(tmp_path), lambda attempt: Stopped())
+    assert recorded == ["stopped"] and end.again
+    assert read_attempts(tmp_path)[0].ended.outcome == "restart"
 
 
 # ---- what srun says ------------------------------------------------------------------------------
