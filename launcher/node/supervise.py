@@ -61,6 +61,8 @@ EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
 STOP_SECONDS = 2.0
 """How long the end of an attempt waits for a call in a thread before it is recorded."""
+ANSWER_SECONDS = 1.0
+"""How long Slurm is waited for before the end of an attempt is recorded without its answer."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
 SIGNAL_CODE = 128
@@ -222,7 +224,7 @@ class Supervisor:
         answer: list[bool] = []
         asking = threading.Thread(target=lambda: answer.append(self.is_preempted()), daemon=True)
         asking.start()
-        asking.join(STOP_SECONDS)
+        asking.join(ANSWER_SECONDS)
         if asking.is_alive():
             self._record(attempt, verdict)
             asking.join()
