@@ -15,6 +15,7 @@ OUR_OPTIONS = (
     "dependency",
     "export",
     "gpus-per-node",
+    "help",
     "job-name",
     "mem",
     "nodes",
@@ -34,7 +35,10 @@ OUR_OPTIONS = (
     "signal",
     "test-only",
     "time",
+    "time-min",
     "uid",
+    "usage",
+    "version",
     "wait",
     "wrap",
 )

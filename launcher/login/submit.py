@@ -236,6 +236,7 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
     Raises:
         ConfigError: The job does not fit into the time limits of its partition.
         SlurmError: sbatch refused. All files are left as they were before.
+        SlurmAway: Nobody knows if Slurm has taken the job. The files stay.
     """
     try:
         check_with_slurm(runs, job)
@@ -301,7 +302,10 @@ def _launch_files(run: TrainingRun, job: Job) -> dict[Path, str]:
 
 @contextmanager
 def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) -> Iterator[None]:
-    """Create `folders` and write `files`; when the block raises, restore what was there before."""
+    """Create `folders` and write `files`; when the block fails, restore what was there before.
+
+    They stay when it is unknown if Slurm has taken the job.
+    """
     before = {path: path.read_text() if path.exists() else None for path in files}
     wanted = {parent for path in files for parent in path.parents}
     wanted |= {ancestor for folder in folders for ancestor in (folder, *folder.parents)}
@@ -319,6 +323,9 @@ def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) ->
             with writing(path):
                 replace_file(path, text)
         yield
+    except (slurm.SlurmAway, KeyboardInterrupt):
+        # Slurm may have taken the job, which reads these files.
+        raise
     except BaseException:
         for path, old in before.items():
             with contextlib.suppress(OSError):

@@ -361,6 +361,28 @@ FAKE_SLURM = {
 }
 
 
+@pytest.mark.parametrize(
+    ("says", "stays"),
+    [("Unable to contact slurm controller", True), ("Invalid account", False)],
+)
+def test_what_a_job_reads_stays_where_slurm_may_have_taken_it(tmp_path, monkeypatch, says, stays):
+    (tmp_path / "bin").mkdir()
+    sbatch = f'case "$*" in *--test-only*) exit 0 ;; esac; echo "{says}" >&2; exit 1'
+    for name, script in (FAKE_SLURM | {"sbatch": sbatch}).items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    run, config = tmp_path / "run", tmp_path / "run.toml"
+    sections = {"run": {"directory": str(run)}, "data": {"directory": str(built_data(tmp_path))}}
+    config.write_text(dump_config(run_config(**sections)))
+    (tmp_path / "site.toml").write_text(tomli_w.dumps(CPU))
+    with pytest.raises(RunFailed, match=says):
+        launcher(
+            ["submit", str(config), "--site", str(tmp_path / "site.toml")], standalone_mode=False
+        )
+    assert (run / "launch/train.sbatch").exists() == stays
+
+
 def test_what_was_allowed_is_kept_for_every_attempt(tmp_path, monkeypatch):
     """`launcher submit` records it in launch.json, and the job passes it to the ranks."""
     (tmp_path / "bin").mkdir()
