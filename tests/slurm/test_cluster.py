@@ -148,7 +148,8 @@ def test_pyxis_runs_tasks_in_a_container(pyxis_cluster: Cluster, tmp_path: Path)
     words = pyxis.options(folder)
     other = f"--container-image=alpine --container-mounts={folder}:/tmp/here"
     script = f"srun {' '.join(words)} bash script\necho ---\nsrun {other} bash /tmp/here/script"
-    job = submit(pyxis_cluster, tmp_path, script, "--nodes=1")
+    # This project may lie below /tmp, which a container does not see.
+    job = submit(pyxis_cluster, tmp_path, script, "--nodes=1", "--chdir=/")
     pyxis_cluster.wait_for_job(job)
     first, second = (tmp_path / "log").read_text().split("---\n")
     port = str(61_000 + int(job) % 4_536)
@@ -166,7 +167,7 @@ def test_pyxis_runs_the_script_of_sbatch_in_the_container(
     assert srun
     script = f"grep PRETTY /etc/os-release\n{srun} grep PRETTY /etc/os-release"
     mounts = f"{pyxis_cluster.root},{Path(srun).parents[1]}"
-    words = ["--container-image=alpine", f"--container-mounts={mounts}"]
+    words = ["--container-image=alpine", f"--container-mounts={mounts}", "--chdir=/"]
     job = submit(pyxis_cluster, tmp_path, script, "--nodes=1", *words)
     pyxis_cluster.wait_for_job(job)
     assert (tmp_path / "log").read_text() == 'PRETTY_NAME="alpine"\n' * 2
