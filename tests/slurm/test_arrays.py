@@ -262,6 +262,7 @@ def failing(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return folder
 
 
+@pytest.mark.torture
 def test_nothing_is_concluded_from_a_squeue_that_fails(desk: Desk, failing: Path) -> None:
     desk.send("submit")
     desk.wait_for_step("runs/a", 1)

@@ -220,6 +220,7 @@ def test_a_killed_process_is_named(bench: Bench) -> None:
     assert faults == {node: "process 3 ended while it multiplies matrices (Killed)"}
 
 
+@pytest.mark.torture
 def test_a_dead_node_is_named_before_and_after_slurm_knows_of_it(bench: Bench) -> None:
     python, node = bench.python(STAND_IN), bench.nodes[2]
     bench.cluster.kill_node(node)
@@ -279,6 +280,7 @@ def test_a_signal_ends_the_check_at_once(bench: Bench) -> None:
     bench.check_nothing_is_left()
 
 
+@pytest.mark.torture
 def test_a_slow_machine_is_warned_of_and_trains(bench: Bench) -> None:
     slow = STAND_IN.replace('say("gemm"', 'while True: pass\nsay("gemm"')
     slow = slow.replace('during="waiting"', 'during="gemm", busy=time.monotonic()')

@@ -122,6 +122,7 @@ def test_two_hundred_starts_with_the_port_taken(cluster: Cluster, tmp_path: Path
         check_starts(held, steps=4, starts=50)
 
 
+@pytest.mark.torture
 def test_two_jobs_meet_on_one_node_at_once(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--nodes=1", "--ntasks=2")
     with (

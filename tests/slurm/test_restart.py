@@ -95,6 +95,7 @@ def test_a_node_that_fails_twice_is_excluded(script: Script) -> None:
     assert f"node {bad}: not used any more if Slurm has others: {why}" in status
 
 
+@pytest.mark.torture
 def test_a_node_that_fails_twice_is_used_again_where_slurm_has_no_other(script: Script) -> None:
     """Excluded, it would leave the job in the queue forever."""
     only = "n[1-2]"

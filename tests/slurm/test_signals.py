@@ -139,6 +139,7 @@ def test_requeue_resumes_a_suspended_job(desk: Desk) -> None:
     wait_for(lambda: outcomes(desk)[:1] == ["restart"], 60)
 
 
+@pytest.mark.torture
 def test_a_requeue_that_ends_scontrol_itself_is_no_failure(desk: Desk) -> None:
     """As in a large job, which Slurm begins to end before scontrol has had its answer."""
     scontrol = desk.cluster.run("which", "scontrol").stdout.strip()
