@@ -181,7 +181,7 @@ def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
     done = installed.run(["launcher", "submit", config, "--site", site, "--dry-run"], tmp_path)
     assert done.code == 0, done.err
     assert "16 nodes x 8 ranks = tensor 1 x pipeline 1 x data 128" in done.out
-    assert f"cd -- {tmp_path}\n" in done.out
+    assert f"cd -- {tmp_path} || {{\n" in done.out
     python = installed.folder / "bin/python"
     assert f"set -- {python} -m pretrain.launcher attempt {tmp_path}/runs/" in done.out
     assert "not asked: sbatch: no such command" in done.out
