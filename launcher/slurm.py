@@ -330,7 +330,8 @@ def _parse(line: str) -> JobState:
     return JobState(
         job_id,
         raw,
-        state,
+        # What 24.11 calls a running job while it delivers a signal.
+        "RUNNING" if state == "SIGNALING" else state,
         "" if reason == "None" else reason,
         nodes,
         int(num_nodes),
