@@ -676,7 +676,7 @@ def reduce_gradients_on_two_nodes(
 
         return call
 
-    topology.host_name = lambda: f"node{dist.get_rank() // 2}"
+    topology.host_name = lambda: f"node{topology.Process.from_environment().rank // 2}"
     for name in originals:
         setattr(dist, name, counted(name))
     try:
