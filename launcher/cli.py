@@ -24,8 +24,10 @@ from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
     Account,
+    After,
     Dependency,
     DryRun,
+    EvaluateCheckpoints,
     EvaluationTasks,
     EvaluationTime,
     Lengths,
@@ -137,13 +139,7 @@ def submit(
     time: TimeLimit = None,
     save_before: SaveBefore = None,
     dry_run: DryRun = False,
-    evaluate_checkpoints: Annotated[
-        bool,
-        typer.Option(
-            "--evaluate-checkpoints",
-            help="Evaluate each checkpoint when it is complete, in a job of its own.",
-        ),
-    ] = False,
+    evaluate_checkpoints: EvaluateCheckpoints = False,
     lengths: Lengths = None,
     protocols: Protocols = BOTH_PROTOCOLS,
     stride: Stride = None,
@@ -156,12 +152,7 @@ def submit(
     qos: Qos = None,
     sbatch: Sbatch = [],  # noqa: B006
     dependency: Dependency = None,
-    after: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Start when this run's job has ended well, whatever its restarts."
-        ),
-    ] = None,
+    after: After = None,
     mail: Mail = None,
 ) -> None:
     """Train on a Slurm cluster.

@@ -126,3 +126,16 @@ Mail = Annotated[
         help="Have Slurm send a mail when the job has finished or given up, and when a node dies.",
     ),
 ]
+EvaluateCheckpoints = Annotated[
+    bool,
+    typer.Option(
+        "--evaluate-checkpoints",
+        help="Evaluate each checkpoint when it is complete, in a job of its own.",
+    ),
+]
+After = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Start when this run's job has ended well, whatever its restarts."
+    ),
+]

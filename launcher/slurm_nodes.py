@@ -51,7 +51,7 @@ def exclude(job_id: str, nodes: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Preemption:
-    """What tells a job that loses its nodes to another job from one that a user cancelled."""
+    """The facts that tell a preempted job from one that a user cancelled."""
 
     state: str
     """RUNNING in the grace time, COMPLETING once Slurm ends the job."""

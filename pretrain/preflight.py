@@ -49,7 +49,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Place:
-    """What a process of the preflight is told about itself and the run."""
+    """The description of itself and of the run that a process of the preflight is given."""
 
     node: str
     """Slurm's name of the node."""
@@ -267,7 +267,7 @@ def _multiply(place: Place) -> dict[str, Any]:
 # ---- together with others ------------------------------------------------------------------------
 @dataclass
 class _Groups:
-    """What this process needs to form groups, one after the other."""
+    """The means with which this process forms groups, one after the other."""
 
     place: Place
     store: Any

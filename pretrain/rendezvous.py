@@ -56,7 +56,7 @@ MOST_RANKS_NAMED = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 listens: the content of rendezvous.json."""
+    """The address at which rank 0 listens: the content of rendezvous.json."""
 
     address: str
     """A name or address of rank 0's host that the other hosts resolve."""

@@ -36,7 +36,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Fault(NamedTuple):
-    """What is wrong with a node."""
+    """A fault of a node."""
 
     kind: str
     cause: str
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the run needs of each node."""
+    """The needs that the run has of each node."""
 
     nodes: tuple[str, ...]
     per_node: int
@@ -60,7 +60,7 @@ class Expected:
 
 @dataclass
 class Diagnosis:
-    """What follows from the readings."""
+    """The faults and warnings that follow from the readings."""
 
     faults: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

@@ -138,6 +138,7 @@ def _step(step: Sequence[str], command: Sequence[str]) -> StepWords:
     end = list(step).index("--label") + 1 if "--label" in step else len(step)
 
     def words(name: str, nodes: Sequence[str], num_tasks: int) -> list[str]:
+        """Return srun's command line for a step of this name, on these nodes."""
         return [
             *step[:end],
             "--label",

@@ -31,7 +31,7 @@ IDLE_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Said:
-    """What all lines of the processes have."""
+    """The part that all lines of the processes share."""
 
     stage: str
     """The stage or round whose result the line is; "alive" is a sign of life."""
@@ -102,7 +102,7 @@ class Process:
 
 
 class Readings:
-    """What all processes of a preflight have said so far."""
+    """All that the processes of a preflight have said so far."""
 
     def __init__(self) -> None:
         self.processes: dict[int, Process] = {}

@@ -249,7 +249,7 @@ def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:
 
 
 class Failure(NamedTuple):
-    """What ended a job step first."""
+    """The failure that ended a job step first."""
 
     reason: str
     """One line for the user."""

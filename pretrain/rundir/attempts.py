@@ -194,7 +194,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the check of the nodes before the ranks found (preflight.json)."""
+    """The findings of the check of the nodes before the ranks start (preflight.json)."""
 
     at: float
     """Unix seconds at which the check ended."""
