@@ -6,6 +6,7 @@ login node.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,20 @@ class RunConfig(Section):
     def ffn_hidden_size(self) -> int:
         """Return the inner width of the MLP."""
         return self.model.ffn_hidden_size or 4 * self.model.hidden_size
+
+    @property
+    def embedding_scale(self) -> float:
+        """Return the factor on the word embeddings."""
+        scale = self.model.embedding_scale
+        if scale != "auto":
+            return scale
+        return 1.0 if self.model.embedding_layernorm else math.sqrt(self.model.hidden_size)
+
+    @property
+    def embedding_init_method_std(self) -> float:
+        """Return the standard deviation of the initial embeddings."""
+        std = self.model.embedding_init_method_std
+        return self.model.hidden_size**-0.5 if std is None else std
 
     @property
     def head_dim(self) -> int:

@@ -8,7 +8,7 @@ The sections about data stand in `pretrain.config.data_schema`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -57,6 +57,11 @@ class ModelSection(Section):
     """Use the input embedding as the output layer too; false trains a second matrix of the same
     size."""
 
+    embedding_scale: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
+    """Factor on the word embeddings, for every position method. auto: sqrt(hidden_size), as in
+    "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; 1 behind an
+    embedding LayerNorm. GPT-2 has 1."""
+
     embedding_layernorm: bool = False
     """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
     large models (Le Scao et al. 2022, "What Language Model to Train if You Have One Million GPU
@@ -79,6 +84,11 @@ class ModelSection(Section):
     init_method_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
     it divided by sqrt(2 x num_layers), as in GPT-2."""
+
+    embedding_init_method_std: float | None = Field(default=None, gt=0)
+    """Standard deviation of the initial word embeddings and of a learned position table. Default:
+    1 / sqrt(hidden_size), as in fairseq, so that word embeddings times embedding_scale = auto start
+    with a variance of 1. GPT-2 has init_method_std."""
 
     make_vocab_size_divisible_by: int = Field(default=128, gt=0)
     """The embedding has data.vocab_size rows, rounded up to a multiple of this. It does not depend

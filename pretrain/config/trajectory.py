@@ -45,6 +45,7 @@ EFFECTS: dict[str, Effect] = {
     "model.attention_dropout": TRAJECTORY,
     # Acts at step 0 only.
     "model.init_method_std": FREE,
+    "model.embedding_init_method_std": FREE,
     # How the same scores are computed.
     "model.attention_backend": FREE,
     "position": FIXED,

@@ -59,8 +59,9 @@ def _bloom_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 def _bloom_scale(config: RunConfig) -> float:
-    """Return a, the factor on the embeddings; 1 if the model has Bloom's LayerNorm itself."""
-    return 1.0 if config.model.embedding_layernorm else BLOOM_EMBEDDING_SCALE
+    """Return the factor on the embeddings: a, unless the model has Bloom's LayerNorm itself."""
+    a = 1.0 if config.model.embedding_layernorm else BLOOM_EMBEDDING_SCALE
+    return a * config.embedding_scale
 
 
 def _bloom_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
@@ -136,11 +137,6 @@ def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-def _opt_scale(config: RunConfig) -> float:
-    """Return the factor on the embeddings: sqrt(hidden_size) with sinusoidal positions."""
-    return math.sqrt(config.model.hidden_size) if config.position.method == "sinusoidal" else 1.0
-
-
 def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
     """Return the table [2 + max_length, hidden_size] of sinusoids; padding has the rows of zeros.
 
@@ -184,9 +180,9 @@ def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 # ---- The classes ---------------------------------------------------------------------------------
-def _unscaled(config: RunConfig) -> float:
-    """Return 1: the embeddings are stored as they are."""
-    return 1.0
+def _embedding_scale(config: RunConfig) -> float:
+    """Return the model's own factor: no class but ours multiplies its embeddings."""
+    return config.embedding_scale
 
 
 def _no_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
@@ -210,7 +206,7 @@ class Target:
     """Key of its config class that holds max_length."""
     has_bias: bool = True
     """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
-    embedding_scale: Callable[[RunConfig], float] = _unscaled
+    embedding_scale: Callable[[RunConfig], float] = _embedding_scale
     """Factor on the word embeddings. With tied output the final LayerNorm is divided by it."""
     extra: Callable[[RunConfig, Tensor, int], dict[str, Tensor]] = _no_extra
     """(config, scaled embeddings, max_length) -> tensors that only this class has."""
@@ -233,7 +229,6 @@ TARGETS = {
         OPT,
         _opt_settings,
         "max_position_embeddings",
-        embedding_scale=_opt_scale,
         extra=_opt_extra,
     ),
     "gpt_neox": Target(

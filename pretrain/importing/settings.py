@@ -130,6 +130,8 @@ def sections(source: Source, path: Path) -> dict[str, dict[str, Any]]:
         # So the embedding has exactly as many rows as the folder's, whichever of them stand for
         # pieces of the tokenizer.
         "make_vocab_size_divisible_by": settings.vocab_size,
+        # None of the classes multiplies its embeddings.
+        "embedding_scale": 1.0,
     }
     return {"model": model, "position": position}
 

@@ -267,10 +267,9 @@ def _build_chunk(
             _normalise_embeddings(model)
         # Before the position table is added, hence on the word embeddings alone. A hook, because
         # Megatron's embedding has no such factor.
-        if position.embedding_scale != 1.0:
-            model.embedding.word_embeddings.register_forward_hook(
-                lambda _m, _i, out: out * position.embedding_scale
-            )
+        scale = config.embedding_scale
+        if scale != 1.0:
+            model.embedding.word_embeddings.register_forward_hook(lambda _m, _i, out: out * scale)
     return model
 
 
@@ -326,8 +325,8 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     """Fill this rank's parameters with initial values.
 
-    Weights are drawn from normal(0, model.init_method_std). The output projections of attention
-    and MLP have a standard deviation smaller by sqrt(2 num_layers), as in GPT-2, so that the
+    Weights are drawn from normal(0, model.init_method_std), and embeddings from normal(0,
+    config.embedding_init_method_std). The output projections of attention and MLP have a standard deviation smaller by sqrt(2 num_layers), as in GPT-2, so that the
     variance of the residual stream does not grow with depth. Norm weights are 1 and biases 0.
 
     Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
@@ -345,6 +344,8 @@ def _initial_value(config: RunConfig, named: Named) -> Tensor:
     if len(named.global_shape) == 1:
         return torch.zeros(named.global_shape)
     std = config.model.init_method_std
+    if named.name.startswith("embedding."):
+        std = config.embedding_init_method_std
     if named.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.model.num_layers)
     digest = hashlib.sha256(f"{config.run.seed}/{named.name}".encode()).digest()

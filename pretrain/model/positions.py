@@ -2,7 +2,7 @@
 
 A position method answers three questions, and the model knows nothing else about positions:
 
-    What is added to the embeddings?       `embedding_scale`, `embedding_table`
+    What is added to the embeddings?       `embedding_table`
     What is done to queries and keys?      `megatron_type = "rope"`, which Megatron implements
     What is added to the attention scores? `score_terms`, for the heads of this rank
 
@@ -28,9 +28,6 @@ class PositionMethod(nn.Module):
 
     megatron_type = "none"
     """GPTModel's position_embedding_type: "none", "learned_absolute" or "rope"."""
-
-    embedding_scale = 1.0
-    """Factor on the word embeddings."""
 
     heads: slice
     """The global heads that this tensor-parallel rank computes."""
@@ -119,17 +116,10 @@ class T5Bias(PositionMethod):
 
 
 class Sinusoidal(PositionMethod):
-    """A fixed table of sines and cosines, added to the embeddings (Vaswani et al. 2017).
-
-    As in section 3.4 of the paper, the word embeddings are multiplied by sqrt(hidden size).
-    """
+    """A fixed table of sines and cosines, added to the embeddings (Vaswani et al. 2017)."""
 
     # Makes GPTModel create a position table, which `embedding_table` then replaces.
     megatron_type = "learned_absolute"
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.embedding_scale = math.sqrt(config.model.hidden_size)
 
     def embedding_table(self) -> nn.Module:
         return SinusoidalTable(self.config.model.hidden_size)

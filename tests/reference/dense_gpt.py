@@ -81,10 +81,15 @@ class DenseGPT(nn.Module):
         x = p["embedding.word_embeddings.weight"][ids]
         if self.config.model.embedding_layernorm:
             x = self._norm(x, p, "embedding.word_embeddings_layernorm")
+        # Fixed by hand, not read from the property under test: 1 behind a LayerNorm.
+        scale = self.config.model.embedding_scale
+        if scale == "auto":
+            scale = 1.0 if self.config.model.embedding_layernorm else math.sqrt(x.shape[-1])
+        x = x * scale
         if self.config.position.method == "learned":
             x = x + p["embedding.position_embeddings.weight"][: ids.shape[1]]
         if self.config.position.method == "sinusoidal":
-            x = x * math.sqrt(x.shape[-1]) + sinusoids(ids.shape[1], x.shape[-1]).to(x)
+            x = x + sinusoids(ids.shape[1], x.shape[-1]).to(x)
         return x
 
     def _score_bias(self, length: int, p: dict[str, Tensor], like: Tensor) -> Tensor:
