@@ -326,8 +326,9 @@ def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     """Fill this rank's parameters with initial values.
 
     Weights are drawn from normal(0, model.init_method_std), and embeddings from normal(0,
-    config.embedding_init_method_std). The output projections of attention and MLP have a standard deviation smaller by sqrt(2 num_layers), as in GPT-2, so that the
-    variance of the residual stream does not grow with depth. Norm weights are 1 and biases 0.
+    config.embedding_init_method_std). The output projections of attention and MLP have a standard
+    deviation smaller by sqrt(2 num_layers), as in GPT-2, so that the variance of the residual
+    stream does not grow with depth. Norm weights are 1 and biases 0.
 
     Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
     then sliced. The weights therefore do not depend on the layout.

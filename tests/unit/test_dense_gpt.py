@@ -125,7 +125,8 @@ def test_two_tokens_by_hand():
         return [sum(a * b for a, b in zip(row, x)) for row in p[f"{name}.weight"]]
 
     layer = "decoder.layers.0"
-    x0, x1 = (p["embedding.word_embeddings.weight"][i] for i in (7, 11))
+    # Embeddings are multiplied by the square root of the width.
+    x0, x1 = ([math.sqrt(2) * v for v in p["embedding.word_embeddings.weight"][i]] for i in (7, 11))
     fused = [
         times(f"{layer}.self_attention.linear_qkv", norm(x, f"{layer}.input_layernorm"))
         for x in (x0, x1)
