@@ -63,6 +63,10 @@ class Site(Section):
     partition's."""
     time_limit: str | None = None
     """As in sbatch: "1-00:00:00", "12:00:00", "90" (minutes). The default is the partition's."""
+    gpu_compute_capability: str | None = Field(default=None, pattern=r"^\d+\.\d$")
+    """Compute capability of the GPUs: "7.0" for a V100, "8.0" for an A100, "9.0" for an H100 or
+    H200. With it `launcher submit` checks before a job is sent that the ranks' torch was built for
+    them, which a job without it finds out on its nodes."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -311,6 +315,11 @@ def _refused_sizes(site: Site) -> Iterator[str]:
         yield (
             f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks "
             "of a node. Set at least one core per rank"
+        )
+    if not site.gpus_per_node and site.gpu_compute_capability:
+        yield (
+            f"gpu_compute_capability = {site.gpu_compute_capability}: gpus_per_node is 0. Leave it "
+            "out, or set gpus_per_node"
         )
     if site.gpu_type and not re.fullmatch(r"[\w.+-]+", site.gpu_type):
         yield (

@@ -30,11 +30,15 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, writing
+from pretrain.config.architectures import is_supported, not_supported
 from pretrain.devices import Device, device_index
 from pretrain.rundir.trust import check_own_directory, check_place
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of train.precision."""
+
+DEVICES = Path("/dev")
+"""Where NVIDIA's driver shows its GPUs, as nvidia0, nvidia1 and so on."""
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 """Variables that name directories of compiled code."""
@@ -72,6 +76,38 @@ def check_precision(precision: str) -> None:
         raise ConfigError(
             "train.precision = fp16: DeepSpeed does not support it on a CPU. Use bf16 or fp32"
         )
+
+
+def check_build() -> None:
+    """Check that torch was built for this process's GPU, and can use GPUs where there are any.
+
+    A build without code for the GPU fails at the first kernel, minutes into a start. A build
+    without CUDA, or one for a newer driver, would train on the CPU of a machine with GPUs.
+
+    Raises:
+        ConfigError: It was not, or cannot.
+    """
+    remedy = "Install the build of torch for this GPU (docs/v100.md for V100s)"
+    if has_cuda():
+        capability, built = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+        if not is_supported(built, capability):
+            gpu = not_supported(device_name(), capability, built)
+            raise ConfigError(f"torch {torch.__version__}: {gpu}. {remedy}")
+    elif _shows_gpus():
+        cuda = torch.version.cuda
+        why = f"CUDA {cuda} does not start, run nvidia-smi" if cuda else "built without CUDA"
+        raise ConfigError(
+            f"torch {torch.__version__}: cannot use this machine's NVIDIA GPUs ({why}). {remedy}, "
+            "start a container with its option for GPUs (apptainer --nv), or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+
+
+def _shows_gpus() -> bool:
+    """Return True if the driver shows GPUs to this process and the user has not hidden them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(
+        re.fullmatch(r"nvidia\d+", path.name) for path in DEVICES.glob("nvidia*")
+    )
 
 
 def can_compile() -> bool:

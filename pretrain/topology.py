@@ -230,12 +230,13 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         The topology, with this process's ranks.
 
     Raises:
-        ConfigError: if the number of processes does not fit the config, if the device cannot
-            train in its precision, or if two processes use one GPU.
+        ConfigError: if the number of processes does not fit the config, if torch was not built for
+            the device, if that cannot train in its precision, or if two processes use one GPU.
         RunFailed: if the processes do not find each other.
     """
     process = process or Process.from_environment()
     layout = config.layout(process.world_size)
+    platform.check_build()
     platform.check_precision(config.train.precision)
     platform.prepare(process.local_rank)
     # After `prepare`, which must precede the first import of Megatron.

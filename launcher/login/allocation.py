@@ -20,6 +20,7 @@ from pretrain.config.trajectory import check_differences, differences
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import check_path, job_name
+from pretrain.launcher.login.build import check_build
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.jobs import read_jobs
@@ -124,17 +125,23 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
     Args:
         runs: The runs.
         site: The cluster.
-        dry_run: Print a warning instead of refusing when data is missing or slurmctld does not
-            answer, because a dry run is useful before the corpus has been downloaded.
+        dry_run: Print a warning instead of refusing when data is missing, slurmctld does not answer
+            or torch was built for other GPUs, because a dry run is useful before all is there.
 
     Raises:
-        ConfigError: A run is finished or in a job already, another user may write to its directory,
-            its newest checkpoint was trained with a config from which it cannot go on, or its data
-            is not built.
+        ConfigError: torch was not built for the site's GPUs, a run is finished or in a job already,
+            another user may write to its directory, its newest checkpoint was trained with a config
+            from which it cannot go on, or its data is not built.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
     check_path("the directory you are in", Path.cwd())
+    try:
+        check_build(site)
+    except ConfigError as error:
+        if not dry_run:
+            raise
+        print(f"warning: {error}", file=sys.stderr)
     for run in runs:
         check_trusted(run.directory)
         check_version(run.directory)

@@ -8,12 +8,12 @@ warning.
 from __future__ import annotations
 
 import errno
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pretrain.config.architectures import is_supported, not_supported
 from pretrain.launcher.node.readings import Process, Readings
 from pretrain.rundir.files import Json
 
@@ -228,9 +228,7 @@ def _judge_devices(devices: Sequence[Json], expected: Expected) -> Fault | None:
             return Fault("gpus", f"torch finds none of its {expected.gpus} GPUs{why}")
         name = f"GPU {found.get('index')} ({found.get('gpu')})"
         if not is_supported(found.get("architectures", []), found.get("capability", [])):
-            built = ", ".join(found.get("architectures", [])) or "no GPU"
-            capability = ".".join(str(part) for part in found.get("capability", []))
-            words = f"{name} has compute capability {capability}, and torch is built for {built}"
+            words = not_supported(name, found.get("capability", []), found.get("architectures", []))
             return Fault("architecture", words)
         if total and total - free > USED_SHARE * total:
             by = f" by {found['users']}" if found.get("users") else " by another process"
@@ -250,34 +248,6 @@ def _judge_devices(devices: Sequence[Json], expected: Expected) -> Fault | None:
     if not uuids and max(counts) < expected.gpus and counts != {1}:
         return Fault("gpus", f"torch finds {max(counts)} GPUs of {expected.gpus}")
     return None
-
-
-def is_supported(architectures: Sequence[str], capability: Sequence[int]) -> bool:
-    """Return True if a build of torch runs on a GPU.
-
-    Machine code (sm_80) runs on GPUs of the same major version and at least its minor one, PTX
-    (compute_80) on all later ones. A suffix, as in sm_90a, ties code to exactly that GPU.
-
-    Args:
-        architectures: What the build contains, as torch.cuda.get_arch_list() returns it.
-        capability: The GPU's compute capability, major and minor.
-    """
-    if len(capability) != 2:
-        return False
-    major, minor = capability
-    for name in architectures:
-        if not (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)):
-            continue
-        kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
-        if suffix == "a":
-            runs = built == (major, minor)
-        elif kind == "sm" or suffix:
-            runs = built[0] == major and built[1] <= minor
-        else:
-            runs = built <= (major, minor)
-        if runs:
-            return True
-    return False
 
 
 def _judge_sum(node: str, readings: Readings, expected: Expected) -> Fault | None:

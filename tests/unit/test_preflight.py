@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.launcher.node.diagnosis import Diagnosis, Expected, diagnose, is_supported, ring
+from pretrain.launcher.node.diagnosis import Diagnosis, Expected, diagnose, ring
 from pretrain.launcher.node.readings import IDLE_SECONDS, SILENT_SECONDS, Readings
 from pretrain.launcher.nodes import failing_nodes
 from pretrain.rundir.attempts import Ended, Owner, Preflight, read_attempt
@@ -392,29 +392,6 @@ def test_a_link_that_fails_between_two_nodes_names_both_and_blames_neither():
 
 
 # ---- GPUs and torch ------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("architectures", "capability", "runs"),
-    [
-        (["sm_80"], [8, 0], True),
-        (["sm_80"], [8, 6], True),
-        (["sm_86"], [8, 0], False),
-        (["sm_80"], [9, 0], False),
-        (["sm_80", "compute_80"], [9, 0], True),
-        (["compute_90"], [8, 0], False),
-        (["sm_90a"], [9, 0], True),
-        (["sm_90a"], [9, 1], False),
-        (["sm_100", "sm_120"], [10, 3], True),
-        (["sm_100f"], [10, 3], True),
-        (["sm_75", "sm_80", "sm_90"], [7, 0], False),
-        ([], [8, 0], False),
-        (["gfx942"], [9, 4], False),
-        (["sm_80"], [], False),
-    ],
-)
-def test_what_a_build_of_torch_runs_on(architectures, capability, runs):
-    assert is_supported(architectures, capability) is runs
-
-
 # ---- records -------------------------------------------------------------------------------------
 def test_a_node_that_a_preflight_names_is_failing_at_once(tmp_path):
     attempt = tmp_path / "attempts/0001"
