@@ -45,6 +45,6 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev,data]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,data,wandb]'
 	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt
 	@touch $@
