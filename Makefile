@@ -36,8 +36,8 @@ clean:  ## remove .venv, caches and the demo's files; keeps other runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo 'error: $(PYTHON) is missing or older than 3.11.' \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	    echo 'error: $(PYTHON) is missing, or not Python 3.11, 3.12 or 3.13.' \
 	        'Name another, as in: make setup PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
