@@ -155,6 +155,27 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     return sorted(curves, key=lambda c: order[c.sources[0], c.protocol])
 
 
+def make_step_curves(records: Sequence[Record]) -> list[Curve]:
+    """Return the curves by training step: one for each window length (ascending) and protocol.
+
+    Args:
+        records: Evaluations of one run's checkpoints, with one tokenizer on one text.
+    """
+    found: dict[tuple[int, str, int], dict[int, Record]] = {}
+    seen: Counter[tuple[int, str, int]] = Counter()
+    for record in records:
+        place = (record["length"], protocol_name(record))
+        seen[*place, record["step"]] += 1
+        found.setdefault((*place, seen[*place, record["step"]]), {})[record["step"]] = record
+    curves = []
+    for (length, protocol, evaluation), by_step in sorted(found.items()):
+        source = _source(next(iter(by_step.values())))
+        name = length_label(length, source.train_length)
+        name += f", evaluation {evaluation}" if evaluation > 1 else ""
+        curves.append(Curve(name, protocol, (source,), {x: (by_step[x],) for x in sorted(by_step)}))
+    return curves
+
+
 def protocol_name(record: Record) -> str:
     """Return a record's protocol, with the stride if it slides: other strides, other protocols."""
     sliding = record["protocol"] == "sliding"
@@ -210,6 +231,18 @@ def is_known(curve: Curve, x: int, quantity: str) -> bool:
 def has_bits(curves: Iterable[Curve]) -> bool:
     """Return True if bits per byte are known anywhere on the curves."""
     return any(is_known(curve, x, BITS_PER_BYTE) for curve in curves for x in curve.records)
+
+
+def relative_length(multiple: float) -> str:
+    """Return a multiple of the training length: "L", "2 L" or "1.5 L"."""
+    return "L" if multiple == 1 else f"{multiple:.3g} L"
+
+
+def length_label(length: int, train_length: int | None, separator: str = " = ") -> str:
+    """Return a length in tokens and, if L is given, in training lengths, as in "256 = 2 L"."""
+    if train_length is None:
+        return str(length)
+    return f"{length}{separator}{relative_length(length / train_length)}"
 
 
 def _source(record: Record) -> Source:
@@ -307,7 +340,7 @@ def _path(name: str) -> Callable[[_Groups], list[str]]:
             ends = [" and ".join("/".join(p[-count:]) for p in group) for group in paths]
             if len(set(ends)) == len({tuple(group) for group in paths}):
                 break
-        return ends
+        return [f"{name} {end}" for end in ends]
 
     return qualifier
 

@@ -34,6 +34,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (2.5, 1)))
 """Lengths without a common factor, so that a combination comes back after 360 lines only."""
+MARKERS_OF_A_LINE = 10
+"""A longer line has a marker at every n-th value only, about this many in all."""
 NEUTRAL = "#444444"
 LOG_SPREAD = 3.0
 """The y axis is logarithmic when the largest value exceeds this multiple of the smallest."""
@@ -86,8 +88,10 @@ def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
     """
     figure, panels = _panels(list(dict.fromkeys(line.panel for line in lines)), frame)
     colours, marks = _colours(lines), _marks(lines)
+    weights = _weights(lines)
     for line in lines:
-        _draw_line(panels[line.panel], line, colours[line.colour], marks[line.mark])
+        mark = marks[line.mark] | weights[line.colour]
+        _draw_line(panels[line.panel], line, colours[line.colour], mark)
     # The panels share their y axis.
     axes = next(iter(panels.values()))
     _scale_values(axes, [v for line in lines for value in line.values for v in value])
@@ -95,7 +99,7 @@ def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
         for x, word in frame.marked.items():
             colour = colours.get(word, "#888888")
             panel.axvline(x, color=colour, linewidth=1.2, linestyle=":", zorder=0)
-    _legend(figure, lines, colours, marks, frame)
+    _legend(figure, lines, (colours, weights, marks), frame)
     # The formats share one layout, which takes longer than drawing.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
@@ -178,14 +182,29 @@ def _colours(lines: Iterable[Line]) -> dict[str, Any]:
     return {word: scale(0.82 * i / max(1, len(words) - 1)) for i, word in enumerate(words)}
 
 
+def _weights(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
+    """Return the widths of lines and sizes of markers for each word of a colour.
+
+    Where colours say something else than marks, lines get wider with it, so that it can be read
+    without colour.
+    """
+    lines = list(lines)
+    words = list(dict.fromkeys(line.colour for line in lines))
+    if all(line.colour == line.mark for line in lines):
+        return {word: {"linewidth": 1.6, "markersize": 5} for word in words}
+    shares = [i / max(1, len(words) - 1) for i in range(len(words))]
+    return {
+        # The widest lie below, so that they hide nothing.
+        word: {"linewidth": 0.9 + 1.8 * share, "markersize": 4 + 3 * share, "zorder": 3 - share / 2}
+        for word, share in zip(words, shares)
+    }
+
+
 def _marks(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
-    """Return Line2D properties for each word."""
+    """Return the marker and the dashes for each word."""
     words = dict.fromkeys(line.mark for line in lines)
     cycles = zip(words, itertools.cycle(MARKERS), itertools.cycle(DASHES))
-    return {
-        word: {"marker": marker, "linestyle": dashes, "linewidth": 1.6, "markersize": 5}
-        for word, marker, dashes in cycles
-    }
+    return {word: {"marker": marker, "linestyle": dashes} for word, marker, dashes in cycles}
 
 
 def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> None:
@@ -193,8 +212,16 @@ def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> 
     values = [v.value if math.isfinite(v.value) else math.nan for v in line.values]
     low = [v.low if math.isfinite(v.low) else math.nan for v in line.values]
     high = [v.high if math.isfinite(v.high) else math.nan for v in line.values]
-    # White edges keep markers apart that lie on each other.
-    axes.plot(line.xs, values, color=colour, markeredgecolor="white", markeredgewidth=0.5, **mark)
+    # White edges keep markers apart that lie on each other, and few markers let dashes be seen.
+    axes.plot(
+        line.xs,
+        values,
+        color=colour,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        markevery=max(1, round(len(values) / MARKERS_OF_A_LINE)),
+        **mark,
+    )
     if line.has_band:
         axes.fill_between(line.xs, low, high, color=colour, alpha=0.18, linewidth=0)
     elif not all(map(math.isnan, low)):
@@ -236,25 +263,35 @@ def _scale_values(axes: Axes, values: Iterable[float]) -> None:
 def _legend(
     figure: Figure,
     lines: Sequence[Line],
-    colours: Mapping[str, Any],
-    marks: Mapping[str, Mapping[str, Any]],
+    styles: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
     frame: Frame,
 ) -> None:
-    """Write a legend beside the panels, with the lines in the order of their right ends."""
+    """Write a legend beside the panels, with the lines in the order of their right ends.
+
+    Args:
+        figure: Figure with the panels.
+        lines: What was drawn.
+        styles: Colour and weight of each colour word, and mark of each mark word.
+        frame: What stands around the lines.
+    """
+    colours, weights, marks = styles
     ends: dict[str, float] = {}
     for line in lines:
         last = [v.value for v in line.values if math.isfinite(v.value)]
         ends.setdefault(line.mark, last[-1] if last else math.inf)
     order = sorted(ends, key=lambda word: -ends[word])
-    one_to_one = all(line.colour == line.mark for line in lines)
-    handles = [
-        Line2D([], [], color=colours[word] if one_to_one else NEUTRAL, label=word, **marks[word])
-        for word in order
-    ]
-    if not one_to_one:
-        handles += [Line2D([], [], color=c, linewidth=4, label=w) for w, c in colours.items()]
+    looks: dict[str, dict[str, Any]]
+    if all(line.colour == line.mark for line in lines):
+        looks = {word: {"color": colours[word], **weights[word], **marks[word]} for word in order}
+    else:
+        looks = {word: {"color": NEUTRAL, **marks[word]} for word in order}
+        looks |= {
+            w: {"color": c, **weights[w], "linewidth": 2 * weights[w]["linewidth"]}
+            for w, c in colours.items()
+        }
+    handles = [Line2D([], [], label=word, **look) for word, look in looks.items()]
     if frame.marked:
-        dotted = {"color": "#888888", "linestyle": ":", "linewidth": 1.2}
+        dotted: dict[str, Any] = {"color": "#888888", "linestyle": ":", "linewidth": 1.2}
         handles.append(Line2D([], [], label=frame.mark_label, **dotted))
     notes = []
     has_ranges = [any(math.isfinite(v.low) for v in line.values) for line in lines]

@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pretrain.evaluate.curves import PERPLEXITY, Curve, is_known, train_lengths
+from pretrain.evaluate.curves import (
+    PERPLEXITY,
+    Curve,
+    is_known,
+    length_label,
+    relative_length,
+    train_lengths,
+)
 from pretrain.evaluate.drawing import Frame, Line, Pictures, draw
 from pretrain.evaluate.positions import PositionCurve
-from pretrain.evaluate.tables import TITLES, length_label, relative_length, tokens_in_words
+from pretrain.evaluate.tables import TITLES, tokens_in_words
 
 TICKS = 8
 """Labels on an x axis at most, about as many as find room."""
 
 
 def plot_by_length(
-    curves: Sequence[Curve], quantity: str = PERPLEXITY, relative: bool = False
+    curves: Sequence[Curve],
+    quantity: str = PERPLEXITY,
+    relative: bool = False,
+    subject: str = "",
 ) -> Pictures:
     """Plot values against window length, with a panel for each protocol.
 
@@ -26,6 +36,7 @@ def plot_by_length(
         curves: Curves by window length in tokens. Perplexities must be of one tokenizer.
         quantity: PERPLEXITY or BITS_PER_BYTE.
         relative: Draw lengths as multiples of each curve's own training length.
+        subject: What the figure is about, if the report has several: tokenizer, validation set.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
@@ -55,12 +66,17 @@ def plot_by_length(
         label = "Evaluation length (tokens)"
         marked = {float(n): _colour_word(n) for n in trained}
         ticks = {x: length_label(int(x), only, "\n") for x in _spread(xs)}
-    title = f"{tokens_in_words(curves)} tokens scored"
+    title = _title(curves, subject)
     return draw(lines, Frame(label, TITLES[quantity], title, ticks, marked, "training length"))
 
 
-def plot_by_step(curves: Sequence[Curve]) -> Pictures:
-    """Plot perplexity against training step: a line for each length and a panel per protocol."""
+def plot_by_step(curves: Sequence[Curve], subject: str = "") -> Pictures:
+    """Plot perplexity against training step: a line for each length and a panel per protocol.
+
+    Args:
+        curves: Curves by training step, of one tokenizer.
+        subject: What the figure is about, if the report has several.
+    """
     lines = [
         Line(
             curve.protocol,
@@ -71,19 +87,24 @@ def plot_by_step(curves: Sequence[Curve]) -> Pictures:
         )
         for curve in curves
     ]
-    title = f"{tokens_in_words(curves)} tokens scored"
-    return draw(lines, Frame("Training step", TITLES[PERPLEXITY], title))
+    return draw(lines, Frame("Training step", TITLES[PERPLEXITY], _title(curves, subject)))
 
 
-def plot_by_position(curves: Sequence[PositionCurve]) -> Pictures:
+def plot_by_position(curves: Sequence[PositionCurve], subject: str = "") -> Pictures:
     """Plot loss against the position in the window, and below it the tokens of each range.
 
-    The tokens are those of the curve with the fewest, so that no point stands on less.
+    The tokens are those of the longest window.
+
+    Args:
+        curves: Losses by position, of one tokenizer.
+        subject: What the figure is about, if the report has several.
     """
     trained = train_lengths(position.curve for position in curves)
+    curves = sorted(curves, key=lambda position: position.curve.train_length or 0)
+    windows = sorted({position.length for position in curves})
     lines = [
         Line(
-            "Windows of " + " and ".join(f"{n} tokens" for n in sorted({c.length for c in curves})),
+            f"Windows of {' and '.join(map(str, windows))} tokens",
             position.curve.name,
             _colour_of(position.curve, trained),
             position.binned[0].centres(),
@@ -92,7 +113,7 @@ def plot_by_position(curves: Sequence[PositionCurve]) -> Pictures:
         )
         for position in curves
     ]
-    longest = max(curves, key=lambda c: (c.length, -sum(c.binned[0].counts)))
+    longest = max(curves, key=lambda position: position.length)
     right = longest.length
     ticks = {float(2**n): str(2**n) for n in range(0, math.ceil(math.log2(right + 1)) + 1, 2)}
     marked = {float(n): _colour_word(n) for n in trained}
@@ -100,13 +121,18 @@ def plot_by_position(curves: Sequence[PositionCurve]) -> Pictures:
     frame = Frame(
         "Position in the window (tokens)",
         "Loss (nats per token)",
-        "",
+        subject,
         ticks,
         marked,
         "training length",
         counts,
     )
     return draw(lines, frame)
+
+
+def _title(curves: Sequence[Curve], subject: str) -> str:
+    """Return the title of a figure: what it is about, and how many tokens it stands on."""
+    return ", ".join(filter(None, [subject, f"{tokens_in_words(curves)} tokens scored"]))
 
 
 def _colour_word(train_length: int | None) -> str:

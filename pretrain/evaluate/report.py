@@ -180,31 +180,42 @@ def sections_by_length(texts: Sequence[Text], stem: str, positions: Positions) -
             )
         )
     for text in texts:
-        label = _label(text.validation) if len(texts) > 1 else ""
-        if len(texts) > 1:
-            sections.append(Section(f"## Validation set {text.validation or 'not recorded'}", {}))
+        several = len(texts) > 1
+        end = label(text.validation) if several else ""
+        subject = f"validation set {text.validation or 'not recorded'}" if several else ""
+        if subject:
+            sections.append(Section(f"## {subject.capitalize()}", {}))
         if len(text.by_tokenizer) > 1:
-            sections.append(_across_tokenizers(text, stem + label))
+            sections.append(_across_tokenizers(text, stem + end, subject))
         for tokenizer, curves in text.by_tokenizer.items():
-            heading, name = "", label
+            name, about, heading = end, subject, ""
             if len(text.by_tokenizer) > 1:
-                heading = f"### Tokenizer {tokenizer or 'not recorded'}"
-                name += _label(tokenizer)
-            sections.append(_of_one_tokenizer(curves, heading, stem + name))
+                word = f"tokenizer {tokenizer or 'not recorded'}"
+                heading = f"### {word.capitalize()}"
+                name, about = name + label(tokenizer), ", ".join(filter(None, [about, word]))
+            sections.append(_of_one_tokenizer(curves, heading, stem + name, about))
             by_position = position_curves(curves, positions)
             if by_position:
-                sections.append(_by_position(plots.plot_by_position(by_position), name))
+                pictures = plots.plot_by_position(by_position, about)
+                sections.append(_by_position(pictures, f"positions{name}"))
     return sections
 
 
-def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str) -> Section:
-    """Return the section with the perplexities of one tokenizer and text."""
-    pictures = {name: plots.plot_by_length(curves)}
+def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str, subject: str) -> Section:
+    """Return the section with the perplexities of one tokenizer and text.
+
+    Args:
+        curves: Curves by window length.
+        heading: The section's heading, or nothing.
+        name: File name of the figure, without its ending.
+        subject: What the figure is about, if the report has several.
+    """
+    pictures = {name: plots.plot_by_length(curves, subject=subject)}
     parts = [heading, show(name, "perplexity by length")]
     several = len(train_lengths(curves)) > 1
     if several:
         relative = f"{name}_relative"
-        pictures[relative] = plots.plot_by_length(curves, relative=True)
+        pictures[relative] = plots.plot_by_length(curves, relative=True, subject=subject)
         parts += [table.markdown() for table in training_length_tables(curves)]
         parts += [show(relative, "perplexity by length in training lengths")]
         parts += [relative_table(curves).markdown()]
@@ -217,7 +228,7 @@ def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str) -> Secti
     return Section("\n\n".join(filter(None, parts)), pictures)
 
 
-def _across_tokenizers(text: Text, name: str) -> Section:
+def _across_tokenizers(text: Text, name: str, subject: str) -> Section:
     """Return the section that compares curves of several tokenizers, by bits per byte alone."""
     parts = [
         f"{len(text.by_tokenizer)} tokenizers have cut this text into different tokens. "
@@ -235,12 +246,12 @@ def _across_tokenizers(text: Text, name: str) -> Section:
         show(name, "bits per byte by length"),
         length_table(text.curves, BITS_PER_BYTE).markdown(),
     ]
-    return Section("\n\n".join(parts), {name: plots.plot_by_length(text.curves, BITS_PER_BYTE)})
+    picture = plots.plot_by_length(text.curves, BITS_PER_BYTE, subject=subject)
+    return Section("\n\n".join(parts), {name: picture})
 
 
-def _by_position(pictures: Pictures, label: str) -> Section:
+def _by_position(pictures: Pictures, name: str) -> Section:
     """Return the section about losses by position."""
-    name = f"positions{label}"
     parts = [
         "## Loss by position",
         "Mean loss at each position of the longest nonoverlapping window of each curve, over "
@@ -258,6 +269,6 @@ def show(name: str, caption: str) -> str:
     return f"![{caption}]({name}.png)\n\n{others}"
 
 
-def _label(digits: str | None) -> str:
+def label(digits: str | None) -> str:
     """Return the end of a file's name for a tokenizer or a validation set."""
     return "_" + (re.sub(r"\W", "", digits) if digits else "unknown")

@@ -16,7 +16,9 @@ from pretrain.evaluate.curves import (
     Text,
     has_bits,
     is_known,
+    length_label,
     lengths_of,
+    relative_length,
     train_lengths,
 )
 from pretrain.evaluate.records import FIELDS, Record
@@ -120,11 +122,16 @@ def training_length_tables(curves: Sequence[Curve]) -> list[Table]:
     return tables
 
 
-def step_table(curves: Sequence[Curve]) -> Table:
-    """Return a table of one run's curves: a row for each step, named by it, and protocol."""
-    table = length_table(curves)
+def step_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
+    """Return a table of one run's curves: a row for each step, named by it, and protocol.
+
+    Args:
+        curves: Curves by window length, named by their steps.
+        quantity: PERPLEXITY or BITS_PER_BYTE.
+    """
+    table = length_table(curves, quantity)
     (trained, *_) = [*train_lengths(curves), "unknown"]
-    title = f"Perplexity by training step and length in tokens (L = {trained})"
+    title = f"{TITLES[quantity]} by training step and length in tokens (L = {trained})"
     return table._replace(title=title, header=["step", *table.header[1:]])
 
 
@@ -204,18 +211,6 @@ def format_value(value: float, quantity: str = PERPLEXITY) -> str:
 def full_name(curve: Curve) -> str:
     """Return a curve's name with its training length."""
     return f"{curve.name}, L = {curve.train_length or 'unknown'}"
-
-
-def relative_length(multiple: float) -> str:
-    """Return a multiple of the training length: "L", "2 L" or "1.5 L"."""
-    return "L" if multiple == 1 else f"{multiple:.3g} L"
-
-
-def length_label(length: int, train_length: int | None, separator: str = " = ") -> str:
-    """Return a length in tokens and, if L is given, in training lengths, as in "256 = 2 L"."""
-    if train_length is None:
-        return str(length)
-    return f"{length}{separator}{relative_length(length / train_length)}"
 
 
 def length_in_words(length: int, train_length: int | None) -> str:
