@@ -19,11 +19,12 @@ from typing import Any
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots, report
 from pretrain.evaluate.plots import Series
+from pretrain.evaluate.records import completed
 from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import check_version
 
-FIELDS = ("step", *report.FIELDS)
+FIELDS = report.FIELDS
 """Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
 CURVES_SHOWN = 5
 """Largest number of checkpoints in the plot by length: the first, the last and some between."""
@@ -77,8 +78,7 @@ def read_evaluations(directory: Path) -> Evaluated:
                 continue
             curve = json.loads((folder / "curve.json").read_text())
             found = [
-                {"step": checkpoint_step(folder.name), **{key: r[key] for key in report.FIELDS}}
-                for r in curve["records"]
+                {**completed(r), "step": checkpoint_step(folder.name)} for r in curve["records"]
             ]
             for record in found:
                 _check_record(record)

@@ -21,21 +21,9 @@ from numpy.typing import NDArray
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots
 from pretrain.evaluate.plots import Series
+from pretrain.evaluate.records import FIELDS, PositionLosses, Record, completed
 from pretrain.rundir.files import replace_file
 
-Record = Mapping[str, Any]
-"""One evaluation of one checkpoint, with the keys of FIELDS."""
-FIELDS = (
-    "method",
-    "protocol",
-    "stride",
-    "length",
-    "perplexity",
-    "loss_nats",
-    "tokens",
-    "checkpoint",
-)
-"""Keys of a record in curve.json and columns of curve.csv. Stride and length are in tokens."""
 POSITION_FIELDS = ("method", "length", "first_position", "last_position", "loss_nats")
 """Columns of positions.csv. Positions count from 0; both ends of a range are included."""
 BINS_PER_OCTAVE = 3
@@ -51,9 +39,8 @@ PROTOCOLS_EXPLAINED = (
 
 def write_report(
     out: Path,
-    train_length: int,
     records: Sequence[Record],
-    positions: Mapping[tuple[str, int], Sequence[float] | NDArray[np.float64]] | None = None,
+    positions: Mapping[tuple[str, int], PositionLosses] | None = None,
 ) -> None:
     """Write a report to `out` (FILE.json) and, beside it, FILE.csv, FILE.png and report.md.
 
@@ -61,10 +48,9 @@ def write_report(
 
     Args:
         out: Path of the JSON file; its directory is created.
-        train_length: Training length L in tokens.
         records: Evaluations in the order in which they should be listed.
-        positions: (method, window length) -> mean loss in nats at each position of the window, nan
-            where no token was scored. Adds positions.csv and positions.png.
+        positions: (checkpoint, window length) -> losses by position. Adds positions.csv and
+            positions.png.
 
     Raises:
         ConfigError: `out` does not end in .json, or there are no records.
@@ -75,11 +61,14 @@ def write_report(
             f"--out {out}: nothing was evaluated. Name at least one run and at least one length"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
+    train_length = int(records[0]["train_length"] or 1)
+    methods = {record["checkpoint"]: record["method"] for record in records}
+    by_method = {(methods[c], n): p.losses for (c, n), p in (positions or {}).items()}
     series = _series(records)
     picture = out.with_suffix(".png")
     replace_file(picture, plots.plot_by_length(train_length, series))
-    position_picture = _write_positions(out, train_length, positions) if positions else None
-    rows = ([record[field] for field in FIELDS] for record in records)
+    position_picture = _write_positions(out, train_length, by_method) if positions else None
+    rows = (list(completed(record).values()) for record in records)
     replace_file(out.with_suffix(".csv"), to_csv(FIELDS, rows))
     report = _markdown(train_length, series, picture.name, position_picture)
     replace_file(out.with_name("report.md"), report.encode())
@@ -113,16 +102,9 @@ def _write_positions(
     return picture.name
 
 
-def format_table(train_length: int, records: Sequence[Record]) -> str:
-    """Return perplexities as plain text.
-
-    Args:
-        train_length: Training length L in tokens.
-        records: Evaluations, with the keys of FIELDS.
-
-    Returns:
-        A title and a table with a row for each method and protocol, and a column for each length.
-    """
+def format_table(records: Sequence[Record]) -> str:
+    """Return a title and a table: a row for each method and protocol, a column for each length."""
+    train_length = int(records[0]["train_length"] or 1)
     lines = plain_table(*perplexity_table(train_length, _series(records)))
     title = f"Perplexity by length in tokens (training length L = {train_length})"
     return "\n".join([title, *lines])
@@ -316,7 +298,7 @@ def to_json(train_length: int, records: Sequence[Record], fields: Sequence[str])
         fields: Keys of the records to write.
     """
     # JSON has neither nan nor infinity (RFC 8259, section 6), and strict readers refuse them.
-    rows = [{field: _finite_or_none(record[field]) for field in fields} for record in records]
+    rows = [{field: _finite_or_none(record.get(field)) for field in fields} for record in records]
     curve = {"train_length": train_length, "records": rows}
     return (json.dumps(curve, indent=1, allow_nan=False) + "\n").encode()
 

@@ -1,4 +1,4 @@
-"""`pretrain evaluate` measures what it names: the lengths, the text, the checkpoint, the protocols."""
+"""`pretrain evaluate` measures what it names: lengths, text, checkpoint and protocols."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def copied(run: Path, name: str) -> Path:
 
 # ---- lengths and text ----------------------------------------------------------------------------
 def test_a_length_that_the_scored_text_cannot_fill_is_refused(refused, run, tiny_data):
-    words = "--lengths 2048", "1,000 tokens that are scored", "Score more", "--max-tokens"
+    words = "--lengths 2048", "1,000 tokens of --max-tokens", "Raise --max-tokens"
     refused(["evaluate", run, "--lengths", "32,2048", "--max-tokens", "1000"], *words)
+    # The lengths of the config are 32 and 64.
+    words = "evaluation.lengths = 64", "40 tokens that are scored", "(--max-tokens)"
+    refused(["evaluate", run, "--max-tokens", "40"], *words)
     whole = len(TokenStream(tiny_data / "validation"))
     words = "--lengths 10000000", f"{whole:,} tokens that are scored", "up to", "hold out more text"
     refused(["evaluate", run, "--lengths", "32,10000000"], *words)
