@@ -271,7 +271,7 @@ def evaluate(
         typer.Option(
             metavar="N,N,...",
             help="Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the "
-            "config, else 1, 2, 4, 8 and 16 times the training length.",
+            "config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.",
         ),
     ] = None,
     protocols: Annotated[
@@ -282,15 +282,15 @@ def evaluate(
         typer.Option(
             metavar="N",
             help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
-            "config, or the shortest length when --lengths is given.",
+            "config where no length is shorter, else the shortest length.",
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Score at most this many validation tokens. Default: evaluation.max_tokens of the "
-            "config, else all.",
+            help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
+            "bounds the evaluations while training.",
         ),
     ] = None,
     out: Annotated[
@@ -304,8 +304,10 @@ def evaluate(
 ) -> None:
     """Measure perplexity at several window lengths.
 
-    The lengths may go far beyond the training length. Every validation token is scored exactly once
-    by either protocol. Under torchrun or srun all processes share the work.
+    The lengths may go far beyond the training length, up to the length of the text. Every token is
+    scored exactly once by either protocol. Sliding windows that do not overlap (stride = length)
+    are measured once, as nonoverlapping. Each number has its tokens, its bits per byte and a 95 %
+    confidence interval over blocks of text. Under torchrun or srun all processes share the work.
 
     \b
     Example:

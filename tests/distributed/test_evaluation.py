@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.perplexity import Protocol
+from pretrain.evaluate.windows import Protocol
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state
@@ -69,7 +69,7 @@ def test_stride_of_the_window_is_nonoverlapping(pools, tiny_data):
         [Protocol("sliding", LENGTH, LENGTH), Protocol("nonoverlapping", LENGTH, LENGTH)],
     )[0]
     assert sliding.loss_nats == nonoverlapping.loss_nats
-    np.testing.assert_array_equal(sliding.loss_by_position, nonoverlapping.loss_by_position)
+    np.testing.assert_array_equal(sliding.by_position.losses, nonoverlapping.by_position.losses)
 
 
 def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
@@ -92,7 +92,7 @@ def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
             ):
                 by_position[position].append(loss.item())
     np.testing.assert_allclose(
-        result.loss_by_position, [np.mean(p) for p in by_position], rtol=1e-5
+        result.by_position.losses, [np.mean(p) for p in by_position], rtol=1e-5
     )
     assert result.loss_nats == pytest.approx(np.mean(np.concatenate(by_position)), **LOSS)
 
@@ -112,5 +112,5 @@ def test_every_layout_and_batch_gives_the_same(pools, tiny_data, layout, tokens_
             assert result.tokens == TOKENS
             assert result.loss_nats == pytest.approx(reference.loss_nats, **LOSS)
             np.testing.assert_allclose(
-                result.loss_by_position, reference.loss_by_position, rtol=2e-4
+                result.by_position.losses, reference.by_position.losses, rtol=2e-4
             )
