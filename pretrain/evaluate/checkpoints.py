@@ -152,9 +152,10 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
         reasons = "\n".join(f"- {name}: {why}" for name, why in evaluated.missing.items())
         sections += ["## Not evaluated", reasons]
     sections += ["## How to read it", report.INTERVALS_EXPLAINED]
+    was_there = (directory / "curve.json").exists()
     for stem in ("steps", "curve"):
         mine = {name: kinds for name, kinds in pictures.items() if name.startswith(stem)}
-        report.write_pictures(directory, stem, mine)
+        report.write_pictures(directory, stem, mine, was_there)
     replace_file(directory / "curve.csv", records_to_csv(evaluated.records))
     replace_file(directory / "report.md", ("\n\n".join(sections) + "\n").encode())
     replace_file(directory / "curve.json", records_to_json(evaluated.records))

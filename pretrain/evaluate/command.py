@@ -19,6 +19,7 @@ from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
 from pretrain.evaluate.existing import check_overwrites
 from pretrain.evaluate.memory import check_memory
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp
@@ -166,6 +167,7 @@ def evaluate_sources(
     is_main = pretrain.topology.Process.from_environment().rank == 0
     records: list[dict[str, Any]] = []
     positions: dict[tuple[str, int], PositionLosses] = {}
+    blocks: dict[BlockKey, BlockLosses] = {}
     for job in jobs:
         text = ScoredText(job.stream, request.max_tokens)
         if is_main:
@@ -175,6 +177,7 @@ def evaluate_sources(
         for result in results:
             record = job.record(result)
             records.append(record)
+            blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
             # Sliding windows score few positions, so loss by position is reported without overlap.
             if result.protocol.name == "nonoverlapping":
                 positions[record["checkpoint"], result.protocol.length] = result.by_position
@@ -183,7 +186,7 @@ def evaluate_sources(
         print("\n" + format_table(records))
         if out is not None:
             with writing(out):
-                write_report(out, records, positions)
+                write_report(out, records, positions, blocks)
             names = ", ".join(sorted(p.name for p in out.parent.iterdir()))
             print(f"\nReport written to {out.parent}/ ({names})")
     pretrain.topology.finish()

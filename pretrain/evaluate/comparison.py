@@ -1,14 +1,15 @@
 """Say in words what evaluation results show: rankings, and what is against the paper's picture.
 
-Two values whose 95 % intervals overlap are not called different. Records have no losses of single
-blocks of text, so a paired comparison, which could tell apart closer values, is not possible.
+Values that the text does not tell apart are not called different.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from pretrain.evaluate.blocks import paired_interval
 from pretrain.evaluate.curves import (
     BITS_PER_BYTE,
     PERPLEXITY,
@@ -16,13 +17,15 @@ from pretrain.evaluate.curves import (
     Text,
     has_bits,
     lengths_of,
+    number,
 )
 from pretrain.evaluate.tables import cell, length_in_words
 
-WITHIN, OUTSIDE, UNKNOWN = "within the intervals", "outside the intervals", "intervals unknown"
 EXPLAINED = (
-    '"Within the intervals" means that two 95 % intervals overlap, so that this text does not show '
-    'that the values differ; "outside the intervals" means that they do not overlap.'
+    "Two values of one text are compared block by block: the interval is that of their difference, "
+    "and of several seeds each of one is compared with each of the other. Where losses by block "
+    'are not known, or the tokenizers differ, "within the intervals" means that the two 95 % '
+    "intervals overlap. What lies within is no difference that this text shows."
 )
 DEGRADES = {"sinusoidal": "sinusoidal", "rotary": "rotary", "t5": "T5-bias"}
 """Methods that get worse beyond their training length in the paper -> how to write them."""
@@ -35,8 +38,16 @@ PAPER = (
 )
 
 
-def difference(a: Curve, at_a: int, b: Curve, at_b: int, quantity: str = PERPLEXITY) -> str:
-    """Return WITHIN if the intervals of two values overlap, else OUTSIDE; or UNKNOWN.
+class Difference(NamedTuple):
+    """Whether two values differ by more than the text allows to say."""
+
+    is_shown: bool | None
+    """None where the intervals are not known."""
+    words: str
+
+
+def difference(a: Curve, at_a: int, b: Curve, at_b: int, quantity: str = PERPLEXITY) -> Difference:
+    """Compare two values, block by block where that is possible, else by their intervals.
 
     Args:
         a: A curve.
@@ -45,10 +56,24 @@ def difference(a: Curve, at_a: int, b: Curve, at_b: int, quantity: str = PERPLEX
         at_b: Length (or step) of its value.
         quantity: PERPLEXITY or BITS_PER_BYTE.
     """
+    pairs = [(x, y) for x in a.records[at_a] for y in b.records[at_b]]
+    found = [paired_interval(x, y) for x, y in pairs]
+    paired = [interval for interval in found if interval is not None]
+    if len(paired) == len(pairs):
+        is_shown = all(low > 0 for low, _ in paired) or all(high < 0 for _, high in paired)
+        where = "outside" if is_shown else "within"
+        if len(pairs) > 1:
+            return Difference(is_shown, f"{where} the paired intervals of the seeds")
+        ((low, high),) = paired
+        apart = number(pairs[0][0]["loss_nats"]) - number(pairs[0][1]["loss_nats"])
+        half = max(high - apart, apart - low)
+        words = f"{where} the paired interval: {abs(apart):.4f} +-{half:.4f} nats apart"
+        return Difference(is_shown, words)
     (low_a, high_a), (low_b, high_b) = a.interval(at_a, quantity), b.interval(at_b, quantity)
     if any(map(math.isnan, (low_a, high_a, low_b, high_b))):
-        return UNKNOWN
-    return WITHIN if low_a <= high_b and low_b <= high_a else OUTSIDE
+        return Difference(None, "intervals unknown")
+    overlap = low_a <= high_b and low_b <= high_a
+    return Difference(not overlap, f"{'within' if overlap else 'outside'} the intervals")
 
 
 # ---- one curve -----------------------------------------------------------------------------------
@@ -106,7 +131,7 @@ def _finite(curve: Curve) -> dict[int, float]:
 def _ratio(curve: Curve, x: int, best: int) -> str:
     """Return how many times the best value another one is, and whether the intervals overlap."""
     ratio = curve.value(x).value / curve.value(best).value
-    return f"{ratio:.3f} times that ({difference(curve, x, curve, best)})"
+    return f"{ratio:.3f} times that ({difference(curve, x, curve, best).words})"
 
 
 # ---- several curves ------------------------------------------------------------------------------
@@ -185,9 +210,10 @@ def _ranking(curves: Sequence[Curve], length: int, train_length: int | None, qua
         if place > 1:
             before = ranked[place - 2]
             found = difference(before, length, curve, length, quantity)
-            word += {WITHIN: f" ({WITHIN} of {place - 1}.)", UNKNOWN: f" ({UNKNOWN})"}.get(
-                found, ""
-            )
+            if found.is_shown is None:
+                word += f" ({found.words})"
+            elif not found.is_shown:
+                word += f" (no difference from {place - 1}. is shown)"
         words.append(word)
     words += [f"not finite: {_named(c, curves)}" for c in present if c not in ranked]
     words += [f"not evaluated: {_named(c, curves)}" for c in curves if c not in present]
@@ -239,9 +265,12 @@ def _ahead_of_baseline(base: Curve, other: Curve, length: int, train_length: int
     at = length_in_words(length, train_length)
     values = f"{cell(other, length)} against {cell(base, length)}"
     found = difference(base, length, other, length)
-    if found == OUTSIDE:
-        return [f"**{other.name} is better than {base.name} at {at}**: {values} ({found})."]
-    return [f"{other.name} has a lower perplexity than {base.name} at {at}: {values} ({found})."]
+    if found.is_shown:
+        return [f"**{other.name} is better than {base.name} at {at}**: {values} ({found.words})."]
+    return [
+        f"{other.name} has a lower value than {base.name} at {at}, but no difference is shown: "
+        f"{values} ({found.words})."
+    ]
 
 
 def _beyond_training_length(curve: Curve, train_length: int) -> list[str]:
@@ -251,11 +280,11 @@ def _beyond_training_length(curve: Curve, train_length: int) -> list[str]:
     values = f"{cell(curve, longest)} against {cell(curve, train_length)} at L"
     found = difference(curve, longest, curve, train_length)
     where = length_in_words(longest, train_length)
-    if curve.method == BASELINE and not beyond <= at_l and found != WITHIN:
-        return [f"**{curve.name} is worse at {where} than at L**: {values} ({found})."]
-    if curve.method in DEGRADES and (beyond <= at_l or found == WITHIN):
+    if curve.method == BASELINE and not beyond <= at_l and found.is_shown is not False:
+        return [f"**{curve.name} is worse at {where} than at L**: {values} ({found.words})."]
+    if curve.method in DEGRADES and (beyond <= at_l or found.is_shown is False):
         return [
-            f"**{curve.name} does not degrade at {where}**: {values} ({found}); in the paper "
+            f"**{curve.name} does not degrade at {where}**: {values} ({found.words}); in the paper "
             f"{DEGRADES[curve.method]} positions do."
         ]
     return []

@@ -78,8 +78,8 @@ class Curve:
         """
         records = self.records[x]
         if len(records) == 1:
-            return Value(_number(records[0][quantity]), *_interval(records[0], quantity))
-        values = [_number(record[quantity]) for record in records]
+            return Value(number(records[0][quantity]), *_interval(records[0], quantity))
+        values = [number(record[quantity]) for record in records]
         # Python's min and max would ignore some nan and return others.
         if not all(map(math.isfinite, values)):
             return Value(math.nan if any(map(math.isnan, values)) else math.inf, math.nan, math.nan)
@@ -138,9 +138,9 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
         key = source._replace(evaluation=seen[place]), protocol
         found.setdefault(key, {})[record["length"]] = record
     groups: dict[Any, list[tuple[Source, str]]] = {}
-    for (source, protocol), points in found.items():
-        alike = source._replace(seed=None, run=None, checkpoint="")
-        groups.setdefault((alike, protocol, frozenset(points)), []).append((source, protocol))
+    for key, by_length in found.items():
+        alike = key[0]._replace(seed=None, run=None, checkpoint="")
+        groups.setdefault((alike, key[1], frozenset(by_length)), []).append(key)
     members: list[list[tuple[Source, str]]] = []
     for group in groups.values():
         members += [group] if _differ_in_seed(group) else [[key] for key in group]
@@ -251,19 +251,19 @@ def _source(record: Record) -> Source:
     return Source(**fields, evaluation=1)
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
     """Return nan for None, which stands in files for what is not finite or not known."""
     return math.nan if value is None else value
 
 
 def _interval(record: Record, quantity: str) -> tuple[float, float]:
     """Return the 95 % interval of a record's perplexity or bits per byte; nan where unknown."""
-    low, high = _number(record["loss_low"]), _number(record["loss_high"])
+    low, high = number(record["loss_low"]), number(record["loss_high"])
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.nan, math.nan
     if quantity == PERPLEXITY:
         return _exp(low), _exp(high)
-    loss, bits = _number(record["loss_nats"]), _number(record[quantity])
+    loss, bits = number(record["loss_nats"]), number(record[quantity])
     # Bits per byte are the loss times a number that the text fixes.
     return (low * bits / loss, high * bits / loss) if loss else (math.nan, math.nan)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pretrain.evaluate.blocks import read_blocks, with_blocks
 from pretrain.evaluate.records import FIELDS, completed
 from pretrain.rundir.checkpoints import checkpoint_step
 
@@ -45,7 +46,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     An earlier release wrote the training length once and no step: they are filled in, the step from
     the name of the checkpoint. What it did not write at all is None. Perplexities and losses that
-    are null (not finite) are nan.
+    are null (not finite) are nan. Losses by block are read from the table beside the file.
 
     Raises:
         OSError: The file cannot be read.
@@ -54,7 +55,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     try:
         curve = json.loads(path.read_bytes())
         rows, trained = curve["records"], curve["train_length"]
-        return [_record(row, trained) for row in rows]
+        blocks = read_blocks(path.with_name(f"{path.stem}_blocks.csv"))
+        return [with_blocks(_record(row, trained), blocks) for row in rows]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 

@@ -8,12 +8,20 @@ perplexities of two tokenizers or two validation sets.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots
+from pretrain.evaluate.blocks import (
+    BLOCK_FIELDS,
+    KEY,
+    BlockKey,
+    BlockLosses,
+    block_key,
+    block_rows,
+)
 from pretrain.evaluate.comparison import describe_by_length, what_stands_out
 from pretrain.evaluate.curves import (
     BITS_PER_BYTE,
@@ -72,7 +80,12 @@ class Section(NamedTuple):
     """File name without its ending -> the figure's formats."""
 
 
-def write_report(out: Path, records: Sequence[Record], positions: Positions | None = None) -> None:
+def write_report(
+    out: Path,
+    records: Sequence[Record],
+    positions: Positions | None = None,
+    blocks: Mapping[BlockKey, BlockLosses] | None = None,
+) -> None:
     """Write a report to `out` (FILE.json) and, beside it, FILE.csv, figures and report.md.
 
     Each file appears whole. Perplexities and losses that are not finite are null in the JSON.
@@ -83,6 +96,9 @@ def write_report(out: Path, records: Sequence[Record], positions: Positions | No
             runs, training lengths, seeds, tokenizers and validation sets.
         positions: (checkpoint as in its record, window length) -> losses at each position of the
             window, without overlap. Adds positions.csv and its figure.
+        blocks: (checkpoint, protocol, stride, length) -> losses by block of the text, by which
+            values are compared. Adds FILE_blocks.csv. Records that were read from a report hold
+            theirs.
 
     Raises:
         ConfigError: `out` does not end in .json, or there are no records.
@@ -93,14 +109,20 @@ def write_report(out: Path, records: Sequence[Record], positions: Positions | No
             f"--out {out}: nothing was evaluated. Name at least one run and at least one length"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    records = [completed(record) for record in records]
+    records = [
+        {**completed(record), KEY: record.get(KEY) or (blocks or {}).get(block_key(record))}
+        for record in records
+    ]
     texts = by_text(make_curves(records))
     if positions:
         rows = position_rows(records, positions)
         replace_file(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
     sections = sections_by_length(texts, out.stem, positions or {})
     pictures = {name: kinds for section in sections for name, kinds in section.pictures.items()}
-    write_pictures(out.parent, out.stem, pictures)
+    write_pictures(out.parent, out.stem, pictures, was_there=out.exists())
+    if rows_of_blocks := list(block_rows(records)):
+        content = to_csv(BLOCK_FIELDS, rows_of_blocks)
+        replace_file(out.with_name(f"{out.stem}_blocks.csv"), content)
     replace_file(out.with_suffix(".csv"), records_to_csv(records))
     report = "\n\n".join(
         [
@@ -141,17 +163,22 @@ def format_table(records: Sequence[Record]) -> str:
     return format_tables(by_text(make_curves([completed(record) for record in records])))
 
 
-def write_pictures(directory: Path, stem: str, pictures: dict[str, Pictures]) -> None:
+def write_pictures(
+    directory: Path, stem: str, pictures: dict[str, Pictures], was_there: bool
+) -> None:
     """Write figures, and remove those that an earlier report of the same name left.
 
     Args:
         directory: The report's directory.
         stem: What the names of the report's figures begin with.
         pictures: File name without its ending -> the figure's formats.
+        was_there: An earlier report of this name is there.
     """
     for name, kinds in pictures.items():
         for kind, content in kinds.items():
             replace_file(directory / f"{name}.{kind}", content)
+    if not was_there:
+        return
     # Only names that a report gives: another file of the user's stays.
     views = r"(_[0-9a-f]{12}|_unknown)*(_relative|_bits_per_byte)?"
     ours = re.compile(rf"{re.escape(stem)}{views}\.({'|'.join(FORMATS)})")
