@@ -44,9 +44,10 @@ _SIZES = ("train_length", "stride", "length")
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a curve.json with the keys of FIELDS.
 
-    An earlier release wrote the training length once and no step: they are filled in, the step from
-    the name of the checkpoint. What it did not write at all is None. Perplexities and losses that
-    are null (not finite) are nan. Losses by block are read from the table beside the file.
+    An earlier release wrote the training length once, and no run and step: they are filled in, run
+    and step from the path of the checkpoint. What it did not write at all is None. Perplexities and
+    losses that are null (not finite) are nan. Losses by block are read from the table beside the
+    file.
 
     Raises:
         OSError: The file cannot be read.
@@ -71,8 +72,11 @@ def _record(row: Mapping[str, Any], train_length: int | None) -> dict[str, Any]:
         is_bad_size = key in _SIZES and isinstance(value, int) and value < 1
         if not isinstance(value, kinds) or isinstance(value, bool) or is_bad_size:
             raise ValueError(f"{key} = {value!r}")
+    checkpoint = Path(record["checkpoint"])
     if record["step"] is None:
-        record["step"] = checkpoint_step(Path(record["checkpoint"]).name)
+        record["step"] = checkpoint_step(checkpoint.name)
+    if record["run"] is None and checkpoint.parent.name == "checkpoints":
+        record["run"] = str(checkpoint.parents[1])
     for key in ("perplexity", "loss_nats"):
         record[key] = math.nan if record[key] is None else record[key]
     return record
