@@ -225,9 +225,11 @@ def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> 
     if line.has_band:
         axes.fill_between(line.xs, low, high, color=colour, alpha=0.18, linewidth=0)
     elif not all(map(math.isnan, low)):
-        ends = [[v - a for v, a in zip(values, low)], [b - v for v, b in zip(values, high)]]
+        # Around its own middle: a value may lie outside its interval, as of very little text.
+        middles = [(a + b) / 2 for a, b in zip(low, high)]
+        halves = [(b - a) / 2 for a, b in zip(low, high)]
         axes.errorbar(
-            line.xs, values, yerr=ends, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2.5
+            line.xs, middles, yerr=halves, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2.5
         )
     lost = [x for x, v in zip(line.xs, values) if math.isnan(v)]
     if lost:

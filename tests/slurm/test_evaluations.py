@@ -187,8 +187,7 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
         "asked.json",
         "curve.json",
         "curve.csv",
-        "curve.png",
-        "steps.png",
+        *(f"{name}.{kind}" for name in ("curve", "steps") for kind in ("png", "svg", "pdf")),
         "report.md",
     }
 

@@ -13,8 +13,9 @@ from scipy import stats
 
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots
-from pretrain.evaluate.blocks import BlockLosses, block_key
+from pretrain.evaluate.blocks import BlockLosses, block_key, with_blocks
 from pretrain.evaluate.combine import combine
+from pretrain.evaluate.comparison import what_stands_out
 from pretrain.evaluate.curves import by_text, make_curves
 from pretrain.evaluate.records import FIELDS, PositionLosses
 from pretrain.evaluate.report import format_table, write_report
@@ -411,20 +412,19 @@ def test_two_tokenizers_with_other_amounts_of_text_are_two_texts():
 
 
 # ---- what stands out -----------------------------------------------------------------------------
-def stands_out(tmp_path, records, blocks=None):
-    write_report(tmp_path / "curve.json", records, blocks=blocks)
-    text = (tmp_path / "report.md").read_text()
-    return text.split("## What stands out")[1].split("\n\n![")[0]
+def stands_out(records, blocks=None):
+    records = [with_blocks(record, blocks or {}) for record in records]
+    return what_stands_out(by_text(make_curves(records)))
 
 
-def test_what_is_against_the_paper_is_said(tmp_path):
+def test_what_is_against_the_paper_is_said():
     records = [
         *curve_of("alibi", [20.0, 19.0, 25.0]),
         *curve_of("rotary", [18.0, 30.0, 60.0]),
         *curve_of("t5", [19.9, 30.0, 60.0]),
         *curve_of("sinusoidal", [24.0, 24.0, 23.9]),
     ]
-    said = stands_out(tmp_path, records)
+    said = stands_out(records)
     assert (
         "- At 128 tokens (L): 1. rotary 18.00 +-0.36; 2. t5 19.90 +-0.40; 3. alibi 20.00 +-0.40 "
         "(no difference from 2. is shown); 4. sinusoidal 24.00 +-0.48.\n"
@@ -444,15 +444,15 @@ def test_what_is_against_the_paper_is_said(tmp_path):
     assert said.count("**") == 8
 
 
-def test_what_is_as_in_the_paper_is_no_finding(tmp_path):
-    said = stands_out(tmp_path, make_records())
+def test_what_is_as_in_the_paper_is_no_finding():
+    said = stands_out(make_records())
     assert "Nothing here is against the paper's picture." in said and "**" not in said
     # One length of one method compares nothing, so nothing is claimed of it.
-    assert "Nothing here" not in stands_out(tmp_path, [make_record()])
+    assert "Nothing here" not in stands_out([make_record()])
 
 
-def test_checkpoints_of_other_steps_are_no_evidence_against_alibi(tmp_path):
-    said = stands_out(tmp_path, [make_record(step=100), make_record("rotary", perplexity=9.0)])
+def test_checkpoints_of_other_steps_are_no_evidence_against_alibi():
+    said = stands_out([make_record(step=100), make_record("rotary", perplexity=9.0)])
     assert "1. rotary, step 400 9.00" in said and "**" not in said
 
 
@@ -463,7 +463,7 @@ def make_blocks(record, difficulty, noise, seed):
     return BlockLosses((record["loss_nats"] + difficulty + blocks - blocks.mean()) * counts, counts)
 
 
-def test_values_of_one_text_are_compared_block_by_block(tmp_path):
+def test_values_of_one_text_are_compared_block_by_block():
     """Two methods 0.02 nats apart: each interval is +-0.1, that of the difference is +-0.003."""
     difficulty = np.random.default_rng(0).normal(0, 0.4, 64)
     difficulty -= difficulty.mean()
@@ -472,7 +472,7 @@ def test_values_of_one_text_are_compared_block_by_block(tmp_path):
         make_record("rotary", perplexity=20.0 * math.exp(-0.02), spread=0.1),
     ]
     blocks = {block_key(r): make_blocks(r, difficulty, 0.01, i) for i, r in enumerate(pair, 1)}
-    said = stands_out(tmp_path, pair, blocks)
+    said = stands_out(pair, blocks)
     found = re.search(
         r"\*\*rotary is better than alibi at 128 tokens \(L\)\*\*.*\(outside the paired interval: "
         r"0\.0200 \+-(0\.\d{4}) nats apart\)",
@@ -485,9 +485,9 @@ def test_values_of_one_text_are_compared_block_by_block(tmp_path):
     test = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
     assert float(found[1]) == pytest.approx((test.high - test.low) / 2, rel=0.15)
     # Without the blocks, or with those of other splits of the text, the intervals overlap.
-    assert "but no difference is shown" in stands_out(tmp_path, pair)
+    assert "but no difference is shown" in stands_out(pair)
     blocks[block_key(pair[1])] = BlockLosses(b.losses[:-1], b.counts[:-1])
-    assert "but no difference is shown" in stands_out(tmp_path, pair, blocks)
+    assert "but no difference is shown" in stands_out(pair, blocks)
 
 
 def test_losses_by_block_are_kept_and_read_again(tmp_path):
@@ -551,7 +551,7 @@ def test_records_of_earlier_releases_are_read(tmp_path):
     assert "(training length L = 128)" in table and "183.10     182.50" in table
     assert "Bits per byte" not in table and "+-" not in table
     text = (tmp_path / "new/report.md").read_text()
-    assert "(intervals unknown)" in text and "| alibi | runs/alibi_128_1 | 400 | - | 128 |" in text
+    assert "(intervals unknown)" in text and "| alibi, L = 128 | runs/alibi_128_1 | 400 |" in text
     # As it is, without the top-level length.
     write_report(tmp_path / "again/curve.json", [as_of_0_6(r) for r in records])
     assert "L = unknown" in (tmp_path / "again/report.md").read_text()
