@@ -19,13 +19,11 @@ from typing import Any
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots, report
 from pretrain.evaluate.plots import Series
-from pretrain.evaluate.records import completed
+from pretrain.evaluate.records import FIELDS, completed
 from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import check_version
 
-FIELDS = report.FIELDS
-"""Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
 CURVES_SHOWN = 5
 """Largest number of checkpoints in the plot by length: the first, the last and some between."""
 

@@ -99,7 +99,8 @@ def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
         length: Tokens in a window.
         heads: Attention heads on this rank.
     """
-    backend, has_bias = config.model.attention_backend, config.position.method in ("alibi", "t5")
+    backend: str = config.model.attention_backend
+    has_bias = config.position.method in ("alibi", "t5")
     if backend == "auto":
         backend = choose_backend(_call(config, length, heads)).backend
     if backend == "reference":
