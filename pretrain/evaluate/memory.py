@@ -19,6 +19,8 @@ from pretrain.kernels.choice import choose_backend
 from pretrain.kernels.sdpa import QUERY_BLOCK
 from pretrain.topology import Topology, ranks_here
 
+MARGIN = 1.2
+"""What the allocator takes for a byte of a tensor: freed memory is not given out again at once."""
 LOSS_PIECE_BYTES = 4 * 2**24
 """fp32 logits that the loss holds at once beside the whole ones (`pretrain.model.loss`)."""
 
@@ -87,7 +89,7 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     ids = (4 * 8 + 4 * 8) * micro_batches
     of_token = stream + max(attention, mlp, logits) + ids
     extra = _score_bytes(config, rows, length, heads)
-    return tokens * of_token + max(extra, LOSS_PIECE_BYTES)
+    return int(MARGIN * tokens * of_token) + max(extra, LOSS_PIECE_BYTES)
 
 
 def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
@@ -99,7 +101,8 @@ def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
         length: Tokens in a window.
         heads: Attention heads on this rank.
     """
-    backend, has_bias = config.model.attention_backend, config.position.method in ("alibi", "t5")
+    backend: str = config.model.attention_backend
+    has_bias = config.position.method in ("alibi", "t5")
     if backend == "auto":
         backend = choose_backend(_call(config, length, heads)).backend
     if backend == "reference":

@@ -64,6 +64,13 @@ def test_default_lengths_stop_where_the_text_ends_and_say_so(workspace, run, tmp
     assert "256, 512 left out" in done.text and "200 tokens" in done.text
 
 
+def test_a_length_that_memory_cannot_carry_is_refused(refused, run):
+    """The reference attention would store 1,649 GB of scores."""
+    options = ["--lengths", "131072", "--set", "model.attention_backend=reference"]
+    words = "length 131072: ", "1649.", " GB (", "on each process", "are free", "shorter length"
+    refused(["evaluate", run, *options], *words)
+
+
 def test_training_refuses_such_lengths_before_it_starts(refused, config, workspace):
     settings = [f"run.directory={workspace}/runs/never", "evaluation.max_tokens=40"]
     sets = [word for setting in settings for word in ("--set", setting)]
