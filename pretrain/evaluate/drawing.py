@@ -86,7 +86,9 @@ def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
         lines: What to draw.
         frame: What to write around it.
     """
-    figure, panels = _panels(list(dict.fromkeys(line.panel for line in lines)), frame)
+    titles = list(dict.fromkeys(line.panel for line in lines))
+    words = {word for line in lines for word in (line.mark, line.colour)}
+    figure, panels = _panels(titles, frame, legend_inches=0.21 * (len(words) + 6))
     colours, marks = _colours(lines), _marks(lines)
     weights = _weights(lines)
     for line in lines:
@@ -106,13 +108,24 @@ def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
     return {kind: _save(figure, kind) for kind in FORMATS}
 
 
-def _panels(titles: Sequence[str], frame: Frame) -> tuple[Figure, dict[str, Axes]]:
-    """Return an empty figure and its axes by title, in one row or in rows of two."""
+def _panels(
+    titles: Sequence[str], frame: Frame, legend_inches: float
+) -> tuple[Figure, dict[str, Axes]]:
+    """Return an empty figure and its axes by title, in one row or in rows of two.
+
+    Args:
+        titles: Titles of the panels.
+        frame: What stands around the lines.
+        legend_inches: Height that the legend needs; the figure is at least as high.
+    """
     columns = min(len(titles), 2)
     rows = -(-len(titles) // columns)
     width, height = PANEL_INCHES
     figure = Figure(
-        figsize=(width * columns + LEGEND_INCHES, height * rows + (1 if frame.counts else 0)),
+        figsize=(
+            width * columns + LEGEND_INCHES,
+            max(height * rows + (1 if frame.counts else 0), legend_inches),
+        ),
         dpi=144,
         layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),
     )
@@ -129,7 +142,7 @@ def _panels(titles: Sequence[str], frame: Frame) -> tuple[Figure, dict[str, Axes
             grid[2 * row if frame.counts else row, column], sharex=first, sharey=first
         )
         panels[title] = axes
-        axes.set_title(title, fontsize=10)
+        axes.set_title(_plain(title), fontsize=10)
         _style(axes, frame)
         if column == 0:
             axes.set_ylabel(frame.y_label)
@@ -139,7 +152,7 @@ def _panels(titles: Sequence[str], frame: Frame) -> tuple[Figure, dict[str, Axes
             axes.tick_params(labelbottom=False)
         below.set_xlabel(frame.x_label)
     if frame.title:
-        figure.suptitle(frame.title, fontsize=11)
+        figure.suptitle(_plain(frame.title), fontsize=11)
     return figure, panels
 
 
@@ -291,7 +304,7 @@ def _legend(
             w: {"color": c, **weights[w], "linewidth": 2 * weights[w]["linewidth"]}
             for w, c in colours.items()
         }
-    handles = [Line2D([], [], label=word, **look) for word, look in looks.items()]
+    handles = [Line2D([], [], label=_plain(word), **look) for word, look in looks.items()]
     if frame.marked:
         dotted: dict[str, Any] = {"color": "#888888", "linestyle": ":", "linewidth": 1.2}
         handles.append(Line2D([], [], label=frame.mark_label, **dotted))
@@ -311,6 +324,11 @@ def _legend(
         fontsize=9,
         handlelength=3.2,
     )
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib shows as it is, without taking $ for the start of a formula."""
+    return text.replace("$", r"\$")
 
 
 def _save(figure: Figure, kind: str) -> bytes:

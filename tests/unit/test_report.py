@@ -345,6 +345,17 @@ def test_colours_are_training_lengths_and_markers_are_methods(monkeypatch):
     assert read_png(draw(lines, frame)["png"])
 
 
+def test_many_curves_with_odd_names_are_drawn_with_a_legend_that_holds_them():
+    records = [make_record(run=f"runs/$x{i}$_^") for i in range(30)]
+    few, many = (
+        read_png(plots.plot_by_length(make_curves(r))["png"]) for r in ([records[0]], records)
+    )
+    # 30 lines of 9 points at 144 dots per inch.
+    assert many[1] > few[1] and many[1] > 30 * 9 * 2
+    svg = plots.plot_by_length(make_curves(records[:2]))["svg"].decode()
+    assert "run $x0$_^ -->" in svg and "run $x1$_^ -->" in svg
+
+
 # ---- several tokenizers and texts ----------------------------------------------------------------
 def mixed_records():
     """Return records of two tokenizers on one text, which have split it into their own tokens."""
