@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 import torch
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
 from pretrain.export import check_exportable, check_parity, to_huggingface
@@ -419,6 +419,20 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has 600 pieces, but the model has 512 embeddings"):
         to_huggingface(config, random_state(config, 0), path, tmp_path / "hf", max_length=64)
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
+
+
+def test_what_is_trained_by_default_exports_as_a_class_that_survives_16_bit():
+    """MPT keeps scores and biases in fp32 whatever its weights are; Bloom does not."""
+    assert check_exportable(load_config("configs/demo.toml")).class_name == "MptForCausalLM"
+    config = make_config("alibi")
+    stated = {"hidden_act", "use_bias"}
+    model = {k: v for k, v in config.model.model_dump(mode="json").items() if k not in stated}
+    values = config.model_dump(mode="json", exclude_none=True) | {"model": _without_none(model)}
+    assert check_exportable(parse_config(values, "test")).class_name == "MptForCausalLM"
+
+
+def _without_none(values: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def test_check_exportable_names_the_class():
