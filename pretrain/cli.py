@@ -20,7 +20,9 @@ import typer
 from pretrain.bench_cli import bench
 from pretrain.checkpoint_cli import checkpoint
 from pretrain.config import (
+    ConfigError,
     EvaluationRequest,
+    RunConfig,
     dump_config,
     load_config,
     writing,
@@ -118,7 +120,8 @@ def config(
 ) -> None:
     """Check a config and print it in full.
 
-    Prints every key with its value, defaults included, then the parameter count and the layout.
+    Prints every key with its value, defaults included, then the parameter count, the layout, and
+    what the trained model will export as and in which precisions, or why it cannot be exported.
 
     A config that cannot work is refused with the key to change. The output is itself a valid config
     file.
@@ -132,7 +135,21 @@ def config(
 
     run = load_config(config, overrides)
     print(dump_config(run))
-    print(describe(run))
+    print(describe(run, _tokenizer_obstacles(run)))
+
+
+def _tokenizer_obstacles(run: RunConfig) -> list[str]:
+    """Return why the tokenizer that data.tokenizer names could not be exported with the model."""
+    from pretrain.data.tokenizer import load_tokenizer
+
+    # A file that is not there is refused by `pretrain data build`, with what to do.
+    if run.data.tokenizer is None or not Path(run.data.tokenizer).is_file():
+        return []
+    try:
+        load_tokenizer(run.data.tokenizer).check_exportable()
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 @data.command("build")

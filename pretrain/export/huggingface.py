@@ -31,8 +31,14 @@ from pretrain.rundir.files import new_directory
 MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
 
-ORIGINALS = "pretrain.safetensors"
-"""Those weights, by global name, that cannot be restored bit for bit from what the class stores."""
+ORIGINALS = "pretrain.originals"
+"""Those weights, by global name, that cannot be restored bit for bit from what the class stores.
+
+A safetensors file, which must not be named so: vLLM takes every *.safetensors of a folder for the
+model's (default_loader.py), and fails on names that the class does not have.
+"""
+_OLD_ORIGINALS = "pretrain.safetensors"
+"""Its name in exports of earlier releases."""
 
 
 def to_huggingface(
@@ -132,6 +138,12 @@ def stock_shapes(settings: Any) -> dict[str, tuple[int, ...]]:
     if settings.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
+
+
+def find_originals(folder: Path) -> Path | None:
+    """Return the path of ORIGINALS in an export; None without one."""
+    paths = [folder / ORIGINALS, folder / _OLD_ORIGINALS]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:
