@@ -90,6 +90,9 @@ def to_huggingface(
     originals = not_restored(target, config, state)
     with writing(out), new_directory(out, replace=True) as folder:
         _write(folder, settings, tensors, tokenizer, max_length)
+        if target.code is not None:
+            name = f"{target.code.partition('.')[0]}.py"
+            (folder / name).write_bytes(Path(__file__).with_name(name).read_bytes())
         card = model_card(config, target, curve, facts or {}, max_length)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # For `pretrain import`, whose result is then the run's model to the last bit.
@@ -122,6 +125,9 @@ def hf_settings(
     )
     settings.architectures = [target.class_name]
     settings.dtype = torch.float32
+    if target.code is not None:
+        # Stock loaders take their own class; with trust_remote_code=True they take this one.
+        settings.auto_map = {"AutoModelForCausalLM": target.code}
     return settings
 
 

@@ -243,6 +243,8 @@ class Target:
     """Key of its config class that holds max_length."""
     has_bias: bool = True
     """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
+    code: str | None = None
+    """Module and class that the folder brings along for 16 bit, if the stock class fails there."""
     factors: Callable[[RunConfig, Tensor], Factors] = _scaled_embeddings
     """(config, our word embeddings) -> by what an export multiplies our weights."""
     stored_factors: Callable[[RunConfig, Any, Read], Factors] = _as_exported
@@ -258,6 +260,7 @@ TARGETS = {
         BLOOM,
         _bloom_settings,
         "seq_length",
+        code="modeling_bloom_fp32_scores.BloomFp32ScoresForCausalLM",
         factors=_bloom_factors,
         stored_factors=_bloom_stored_factors,
         extra=_bloom_extra,

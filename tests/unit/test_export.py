@@ -480,7 +480,7 @@ def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
     config = tiny_config(data={"directory": str(tmp_path)})
-    rows = _comparison_ids(config, None)
     length = config.data.sequence_length
-    assert [row.shape for row in rows] == [(4, length), (4, 4 * length)]
+    rows = _comparison_ids(config, None, 16 * length)
+    assert [row.shape for row in rows] == [(4, length), (1, 16 * length)]
     assert "earlier format, so the models are compared on random tokens" in capsys.readouterr().out
