@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pretrain.cli import _tokenizer_obstacles
 from pretrain.config import ConfigError, load_config
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import TOKENIZER
@@ -23,7 +24,14 @@ from pretrain.export.precision import add_precisions
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, random_state
 from tests.unit.test_dense_gpt import make_config
-from tests.unit.test_export import MODELS, exported, random_ids, stock, tokenizer_path
+from tests.unit.test_export import (
+    MODELS,
+    exported,
+    random_ids,
+    stock,
+    tokenizer_path,
+    train_tokenizer,
+)
 
 __all__ = ["exported", "tokenizer_path"]
 torch.set_num_threads(2)
@@ -290,3 +298,15 @@ def test_pretrain_config_says_what_a_run_exports_as(overrides):
     assert len(rows) == len(EXPORTS[overrides])
     for row, expected in zip(rows, EXPORTS[overrides], strict=True):
         assert row.startswith(expected)
+
+
+def test_pretrain_config_says_that_a_tokenizer_cannot_be_exported(tmp_path):
+    """Known before training, and a reason as good as one of the model's."""
+    path = train_tokenizer(tmp_path / "unigram", model_type="unigram")
+    overrides = [f"data.tokenizer={path}", "data.vocab_size=500", "position.method=t5"]
+    config = load_config("configs/demo.toml", overrides)
+    rows = describe(config, _tokenizer_obstacles(config)).splitlines()
+    rows = [line for line in rows if line.startswith("# export ")]
+    assert len(rows) == 2 and "none: position.method = t5" in rows[0]
+    assert f"none: {path}: a Hugging Face tokenizer would not give the same ids" in rows[1]
+    assert _tokenizer_obstacles(load_config("configs/demo.toml")) == []
