@@ -20,7 +20,9 @@ import typer
 from pretrain.bench_cli import bench
 from pretrain.checkpoint_cli import checkpoint
 from pretrain.config import (
+    ConfigError,
     EvaluationRequest,
+    RunConfig,
     dump_config,
     load_config,
     writing,
@@ -118,7 +120,8 @@ def config(
 ) -> None:
     """Check a config and print it in full.
 
-    Prints every key with its value, defaults included, then the parameter count and the layout.
+    Prints every key with its value, defaults included, then the parameter count, the layout, and
+    what the trained model will export as and in which precisions, or why it cannot be exported.
 
     A config that cannot work is refused with the key to change. The output is itself a valid config
     file.
@@ -132,7 +135,21 @@ def config(
 
     run = load_config(config, overrides)
     print(dump_config(run))
-    print(describe(run))
+    print(describe(run, _tokenizer_obstacles(run)))
+
+
+def _tokenizer_obstacles(run: RunConfig) -> list[str]:
+    """Return why the tokenizer that data.tokenizer names could not be exported with the model."""
+    from pretrain.data.tokenizer import load_tokenizer
+
+    # A file that is not there is refused by `pretrain data build`, with what to do.
+    if run.data.tokenizer is None or not Path(run.data.tokenizer).is_file():
+        return []
+    try:
+        load_tokenizer(run.data.tokenizer).check_exportable()
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 @data.command("build")
@@ -380,11 +397,21 @@ def export(
             "Default: the run's last evaluation.",
         ),
     ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Longest sequence that the export accepts; MPT and OPT fail beyond it. Default: "
+            "16 training lengths, or the longest that the run evaluates.",
+        ),
+    ] = None,
 ) -> None:
     """Write a Hugging Face model and verify it.
 
-    Loads the written model with stock transformers and compares its logits. The comparison runs on
-    validation text at up to four times the training length. When it fails, the exit code is 1.
+    Loads the written model with stock transformers and compares its logits in fp32. The comparison
+    runs on validation text, at the training length and 16 times that or as far as memory allows.
+    When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
+    written on the model card.
 
     \b
     Example:
@@ -392,7 +419,7 @@ def export(
     """
     from pretrain.export.command import export_source
 
-    if not export_source(source, out, curve):
+    if not export_source(source, out, curve, max_length):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -64,6 +64,9 @@ TINY: dict[str, dict[str, Any]] = {
         "hidden_size": 96,
         "num_attention_heads": 8,
         "ffn_hidden_size": 128,
+        # Biases and the fused GELU have more to test than the defaults without them.
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
         "make_vocab_size_divisible_by": 64,
     },
     "position": {"method": "alibi"},

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pretrain.config.exports import describe_export
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
 from pretrain.config.run import RunConfig
 
 
-def describe(config: RunConfig) -> str:
+def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
     """Return the summary that `pretrain config` prints below the resolved config.
 
     Every line is a TOML comment, so that the output of the command can be saved and used as a
     config file.
+
+    Args:
+        config: The run.
+        obstacles: Reasons beside the model's why the run could not be exported.
     """
     total = num_parameters(config)
     tokens = config.planned_tokens
@@ -33,6 +40,7 @@ def describe(config: RunConfig) -> str:
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
         ("layout", _layout(config)),
         *_stages(config),
+        *_export(config, obstacles),
     ]
     return "\n".join(f"# {name:<16} {text}" for name, text in rows)
 
@@ -60,6 +68,17 @@ def _stages(config: RunConfig) -> list[tuple[str, str]]:
         parameters = num_parameters_of_rank(config, stage)
         rows.append((f"stage {stage}", f"{layers} layers, {parameters:,} parameters a rank"))
     return rows
+
+
+def _export(config: RunConfig, obstacles: Sequence[str]) -> list[tuple[str, str]]:
+    """Return rows that say what the run will export as, or every reason why it cannot be."""
+    found = describe_export(config)
+    if obstacles:
+        # What the model would export as does not matter, only what else is in the way.
+        reasons = [line for text in obstacles for line in text.splitlines()]
+        found = [line for line in found if line.startswith("none: ")]
+        found += [f"none: {reason}" for reason in reasons]
+    return [("export", line) for line in found]
 
 
 def _short(count: int) -> str:

@@ -46,12 +46,15 @@ class ModelSection(Section):
     ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner width of the MLP. Default: 4 x hidden_size."""
 
-    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu"] = "gelu_pytorch_tanh"
+    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu"] = "gelu"
     """Activation of the MLP by Hugging Face's name: GELU's tanh approximation, exact GELU (erf), or
-    ReLU."""
+    ReLU. With gelu and no biases an ALiBi model exports as MPT, which vLLM and transformers compute
+    in bf16 and fp16 too; with gelu_pytorch_tanh it exports as Bloom, which stock transformers
+    computes in fp32 alone; with relu it has no class."""
 
-    use_bias: bool = True
-    """Use biases in every linear layer and LayerNorm; false removes all of them, as MPT does."""
+    use_bias: bool = False
+    """Use biases in every linear layer and LayerNorm, as GPT-2 and Bloom do; false removes all of
+    them, as in MPT and PaLM. An ALiBi model with biases exports as Bloom: see hidden_act."""
 
     tie_word_embeddings: bool = True
     """Use the input embedding as the output layer too; false trains a second matrix of the same

@@ -8,20 +8,28 @@ from typing import Any
 from pretrain.config import RunConfig, num_parameters
 from pretrain.export.targets import Target
 
-_NEUTRALISED = """\
+_BLOOM = """\
+Stock transformers adds Bloom's ALiBi biases in the dtype of the weights, which in bfloat16 and
+float16 rounds them too much. To load it in 16 bit, give `trust_remote_code=True`: this folder
+brings along a class that computes scores and biases in float32."""
+_NEUTRALISED = (
+    """\
 Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
-it: the embeddings are stored multiplied by 2^-20, and the weight of that LayerNorm is
-sqrt(eps) x 2^20. Keep the weights in float32: float16 does not have that range, and Bloom rounds
-its ALiBi biases to the dtype of the weights. Do not fine-tune this copy."""
-_BLOOM = "Keep the weights in float32: Bloom rounds its ALiBi biases to the dtype of the weights."
+it: the embeddings are stored multiplied by a small power of two, which the weight of that LayerNorm
+undoes, and the residual stream by 8, for which `layer_norm_epsilon` is multiplied by 64. Do not
+fine-tune this copy.
+
+"""
+    + _BLOOM
+)
+_ENDS = """\
+It computes no token beyond; `pretrain export --max-length N` makes an export that reaches N."""
 _MPT = """\
-The weights can be converted to bfloat16, because MPT computes its ALiBi biases in float32.
-Sequences can be at most `max_seq_len` tokens long."""
-_SINUSOIDAL = """\
+Sequences can be at most `max_seq_len` tokens long, a number that can be raised in config.json."""
+_SINUSOIDAL = f"""\
 The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
-`max_position_embeddings` tokens long. The token embeddings are stored multiplied by
-sqrt(hidden_size)."""
-_LEARNED = "Sequences can be at most `max_position_embeddings` tokens long."
+`max_position_embeddings` tokens long. {_ENDS}"""
+_LEARNED = "Sequences can be at most `max_position_embeddings` tokens long, as in training."
 _GPT_NEOX = """\
 Rotary embeddings are applied to {percent:g} % of each head. Attention and MLP are {order}
 (`use_parallel_residual`)."""

@@ -6,7 +6,7 @@ An export follows that list forward (`convert`), an import backward (`restore`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.export.tables import Transform
-from pretrain.export.targets import Target
+from pretrain.export.targets import Factors, Read, Target
 
 EMBEDDING, FINAL_NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm"
 
@@ -48,20 +48,28 @@ class Stored:
         return _divided(self.transform.restore(config, parts), self.factor)
 
 
-def stored_tensors(target: Target, config: RunConfig) -> Iterator[Stored]:
-    """Yield every tensor of the class but those of `target.extra`; a weight before its bias."""
+def stored_tensors(target: Target, config: RunConfig, factors: Factors) -> Iterator[Stored]:
+    """Yield every tensor of the class but those of `target.extra`; a weight before its bias.
+
+    Args:
+        target: The class.
+        config: The run's config.
+        factors: By what the class stores our weights multiplied.
+    """
     m = config.model
     left_out = {
         "output_layer": m.tie_word_embeddings,
         "embedding.word_embeddings_layernorm": not m.embedding_layernorm,
         "embedding.position_embeddings": config.position.method != "learned",
     }
-    scale = target.embedding_scale(config)
     # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm by
     # the same factor cancels it in the logits.
-    factors = {
-        "embedding.word_embeddings": scale,
-        FINAL_NORM: 1 / scale if m.tie_word_embeddings else 1.0,
+    by_module = {
+        "embedding.word_embeddings": factors.embedding,
+        "embedding.word_embeddings_layernorm": factors.embedding_norm,
+        "decoder.layers.{i}.self_attention.linear_proj": factors.stream,
+        "decoder.layers.{i}.mlp.linear_fc2": factors.stream,
+        FINAL_NORM: 1 / factors.embedding if m.tie_word_embeddings else 1.0,
     }
     for module, (transform, *theirs) in target.table.items():
         if left_out.get(module):
@@ -73,7 +81,7 @@ def stored_tensors(target: Target, config: RunConfig) -> Iterator[Stored]:
                     f"{module.format(i=i)}.{kind}",
                     tuple(f"{name.format(i=i)}.{kind}" for name in theirs),
                     transform,
-                    factors.get(module, 1.0),
+                    by_module.get(module, 1.0),
                     is_absent=kind == "bias" and not m.use_bias,
                 )
 
@@ -105,9 +113,10 @@ def convert(
             f"{EMBEDDING}: has shape {tuple(embedding.shape)}, but the config asks for {shape}. "
             "Are these another run's weights?"
         )
-    out = target.extra(config, embedding * target.embedding_scale(config), max_length)
+    factors = target.factors(config, embedding)
+    out = target.extra(config, factors, max_length)
     tensor = embedding
-    for stored in stored_tensors(target, config):
+    for stored in stored_tensors(target, config, factors):
         # A bias that our model does not have follows its weight.
         absent = tensor.new_zeros(tensor.shape[0])
         tensor = absent if stored.is_absent else _take(rest, stored.name)
@@ -126,12 +135,12 @@ def not_restored(
 ) -> dict[str, Tensor]:
     """Return those of our tensors that `restore` would not give back bit for bit.
 
-    That is so where the factor is no power of two (OPT's sqrt(hidden_size): of two neighbouring
-    numbers, both may round to the same product), or where the product leaves fp32's normal range
-    (Bloom's 2^-20).
+    That is so where the factor is no power of two (sqrt(hidden_size): of two neighbouring numbers,
+    both may round to the same product), or where the product leaves fp32's normal range.
     """
     lost = {}
-    for stored in stored_tensors(target, config):
+    factors = target.factors(config, state[EMBEDDING])
+    for stored in stored_tensors(target, config, factors):
         if stored.factor != 1.0 and not stored.is_absent:
             tensor = state[stored.name]
             if not same_bits(_divided(_times(tensor, stored.factor), stored.factor), tensor):
@@ -142,7 +151,8 @@ def not_restored(
 def restore(
     target: Target,
     config: RunConfig,
-    read: Callable[[str], Tensor],
+    factors: Factors,
+    read: Read,
     originals: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield our tensors by global name, one at a time.
@@ -150,6 +160,7 @@ def restore(
     Args:
         target: Class that the weights were stored in.
         config: The run's config.
+        factors: By what the class stores our weights multiplied.
         read: Returns a tensor of the class by its name, in fp32.
         originals: What `not_restored` returned at the export; used where it still is what the class
             stores.
@@ -157,7 +168,7 @@ def restore(
     Raises:
         ConfigError: The config has no biases, and one of the class's is not zero.
     """
-    for stored in stored_tensors(target, config):
+    for stored in stored_tensors(target, config, factors):
         parts = [read(name) for name in stored.theirs]
         if stored.is_absent:
             if any(part.count_nonzero() for part in parts):

@@ -31,8 +31,14 @@ from pretrain.rundir.files import new_directory
 MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
 
-ORIGINALS = "pretrain.safetensors"
-"""Those weights, by global name, that cannot be restored bit for bit from what the class stores."""
+ORIGINALS = "pretrain.originals"
+"""Those weights, by global name, that cannot be restored bit for bit from what the class stores.
+
+A safetensors file, which must not be named so: vLLM takes every *.safetensors of a folder for the
+model's (default_loader.py), and fails on names that the class does not have.
+"""
+_OLD_ORIGINALS = "pretrain.safetensors"
+"""Its name in exports of earlier releases."""
 
 
 def to_huggingface(
@@ -84,6 +90,9 @@ def to_huggingface(
     originals = not_restored(target, config, state)
     with writing(out), new_directory(out, replace=True) as folder:
         _write(folder, settings, tensors, tokenizer, max_length)
+        if target.code is not None:
+            name = f"{target.code.partition('.')[0]}.py"
+            (folder / name).write_bytes(Path(__file__).with_name(name).read_bytes())
         card = model_card(config, target, curve, facts or {}, max_length)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # For `pretrain import`, whose result is then the run's model to the last bit.
@@ -116,6 +125,9 @@ def hf_settings(
     )
     settings.architectures = [target.class_name]
     settings.dtype = torch.float32
+    if target.code is not None:
+        # Stock loaders take their own class; with trust_remote_code=True they take this one.
+        settings.auto_map = {"AutoModelForCausalLM": target.code}
     return settings
 
 
@@ -132,6 +144,12 @@ def stock_shapes(settings: Any) -> dict[str, tuple[int, ...]]:
     if settings.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
+
+
+def find_originals(folder: Path) -> Path | None:
+    """Return the path of ORIGINALS in an export; None without one."""
+    paths = [folder / ORIGINALS, folder / _OLD_ORIGINALS]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:

@@ -1,13 +1,15 @@
 """Check that an exported model computes the same function as the model that was trained.
 
 Stock `transformers` loads the export as a user would and runs in fp32, and its logits are compared
-with those of our own model on validation text, at the training length and beyond.
+with those of our own model on validation text, at the training length and beyond. The perplexity of
+the same text is also measured in bf16 and fp16, in which the export's users run it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,14 @@ from pretrain.config import ConfigError
 
 PERPLEXITY_TOLERANCE = 1e-4
 """Largest relative difference of the perplexities: both print the same four digits."""
+PRECISION_TOLERANCE = 5e-3
+"""Largest relative difference of a perplexity in 16 bit from ours in fp32. Rounding of weights and
+activations costs about a tenth of it, and rounded ALiBi biases twenty percent and more."""
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The 16-bit formats, by the names of train.precision."""
+STOCK = "stock transformers"
+TRUSTED = "trust_remote_code=True"
+"""Ways to load a folder: with the stock class, or with the class in the folder."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,47 @@ class LengthParity:
 
 
 @dataclass(frozen=True)
+class PrecisionParity:
+    """The perplexities of the export in a 16-bit format, compared with ours in fp32."""
+
+    precision: str
+    """ "bf16" or "fp16"."""
+    loader: str
+    """STOCK or TRUSTED."""
+    perplexities: tuple[tuple[int, float, float], ...]
+    """(length, our perplexity in fp32, the export's), of each length in tokens."""
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """Return the relative difference at each length."""
+        return tuple(theirs / ours - 1 for _, ours, theirs in self.perplexities)
+
+    @property
+    def passed(self) -> bool:
+        """Return True if they agree within tolerance at every length; never for a NaN."""
+        return all(abs(difference) <= PRECISION_TOLERANCE for difference in self.differences)
+
+    def format(self) -> str:
+        """Return a line for the terminal."""
+        parts = [
+            f"{theirs:.4f} at {length:,} tokens ({difference:+.2%})"
+            for (length, _, theirs), difference in zip(
+                self.perplexities, self.differences, strict=True
+            )
+        ]
+        verdict = "agrees" if self.passed else f"DIFFERS: do not load it in {self.precision} so"
+        return f"{self.precision}, {self.loader}: perplexity {', '.join(parts)}; {verdict}"
+
+
+@dataclass(frozen=True)
 class ParityReport:
     """The comparison of an exported model with the trained one, at several lengths."""
 
     class_name: str
     """The transformers class that loaded the folder."""
     lengths: tuple[LengthParity, ...]
+    precisions: tuple[PrecisionParity, ...] = ()
+    """The comparison in 16 bit, which does not decide whether the export succeeded."""
     warning: str = "DIFFERS from the trained model: do not use this export"
     """What is said when the models do not agree."""
 
@@ -69,12 +114,17 @@ class ParityReport:
             mark = "" if r.passed else "  differs"
             lines.append(f"{r.length:>8}  {logits}  {perplexities}{mark}")
         verdict = "computes the same function" if self.passed else self.warning
+        lines += [row.format() for row in self.precisions]
         return "\n".join([*lines, f"{self.class_name} in stock transformers {verdict}"])
 
 
 @torch.no_grad()
 def check_parity(
-    logits_fn: Callable[[Tensor], Tensor], hf_dir: str | Path, ids_by_length: Sequence[Tensor]
+    logits_fn: Callable[[Tensor], Tensor],
+    hf_dir: str | Path,
+    ids_by_length: Sequence[Tensor],
+    *,
+    precisions: Sequence[str] = (),
 ) -> ParityReport:
     """Compare fp32 logits and perplexity of our model and of the exported one.
 
@@ -84,6 +134,7 @@ def check_parity(
         hf_dir: Exported model.
         ids_by_length: For each length T, token ids [N, T]. They are run one row at a time, so that
             long sequences fit into memory.
+        precisions: 16-bit formats in which the export's perplexity is measured too.
 
     Returns:
         The comparison at each length, in the order given.
@@ -91,21 +142,69 @@ def check_parity(
     Raises:
         ConfigError: There is no exported model in `hf_dir`.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     # Loading takes seconds, and a progress bar would fill a log file.
     disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
-    if not Path(hf_dir, "config.json").exists():
+    folder = Path(hf_dir)
+    if not (folder / "config.json").exists():
         raise ConfigError(
             f"{hf_dir}: not an exported model (no config.json). `pretrain export` writes one"
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, local_files_only=True
-    )
-    model.eval()
+    model = _load(folder, STOCK, torch.float32)
     lengths = tuple(_compare(logits_fn, model, ids) for ids in ids_by_length)
-    return ParityReport(type(model).__name__, lengths)
+    name = type(model).__name__
+    # One model in memory at a time.
+    del model
+    # Of few tokens, the perplexity is the same to every digit as that of the comparison in fp32.
+    rows = [
+        PrecisionParity(precision, loader, tuple(_perplexities(model, ids_by_length, lengths)))
+        for loader in _loaders(folder)
+        for precision in precisions
+        for model in [_load(folder, loader, PRECISIONS[precision])]
+    ]
+    return ParityReport(name, lengths, tuple(rows))
+
+
+def _loaders(folder: Path) -> list[str]:
+    """Return the ways to load a folder that there are."""
+    has_code = "auto_map" in json.loads((folder / "config.json").read_text())
+    return [STOCK, TRUSTED] if has_code else [STOCK]
+
+
+def _load(folder: Path, loader: str, dtype: torch.dtype) -> Any:
+    """Return the exported model on the CPU.
+
+    Args:
+        folder: The export.
+        loader: STOCK, or TRUSTED for the class in the folder.
+        dtype: Of the weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from pretrain.export.modeling_bloom_fp32_scores import BloomFp32ScoresForCausalLM
+
+    # The folder's code is a copy of ours. Loading the copy would leave another one in the user's
+    # cache (HF_MODULES_CACHE).
+    kind: Any = AutoModelForCausalLM if loader == STOCK else BloomFp32ScoresForCausalLM
+    return kind.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def _perplexities(
+    model: Any, ids_by_length: Sequence[Tensor], lengths: Sequence[LengthParity]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield the length, our perplexity and the model's, for each length.
+
+    Args:
+        model: The exported model, on the CPU.
+        ids_by_length: Token ids [N, T] of each length.
+        lengths: The comparison in fp32 on the same ids.
+    """
+    for ids, row in zip(ids_by_length, lengths, strict=True):
+        nats = 0.0
+        for sequence in ids.long().cpu().unsqueeze(1).unbind(0):
+            nats += _summed_loss(model(sequence, use_cache=False).logits.float(), sequence)
+        yield row.length, row.perplexity, _exp(nats / row.num_tokens)
 
 
 def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> LengthParity:
@@ -131,13 +230,18 @@ def _compare(logits_fn: Callable[[Tensor], Tensor], model: Any, ids: Tensor) -> 
     # sixth of this bound. In the perplexity the rounding averages out.
     tolerance = 2.0**-23 * max(length, model.config.hidden_size) * largest
     scored = ids.shape[0] * (length - 1)
-    perplexities = math.exp(nats / scored), math.exp(exported_nats / scored)
+    perplexities = _exp(nats / scored), _exp(exported_nats / scored)
     return LengthParity(length, scored, difference, tolerance, *perplexities)
 
 
 def _summed_loss(logits: Tensor, ids: Tensor) -> float:
     """Return the summed loss in nats of tokens 1 .. T - 1 of ids [1, T] under logits [1, T, V]."""
     return F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").item()
+
+
+def _exp(nats: float) -> float:
+    """Return the perplexity of a loss in nats; infinity where it is beyond a float."""
+    return math.exp(nats) if not nats > 700 else math.inf
 
 
 def _max_or_nan(a: float, b: float) -> float:

@@ -19,73 +19,122 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.config import ConfigError, RunConfig
-from pretrain.config.refusal import Refusal
+from pretrain.config import RunConfig
 from pretrain.export.tables import BLOOM, GPT_NEOX, MPT, OPT, OPT_POSITION_OFFSET, Table
+
+
+# ---- Factors -------------------------------------------------------------------------------------
+# Our model multiplies its word embeddings by config.embedding_scale, which no class does, so the
+# export stores the product. Where the same matrix is the output layer, the final LayerNorm is
+# divided by the factor: (f e) . (LN(h) / f) = e . LN(h).
+@dataclass(frozen=True)
+class Factors:
+    """By what an export multiplies our weights."""
+
+    embedding: float = 1.0
+    """Word embeddings. With tied output the final LayerNorm is divided by it."""
+    embedding_norm: float = 1.0
+    """The LayerNorm on the embeddings, if the model has one."""
+    stream: float = 1.0
+    """The residual stream: what attention and MLP add to it."""
+
+
+Read = Callable[[str], Tensor]
+"""A class's name of a tensor -> the tensor, in fp32."""
+
+
+def _scaled_embeddings(config: RunConfig, embedding: Tensor) -> Factors:
+    """Return the model's factor on its embeddings."""
+    return Factors(embedding=config.embedding_scale)
+
+
+def _as_exported(config: RunConfig, settings: Any, read: Read) -> Factors:
+    """Return the same, which does not depend on the weights."""
+    return Factors(embedding=config.embedding_scale)
+
 
 # ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------
 # BloomModel applies word_embeddings_layernorm to the embeddings e. A model of ours that does not
-# (model.embedding_layernorm) has it neutralised. With embeddings a e, weight w = sqrt(eps) / a and
-# bias 0 it computes
+# (model.embedding_layernorm) has it neutralised. With embeddings a e, weight w = r sqrt(eps) / a
+# and bias 0 it computes
 #
 #     LN(a e) = a (e - mean(e)) w / sqrt(a^2 var(e) + eps)
-#             = (e - mean(e)) / sqrt(1 + a^2 var(e) / eps)
+#             = r (e - mean(e)) / sqrt(1 + a^2 var(e) / eps)
 #
 # For a small a the root is 1 up to a relative error of a^2 var(e) / (2 eps), below the rounding of
-# fp32, and what remains is e - mean(e). Subtracting the mean has no effect: in a pre-LN model the
-# residual stream is read by LayerNorms only, which subtract the mean themselves.
+# fp32, and what remains is r (e - mean(e)). Subtracting the mean has no effect: in a pre-LN model
+# the residual stream is read by LayerNorms only, which subtract the mean themselves.
+#
+# In fp16, whose smallest number is 2^-24, a must not be that small. So the whole residual stream is
+# multiplied by a power of two s, which needs weights and biases of linear_proj and linear_fc2 times
+# s, and epsilons times s^2: LN(s x) with s^2 eps is LN(x) with eps. Bloom has one epsilon, which
+# the embedding LayerNorm shares, and for which a may be s times larger. s is no larger, because
+# fp16 ends at 65504, in the residual stream and in w. r is s times the model's embedding_scale.
 #
 # Tied output weights are a e as well, so convert() divides the weight and bias of the final
 # LayerNorm by a, which leaves the logits as they were: (a e) . (LN(h) / a) = e . LN(h).
 #
-# a is a power of two, so both scalings are exact in fp32. In float16 1 / a would overflow.
-BLOOM_EMBEDDING_SCALE = 2.0**-20
-BLOOM_MAX_RELATIVE_ERROR = 2.0**-21
-"""Largest error of the embeddings that an export accepts: eight roundings of fp32 (2^-24 each)."""
+# a and s are powers of two, so all scalings are exact in fp32.
+BLOOM_STREAM_SCALE = 8.0
+BLOOM_MAX_RELATIVE_ERROR = 2.0**-20
+"""Largest error of the embeddings: sixteen roundings of fp32 (2^-24 each)."""
+_BLOOM_NORM = "transformer.word_embeddings_layernorm"
 
 
 def _bloom_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of BloomConfig."""
     m = config.model
+    stream = 1.0 if m.embedding_layernorm else BLOOM_STREAM_SCALE
     return {
         "hidden_size": m.hidden_size,
         "n_layer": m.num_layers,
         "n_head": m.num_attention_heads,
-        "layer_norm_epsilon": m.layernorm_epsilon,
+        "layer_norm_epsilon": m.layernorm_epsilon * stream**2,
         "hidden_dropout": m.hidden_dropout,
         "attention_dropout": m.attention_dropout,
         "seq_length": max_length,
     }
 
 
-def _bloom_scale(config: RunConfig) -> float:
-    """Return the factor on the embeddings: a, unless the model has Bloom's LayerNorm itself."""
-    a = 1.0 if config.model.embedding_layernorm else BLOOM_EMBEDDING_SCALE
-    return a * config.embedding_scale
+def _bloom_factors(config: RunConfig, embedding: Tensor) -> Factors:
+    """Return the factors of an export, with the largest a that the embeddings allow."""
+    if config.model.embedding_layernorm:
+        # The model's factor stands behind the LayerNorm.
+        return Factors(embedding_norm=config.embedding_scale)
+    stream = BLOOM_STREAM_SCALE
+    largest = embedding.var(dim=1, unbiased=False).max().item()
+    # a^2 largest / (2 stream^2 eps) is the error.
+    allowed = 2 * stream**2 * config.model.layernorm_epsilon * BLOOM_MAX_RELATIVE_ERROR
+    a = 2.0 ** math.floor(math.log2(allowed / largest) / 2) if largest else 1.0
+    return Factors(embedding=a, stream=stream)
 
 
-def _bloom_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
-    """Return the embedding LayerNorm that undoes itself, as derived above.
+def _bloom_stored_factors(config: RunConfig, settings: Any, read: Read) -> Factors:
+    """Return the factors of an export of any version: s is in the epsilon, a in the LayerNorm."""
+    if config.model.embedding_layernorm:
+        return Factors(embedding_norm=config.embedding_scale)
+    stream = math.sqrt(settings.layer_norm_epsilon / config.model.layernorm_epsilon)
+    weight = read(f"{_BLOOM_NORM}.weight")[0].item()
+    if not weight > 0:
+        return Factors(stream=stream)
+    exact = _bloom_norm_weight(config, Factors(stream=stream)) / weight
+    return Factors(embedding=2.0 ** round(math.log2(exact)), stream=stream)
 
-    Raises:
-        ConfigError: The epsilon is so small that the LayerNorm would change the embeddings.
-    """
+
+def _bloom_norm_weight(config: RunConfig, factors: Factors) -> float:
+    """Return w, as derived above."""
+    factor = factors.stream * config.embedding_scale
+    return factor * factors.stream * math.sqrt(config.model.layernorm_epsilon) / factors.embedding
+
+
+def _bloom_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
+    """Return the embedding LayerNorm that undoes itself, as derived above."""
     if config.model.embedding_layernorm:
         return {}
-    a, eps = BLOOM_EMBEDDING_SCALE, config.model.layernorm_epsilon
-    # `embedding` is scaled by a already, so this is a^2 var(e) / (2 eps).
-    error = 0.5 * embedding.var(dim=1, unbiased=False).max().item() / eps
-    if error > BLOOM_MAX_RELATIVE_ERROR:
-        reason = f"too small to neutralise Bloom's embedding LayerNorm (relative error {error:.1e})"
-        remedy = (
-            "Train with 1e-5, or with model.use_bias = false and model.hidden_act = gelu "
-            "(MptForCausalLM)"
-        )
-        raise ConfigError(str(Refusal("model.layernorm_epsilon", eps, reason, remedy)))
-    name, hidden_size = "transformer.word_embeddings_layernorm", config.model.hidden_size
+    size = config.model.hidden_size
     return {
-        f"{name}.weight": torch.full((hidden_size,), math.sqrt(eps) / a),
-        f"{name}.bias": torch.zeros(hidden_size),
+        f"{_BLOOM_NORM}.weight": torch.full((size,), _bloom_norm_weight(config, factors)),
+        f"{_BLOOM_NORM}.bias": torch.zeros(size),
     }
 
 
@@ -112,14 +161,7 @@ def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------
 # OPT adds a learned table of positions to its embeddings, which needs no algebra. With sinusoidal
-# positions, ours adds sinusoids to embeddings times sqrt(hidden_size), as in "Attention Is All You
-# Need", section 3.4. So the table is filled with the sinusoids, which gives it an end, and the
-# stored embeddings are e sqrt(hidden_size). Where they are tied to the output, the final LayerNorm
-# is divided by sqrt(hidden_size), as for Bloom.
-OPT_LAYERNORM_EPSILON = 1e-5
-"""OPTDecoderLayer makes its LayerNorms with torch's default epsilon; no setting changes it."""
-
-
+# positions the table is filled with the sinusoids, which gives it an end.
 def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of OPTConfig."""
     m = config.model
@@ -137,7 +179,7 @@ def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-def _opt_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
+def _opt_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
     """Return the table [2 + max_length, hidden_size] of sinusoids; padding has the rows of zeros.
 
     The first half of each row are sines, the second half cosines, of the angles
@@ -180,12 +222,7 @@ def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 # ---- The classes ---------------------------------------------------------------------------------
-def _embedding_scale(config: RunConfig) -> float:
-    """Return the model's own factor: no class but ours multiplies its embeddings."""
-    return config.embedding_scale
-
-
-def _no_extra(config: RunConfig, embedding: Tensor, max_length: int) -> dict[str, Tensor]:
+def _no_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
     """Return no tensors."""
     return {}
 
@@ -206,10 +243,14 @@ class Target:
     """Key of its config class that holds max_length."""
     has_bias: bool = True
     """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
-    embedding_scale: Callable[[RunConfig], float] = _embedding_scale
-    """Factor on the word embeddings. With tied output the final LayerNorm is divided by it."""
-    extra: Callable[[RunConfig, Tensor, int], dict[str, Tensor]] = _no_extra
-    """(config, scaled embeddings, max_length) -> tensors that only this class has."""
+    code: str | None = None
+    """Module and class that the folder brings along for 16 bit, if the stock class fails there."""
+    factors: Callable[[RunConfig, Tensor], Factors] = _scaled_embeddings
+    """(config, our word embeddings) -> by what an export multiplies our weights."""
+    stored_factors: Callable[[RunConfig, Any, Read], Factors] = _as_exported
+    """(config, the folder's transformers config, its weights) -> by what it was multiplied."""
+    extra: Callable[[RunConfig, Factors, int], dict[str, Tensor]] = _no_extra
+    """(config, factors, max_length) -> tensors that only this class has."""
 
 
 TARGETS = {
@@ -219,7 +260,9 @@ TARGETS = {
         BLOOM,
         _bloom_settings,
         "seq_length",
-        embedding_scale=_bloom_scale,
+        code="modeling_bloom_fp32_scores.BloomFp32ScoresForCausalLM",
+        factors=_bloom_factors,
+        stored_factors=_bloom_stored_factors,
         extra=_bloom_extra,
     ),
     "mpt": Target("mpt", "MptForCausalLM", MPT, _mpt_settings, "max_seq_len", has_bias=False),

@@ -23,7 +23,7 @@ from pretrain.data.manifest import MANIFEST
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.export.command import compare_with_folder
 from pretrain.export.convert import EMBEDDING, restore, same_bits
-from pretrain.export.huggingface import MARKER, ORIGINALS, stock_shapes
+from pretrain.export.huggingface import MARKER, find_originals, stock_shapes
 from pretrain.export.targets import Target
 from pretrain.export.tokenizer import find_original
 from pretrain.importing.run import run_config
@@ -100,17 +100,16 @@ def _tensors(
             this config stores.
     """
     target, is_export = source.target, (folder / MARKER).is_file()
-    embedding = weights.read(_embedding_name(target))
-    for name, tensor in target.extra(config, embedding, source.max_length).items():
+    factors = target.stored_factors(config, source.settings, weights.read)
+    for name, tensor in target.extra(config, factors, source.max_length).items():
         if not same_bits(weights.read(name), tensor):
             raise ConfigError(
                 f"{folder}: {name} is not what the export stored. Remove {folder / MARKER} to "
                 "import the model as its class computes it"
             )
-    originals = (
-        read_tensors(folder / ORIGINALS) if is_export and (folder / ORIGINALS).is_file() else {}
-    )
-    yield from restore(target, config, weights.read, originals)
+    original = find_originals(folder) if is_export else None
+    originals = {} if original is None else read_tensors(original)
+    yield from restore(target, config, factors, weights.read, originals)
 
 
 def _embedding_name(target: Target) -> str:

@@ -6,6 +6,7 @@ schedule and all, if it still describes the folder's model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def _exported_values(folder: Path, source: Source, out: Path) -> dict[str, Any]:
     """Return the sections of the run that the folder was exported from."""
     config = load_config(folder / MARKER)
     values = config.model_dump(mode="json", exclude_none=True)
+    if "embedding_scale" not in config.model.model_fields_set:
+        # Written by a release in which sinusoidal positions alone scaled the embeddings.
+        is_scaled = config.position.method == "sinusoidal"
+        values["model"]["embedding_scale"] = (
+            math.sqrt(config.model.hidden_size) if is_scaled else 1.0
+        )
     if config.position.method == "learned":
         # By default it follows data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length
@@ -98,6 +105,11 @@ def _check_unchanged(folder: Path, source: Source, config: RunConfig) -> None:
     written = target.settings(config, source.max_length)
     written |= dict.fromkeys(("vocab_size", "tie_word_embeddings"))
     del written[target.length_key]
+    if source.settings.model_type == "bloom":
+        # Earlier releases exported the model's own epsilon (export/targets.py).
+        epsilon = source.settings.layer_norm_epsilon
+        if epsilon == config.model.layernorm_epsilon:
+            del written["layer_norm_epsilon"]
     expected = hf_settings(target, config, source.max_length, {})
     for key, value in written.items():
         now, before = (_setting(s, key, value) for s in (source.settings, expected))

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.config import ConfigError
+from pretrain.config.exports import OPT_LAYERNORM_EPSILON
 from pretrain.config.refusal import Refusal
-from pretrain.export.targets import OPT_LAYERNORM_EPSILON, TARGETS, Target
+from pretrain.export.targets import TARGETS, Target
 
 CONFIG = "config.json"
 DEFAULT_LENGTH = 2048

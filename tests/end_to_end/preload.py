@@ -12,7 +12,7 @@ warnings.simplefilter("ignore")
 
 for name in (
     "deepspeed.ops",
-    "transformers.models.bloom.modeling_bloom",
+    "transformers.models.mpt.modeling_mpt",
     "pretrain.data.build",
     "pretrain.train.loop",
     "pretrain.train.bench",

@@ -282,9 +282,10 @@ def test_evaluation_in_the_loop_is_the_commands(tmp_path, whole):
 def test_export(whole, exported):
     folder, said = exported
     lines = said.splitlines()
-    assert lines[0] == f"{whole[0]}/checkpoints/step-00000200 -> {folder} (BloomForCausalLM)"
-    assert lines[-1] == "BloomForCausalLM in stock transformers computes the same function"
-    assert [line.split()[0] for line in lines[2:-1]] == ["32", "128"]
+    assert lines[0] == f"{whole[0]}/checkpoints/step-00000200 -> {folder} (MptForCausalLM)"
+    assert lines[-1] == "MptForCausalLM in stock transformers computes the same function"
+    assert [line.split()[0] for line in lines[2:-1]] == ["32", "512", "bf16,", "fp16,"]
+    assert all("agrees" in line for line in lines[4:6])
     names = {p.name for p in folder.iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors"}
     assert names >= {"tokenizer.json", "README.md"}
@@ -311,7 +312,7 @@ def test_the_export_needs_nothing_of_ours(exported):
     command = [PRETRAIN[0], "-W", "ignore", "-c", STOCK, str(exported[0])]
     done = fresh(command, {"HF_HUB_OFFLINE": "1"})
     assert done.code == 0, done.text
-    assert done.out.splitlines() == ["BloomForCausalLM True 8", "False"], done.text
+    assert done.out.splitlines() == ["MptForCausalLM True 8", "False"], done.text
 
 
 # ---- other launchers, other commands -------------------------------------------------------------

@@ -516,7 +516,7 @@ def share_of_rank(config, stage: int) -> int:
 
 VARIANTS = [
     [],
-    ["model.use_bias=false"],
+    ["model.use_bias=true"],
     ["model.tie_word_embeddings=false"],
     ["model.num_query_groups=4", "model.ffn_hidden_size=200"],
     ["position.method=learned", "position.max_position_embeddings=100"],

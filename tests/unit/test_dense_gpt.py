@@ -31,6 +31,8 @@ def make_config(method: str = "alibi", **changes: object) -> RunConfig:
         "hidden_size": 48,
         "num_attention_heads": 12,
         "make_vocab_size_divisible_by": 32,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
     }
     position = {
         k.removeprefix("position_"): v for k, v in changes.items() if k.startswith("position_")

@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 import torch
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
 from pretrain.export import check_exportable, check_parity, to_huggingface
@@ -52,6 +52,13 @@ MODELS = {
     ),
     "opt_learned": ("OPTForCausalLM", make_config("learned", hidden_act="relu")),
     "bloom_norm": ("BloomForCausalLM", make_config("alibi", embedding_layernorm=True)),
+    # The factor stands behind the LayerNorm.
+    "bloom_norm_scaled": (
+        "BloomForCausalLM",
+        make_config("alibi", embedding_layernorm=True, embedding_scale=3.0),
+    ),
+    "bloom_small_epsilon": ("BloomForCausalLM", make_config("alibi", layernorm_epsilon=1e-12)),
+    "bloom_gpt2_scale": ("BloomForCausalLM", make_config("alibi", embedding_scale=1.0)),
     "neox_parallel": (
         "GPTNeoXForCausalLM",
         make_config(
@@ -267,17 +274,6 @@ def test_refused_before_anything_is_written(name, tmp_path, tokenizer_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bloom_refuses_an_epsilon_its_embedding_norm_would_show(tmp_path, tokenizer_path):
-    config = make_config("alibi", layernorm_epsilon=1e-12)
-    with pytest.raises(
-        ConfigError,
-        match=r"model.layernorm_epsilon = 1e-12: too small to neutralise .*Train with 1e-5",
-    ):
-        to_huggingface(
-            config, random_state(config, 0), tokenizer_path, tmp_path / "hf", max_length=256
-        )
-
-
 def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
     config = make_config("alibi")
     state = random_state(config, 0)
@@ -421,6 +417,20 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
 
 
+def test_what_is_trained_by_default_exports_as_a_class_that_survives_16_bit():
+    """MPT keeps scores and biases in fp32 whatever its weights are; Bloom does not."""
+    assert check_exportable(load_config("configs/demo.toml")).class_name == "MptForCausalLM"
+    config = make_config("alibi")
+    stated = {"hidden_act", "use_bias"}
+    model = {k: v for k, v in config.model.model_dump(mode="json").items() if k not in stated}
+    values = config.model_dump(mode="json", exclude_none=True) | {"model": _without_none(model)}
+    assert check_exportable(parse_config(values, "test")).class_name == "MptForCausalLM"
+
+
+def _without_none(values: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def test_check_exportable_names_the_class():
     assert check_exportable(make_config("alibi")).class_name == "BloomForCausalLM"
     assert (
@@ -470,7 +480,7 @@ def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
     config = tiny_config(data={"directory": str(tmp_path)})
-    rows = _comparison_ids(config, None)
     length = config.data.sequence_length
-    assert [row.shape for row in rows] == [(4, length), (4, 4 * length)]
+    rows = _comparison_ids(config, None, 16 * length)
+    assert [row.shape for row in rows] == [(4, length), (1, 16 * length)]
     assert "earlier format, so the models are compared on random tokens" in capsys.readouterr().out

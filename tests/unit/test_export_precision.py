@@ -1,0 +1,312 @@
+"""Exports in bf16 and fp16, beyond the training length, and what `pretrain config` says of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretrain.cli import _tokenizer_obstacles
+from pretrain.config import ConfigError, load_config
+from pretrain.config.describe import describe
+from pretrain.config.trajectory import TOKENIZER
+from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
+from pretrain.export import check_parity, to_huggingface
+from pretrain.export.command import _comparison_ids, checked_length
+from pretrain.export.parity import STOCK, TRUSTED, LengthParity, ParityReport, PrecisionParity
+from pretrain.export.precision import add_precisions
+from tests.conftest import tiny_config
+from tests.reference.dense_gpt import DenseGPT, random_state
+from tests.unit.test_dense_gpt import make_config
+from tests.unit.test_export import (
+    MODELS,
+    exported,
+    random_ids,
+    stock,
+    tokenizer_path,
+    train_tokenizer,
+)
+
+__all__ = ["exported", "tokenizer_path"]
+torch.set_num_threads(2)
+
+LONG = 512
+"""8 training lengths of the models."""
+
+
+@pytest.fixture
+def trusted(tmp_path, monkeypatch):
+    """Return a function that loads a folder with its own code, as a user would."""
+    import transformers.dynamic_module_utils as modules
+    from transformers import AutoModelForCausalLM
+
+    # transformers copies the code to this folder in the user's cache.
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def load(folder: Path, dtype: torch.dtype) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=True, local_files_only=True
+        )
+        assert type(model).__name__ == "BloomFp32ScoresForCausalLM"
+        return model.eval()
+
+    return load
+
+
+def load_stock(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+@torch.no_grad()
+def error(model: Any, dense: DenseGPT, ids: torch.Tensor) -> float:
+    """Return the root mean square of the logits' errors, in units of that of the logits."""
+    expected = dense(ids)
+    return ((model(ids).logits.float() - expected).norm() / expected.norm()).item()
+
+
+# ---- 16 bit --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["mpt12", "opt", "neox"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stock_classes_that_survive_16_bit(name, dtype, exported):
+    """At 8 training lengths. bf16 rounds to 2^-9, fp16 to 2^-12, a dozen times in two layers."""
+    dense, folder, _ = exported(name)
+    rounding = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[dtype]
+    assert error(load_stock(folder, dtype), dense, random_ids(1, LONG)) < 6 * rounding
+
+
+@pytest.mark.parametrize("name", ["bloom12", "bloom_untied", "bloom_norm"])
+def test_the_class_in_a_bloom_folder_survives_16_bit(name, exported, trusted):
+    """Where the stock class does not: its biases are off by whole numbers in bf16."""
+    dense, folder, _ = exported(name)
+    ids = random_ids(1, LONG)
+    for dtype, rounding in ((torch.bfloat16, 2.0**-9), (torch.float16, 2.0**-12)):
+        own, stock_error = (
+            error(load(folder, dtype), dense, ids) for load in (trusted, load_stock)
+        )
+        assert own < 6 * rounding, dtype
+        assert stock_error > 3 * own, dtype
+    assert error(trusted(folder, torch.float32), dense, ids) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_cache_and_batches_of_the_class_in_the_folder(dtype, exported, trusted):
+    """Left padding in a batch of two lengths gives the logits of each row alone, with a cache."""
+    dense, folder, _ = exported("bloom12")
+    model = trusted(folder, dtype)
+    rows = random_ids(1, 100, seed=1), random_ids(1, 70, seed=2)
+    ids = torch.full((2, 100), 2)
+    ids[0], ids[1, 30:] = rows[0], rows[1]
+    mask = (torch.arange(100) >= torch.tensor([[0], [30]])).long()
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits.float()
+        first = model(ids[:, :90], attention_mask=mask[:, :90], use_cache=True)
+        rest = model(ids[:, 90:], attention_mask=mask, past_key_values=first.past_key_values)
+        unmasked = model(rows[0][:, :90], use_cache=True)
+        last = model(rows[0][:, 90:], past_key_values=unmasked.past_key_values)
+    tolerance = {torch.float32: 3e-5, torch.bfloat16: 0.05}[dtype]
+    expected = dense(rows[0])[0], dense(rows[1])[0]
+    for got, want in (
+        (whole[0], expected[0]),
+        (whole[1, 30:], expected[1]),
+        (rest.logits[0], expected[0][90:]),
+        (rest.logits[1], expected[1][60:]),
+        (last.logits[0], expected[0][90:]),
+    ):
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=tolerance)
+
+
+def test_generation_beyond_the_training_length_of_the_class_in_the_folder(exported, trusted):
+    dense, folder, _ = exported("bloom12")
+    model, ids = trusted(folder, torch.float32), random_ids(2, 56, seed=3)
+    model.generation_config.eos_token_id = None
+    mask = torch.ones_like(ids)
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    for _ in range(16):
+        ids = torch.cat([ids, dense(ids)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(got, ids)
+
+
+def test_no_tensor_of_a_bloom_leaves_the_range_of_fp16(exported):
+    """The embedding LayerNorm is neutralised without losing its weight or the embeddings."""
+    for name in ("bloom12", "bloom_gpt2_scale", "bloom_untied"):
+        tensors = load_file(exported(name)[1] / "model.safetensors")
+        for key, tensor in tensors.items():
+            assert tensor.half().isfinite().all(), (name, key)
+        embeddings = tensors["transformer.word_embeddings.weight"]
+        lost = (embeddings.half().float() - embeddings).norm() / embeddings.norm()
+        # As much as bf16 rounds a number at most.
+        assert lost < 2.0**-8, name
+
+
+# ---- the comparison at every export --------------------------------------------------------------
+def test_the_comparison_measures_16_bit(exported):
+    """Every way to load a folder in every format, with the perplexities that transformers gives."""
+    for name, loaders in (("bloom12", [STOCK, TRUSTED]), ("mpt12", [STOCK])):
+        dense, folder, _ = exported(name)
+        ids = [random_ids(2, 64), random_ids(1, 256)]
+        report = check_parity(dense, folder, ids, precisions=("bf16", "fp16"))
+        ways = [(row.loader, row.precision) for row in report.precisions]
+        assert ways == [(way, p) for way in loaders for p in ("bf16", "fp16")]
+        assert report.passed and report.precisions[-1].passed
+        model = load_stock(folder, torch.bfloat16)
+        with torch.no_grad():
+            loss = model(ids[1], labels=ids[1]).loss.float().exp().item()
+        length, ours, theirs = report.precisions[0].perplexities[1]
+        assert (length, ours) == (256, report.lengths[1].perplexity)
+        assert theirs == pytest.approx(loss, rel=1e-5)
+    assert check_parity(dense, folder, ids).precisions == ()
+
+
+def test_the_card_says_in_which_precisions_not_to_load(tmp_path):
+    (tmp_path / "README.md").write_text("# Model\n")
+    row = LengthParity(2048, 2047, 1e-6, 1e-4, 110.0, 110.0)
+    rows = (
+        PrecisionParity("bf16", STOCK, ((2048, 110.0, 134.0),)),
+        PrecisionParity("fp16", STOCK, ((2048, 110.0, float("nan")),)),
+        PrecisionParity("bf16", TRUSTED, ((2048, 110.0, 110.1),)),
+    )
+    report = ParityReport("BloomForCausalLM", (row,), rows)
+    add_precisions(tmp_path, make_config("alibi"), report)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("# Model\n\n## Precision\n")
+    for line in (
+        "| bf16 | 2,048 | 2,047 | 110.00 | 134.00 | +21.82% |",
+        "- fp32: yes",
+        "- bf16: no, do not load it in bf16",
+        "- fp16: no, do not load it in fp16",
+        "- bf16 with `trust_remote_code=True`: yes",
+        "- vLLM: its Bloom computes exact GELU",
+    ):
+        assert line in card
+    # The export itself succeeded: stock transformers computes it in fp32.
+    assert report.passed
+    assert "110.0000 at 2,048" not in report.format() and "134.0000 at 2,048" in report.format()
+    assert "DIFFERS: do not load it in fp16" in report.format()
+
+
+# ---- vLLM's reading of a folder ------------------------------------------------------------------
+def test_vllm_takes_no_other_file_for_weights(exported):
+    """Its default_loader takes every *.safetensors (else *.bin, *.pt), and fails on other names."""
+    for name in ("mpt12", "opt", "neox", "bloom12"):
+        files = [path.name for path in exported(name)[1].iterdir()]
+        taken = [
+            f for f in files for p in ("*.safetensors", "*.bin", "*.pt") if fnmatch.fnmatch(f, p)
+        ]
+        assert taken == ["model.safetensors"], name
+        assert json.loads((exported(name)[1] / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_vllm_has_a_place_for_every_tensor_of_an_mpt(exported):
+    """The names and conditions of vllm/model_executor/models/mpt.py."""
+    _, folder, _ = exported("mpt12")
+    block = ["norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"]
+    names = {f"transformer.blocks.{i}.{part}.weight" for i in range(2) for part in block}
+    names |= {"transformer.wte.weight", "transformer.norm_f.weight"}
+    assert load_file(folder / "model.safetensors").keys() == names
+    settings = stock(folder).config
+    assert settings.no_bias and settings.tie_word_embeddings and settings.embedding_fraction == 1.0
+    assert settings.norm_type == "low_precision_layernorm"
+    attention = settings.attn_config
+    assert attention.alibi and attention.alibi_bias_max == 8 and not attention.prefix_lm
+    assert "kv_n_heads" not in attention and not attention.qk_ln and attention.clip_qkv is None
+
+
+# ---- lengths -------------------------------------------------------------------------------------
+def test_an_export_reaches_16_training_lengths():
+    """MPT and OPT end at max_length, whatever lengths the run evaluates."""
+    short = tiny_config(evaluation={"lengths": [32]})
+    assert checked_length(short, None) == 16 * 32
+    assert checked_length(tiny_config(evaluation={"lengths": [32, 4096]}), None) == 4096
+    assert checked_length(short, 100_000) == 100_000
+    learned = tiny_config(position={"method": "learned"}, evaluation={"lengths": [32]})
+    assert checked_length(learned, None) == 32
+    for config, length, message in (
+        (short, 31, "--max-length 31: shorter than data.sequence_length = 32"),
+        (learned, 64, "--max-length 64: the trained table of positions has 32 rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            checked_length(config, length)
+
+
+@pytest.mark.parametrize("name", ["mpt12", "opt"])
+def test_generation_up_to_max_length_with_the_cache(name, tmp_path, tokenizer_path):
+    """Both classes end there; the last position is still the dense model's."""
+    config = MODELS[name][1]
+    state = random_state(config, seed=5)
+    to_huggingface(config, state, tokenizer_path, tmp_path / "hf", max_length=80)
+    dense = DenseGPT(config).load_global_state(state).requires_grad_(False)
+    model, ids = stock(tmp_path / "hf"), random_ids(1, 74)
+    model.generation_config.eos_token_id = None
+    got = model.generate(ids, max_new_tokens=6, do_sample=False)
+    for _ in range(6):
+        ids = torch.cat([ids, dense(ids)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(got, ids) and got.shape[1] == 80
+
+
+def test_memory_bounds_the_comparison(tiny_data):
+    """16 training lengths, unless the export ends before or the scores would not fit."""
+    tokenizer = load_tokenizer(find_tokenizer(tiny_data))
+    origin = SimpleNamespace(data={TOKENIZER: tokenizer.fingerprint})
+    checkpoint: Any = SimpleNamespace(origin=origin, tokenizer_sha256=None)
+    for length, max_length, expected in (
+        (32, 512, [(4, 32), (1, 512)]),
+        (32, 48, [(4, 32), (1, 48)]),
+        (32, 32, [(4, 32)]),
+        # 8 heads x 11,585^2 x 4 bytes are 4 GiB.
+        (11_000, 176_000, [(4, 11_000), (1, 11_585)]),
+        (12_000, 192_000, [(4, 12_000)]),
+    ):
+        config = tiny_config(data={"directory": str(tiny_data), "sequence_length": length})
+        rows = _comparison_ids(config, checkpoint, max_length)
+        assert [tuple(row.shape) for row in rows] == expected
+
+
+# ---- before training -----------------------------------------------------------------------------
+EXPORTS = {
+    (): ["MptForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens"],
+    ("position.method=sinusoidal",): ["OPTForCausalLM in fp32, bf16 and fp16"],
+    ("model.tie_word_embeddings=false",): [
+        "MptForCausalLM",
+        "not in vLLM: its MPT needs model.tie",
+    ],
+    ("model.layernorm_epsilon=1e-6",): ["MptForCausalLM", "not in vLLM: its MPT has layernorm_eps"],
+    ("model.use_bias=true", "model.hidden_act=gelu_pytorch_tanh"): [
+        "BloomForCausalLM in fp32, for up to 2,048 tokens. In bf16 and fp16 stock transformers",
+        "not as it is in vLLM: its Bloom computes exact GELU",
+        'with model.hidden_act = "gelu" and model.use_bias = false it would be MptForCausalLM',
+    ],
+    ("model.num_query_groups=2", "position.trainable_slopes=true"): [
+        "none: model.num_query_groups = 2: MptForCausalLM has one key",
+        "none: position.trainable_slopes = true: MptForCausalLM computes",
+    ],
+    ("position.method=t5",): ["none: position.method = t5: no stock transformers decoder"],
+}
+
+
+@pytest.mark.parametrize("overrides", EXPORTS, ids=str)
+def test_pretrain_config_says_what_a_run_exports_as(overrides):
+    said = describe(load_config("configs/demo.toml", overrides)).splitlines()
+    rows = [line.removeprefix("# export           ") for line in said if "# export " in line]
+    assert len(rows) == len(EXPORTS[overrides])
+    for row, expected in zip(rows, EXPORTS[overrides], strict=True):
+        assert row.startswith(expected)
+
+
+def test_pretrain_config_says_that_a_tokenizer_cannot_be_exported(tmp_path):
+    """Known before training, and a reason as good as one of the model's."""
+    path = train_tokenizer(tmp_path / "unigram", model_type="unigram")
+    overrides = [f"data.tokenizer={path}", "data.vocab_size=500", "position.method=t5"]
+    config = load_config("configs/demo.toml", overrides)
+    rows = describe(config, _tokenizer_obstacles(config)).splitlines()
+    rows = [line for line in rows if line.startswith("# export ")]
+    assert len(rows) == 2 and "none: position.method = t5" in rows[0]
+    assert f"none: {path}: a Hugging Face tokenizer would not give the same ids" in rows[1]
+    assert _tokenizer_obstacles(load_config("configs/demo.toml")) == []
