@@ -6,13 +6,14 @@ says nothing, and on a node with other processes may end one of those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.config import ConfigError, Layout, RunConfig, in_bytes
+from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, in_bytes
 from pretrain.evaluate.windows import Protocol
 from pretrain.kernels.call import Call, installed_packages
 from pretrain.kernels.choice import choose_backend
@@ -58,6 +59,31 @@ def check_memory(config: RunConfig, topology: Topology, protocols: Iterable[Prot
                 f"length {length}: a forward pass takes about {in_bytes(needed)} of memory on each "
                 f"process, and {in_bytes(free)} are free. {remedy}"
             )
+
+
+@contextlib.contextmanager
+def explained_memory(length: int) -> Iterator[None]:
+    """Turn torch's errors about memory in the `with` block into one that says what to do.
+
+    `check_memory` estimates, and other processes may take memory meanwhile.
+
+    Args:
+        length: Tokens in a window.
+
+    Raises:
+        RunFailed: The memory was not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch raises a plain RuntimeError.
+        is_torchs = isinstance(error, torch.OutOfMemoryError) or "CPUAllocator" in str(error)
+        if not (isinstance(error, MemoryError) or is_torchs):
+            raise
+        raise RunFailed(
+            f"length {length}: out of memory ({str(error).partition(chr(10))[0]}). Choose a "
+            "shorter length, or lower evaluation.tokens_per_batch"
+        ) from error
 
 
 def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:

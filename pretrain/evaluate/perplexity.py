@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pretrain import platform
+from pretrain.evaluate.memory import explained_memory
 from pretrain.evaluate.records import PositionLosses
 from pretrain.evaluate.spread import confidence_interval
 from pretrain.evaluate.text import ScoredText
@@ -131,7 +132,7 @@ class Evaluator:
         """
         # Over this rank's share of windows.
         totals = _Totals(protocol.length, torch.from_numpy(self.text.block_ends))
-        with torch.no_grad(), self._eval_mode():
+        with torch.no_grad(), self._eval_mode(), explained_memory(protocol.length):
             for batches, windows in self._passes(protocol, progress and self.topology.is_main):
                 before_pass()
                 self._score(protocol.length, batches, windows, totals)

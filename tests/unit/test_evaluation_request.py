@@ -1,0 +1,91 @@
+"""What an evaluation is asked to measure, applied to a run's config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, EvaluationRequest, load_config
+from pretrain.evaluate.protocols import choose_protocols
+from tests.conftest import tiny_config
+
+DEMO = Path(__file__).parents[2] / "configs/demo.toml"
+BOTH = ("nonoverlapping", "sliding")
+
+
+def request(lengths=None, stride=None, max_tokens=None) -> EvaluationRequest:
+    return EvaluationRequest(lengths, BOTH, stride, max_tokens)
+
+
+def test_max_tokens_of_the_run_is_not_the_requests():
+    demo = load_config(DEMO)
+    assert demo.evaluation.max_tokens == 16_384
+    assert request().applied_to(demo, "demo").evaluation.max_tokens is None
+    assert request(max_tokens=9).applied_to(demo, "demo").evaluation.max_tokens == 9
+    # All else of the run stays.
+    applied = request().applied_to(demo, "demo")
+    assert applied.evaluation.lengths == demo.evaluation.lengths
+    assert applied.evaluation.stride == 64 and applied.model == demo.model
+
+
+@pytest.mark.parametrize(
+    ("lengths", "stride", "shortened", "expected"),
+    [
+        ((128, 256), None, None, 64),
+        ((64,), None, None, 64),
+        ((32, 256), None, 32, 32),
+        ((32, 256), 16, None, 16),
+        (None, None, None, 64),
+    ],
+)
+def test_the_stride_of_the_run_stays_where_no_length_is_shorter(
+    lengths, stride, shortened, expected
+):
+    demo, asked = load_config(DEMO), request(lengths, stride)
+    assert asked.shortened_stride(demo) == shortened
+    assert asked.applied_to(demo, "demo").evaluation_stride == expected
+
+
+def test_what_the_model_cannot_is_refused_with_the_file():
+    learned = load_config(DEMO, ["position.method=learned", "evaluation.lengths=[128]"])
+    with pytest.raises(ConfigError, match=r"demo: evaluation\.lengths = 256: the learned position"):
+        request((256,)).applied_to(learned, "demo")
+    with pytest.raises(ConfigError, match=r"demo: evaluation\.stride = 200: longer than"):
+        request(stride=200).applied_to(load_config(DEMO), "demo")
+
+
+def test_options_of_a_request_parse_back():
+    for asked in (request(), request((1, 2), 1, 3)):
+        options = dict(zip(asked.options()[::2], asked.options()[1::2], strict=True))
+        parsed = EvaluationRequest.parse(
+            options.get("--lengths"),
+            options["--protocols"],
+            *(
+                int(options[name]) if name in options else None
+                for name in ("--stride", "--max-tokens")
+            ),
+        )
+        assert parsed == asked
+
+
+def test_protocols_at_lengths_that_repeat_are_measured_once():
+    config = load_config(DEMO, ["evaluation.lengths=[128, 64, 128]"])
+    chosen, notes = choose_protocols(config, (*BOTH, "sliding"), 1000, 1000)
+    assert [p.key for p in chosen] == [
+        ("nonoverlapping", 128, 128),
+        ("nonoverlapping", 64, 64),
+        ("sliding", 64, 128),
+    ]
+    assert len(notes) == 1 and "64 tokens by 64 do not overlap" in notes[0]
+    # Alone, the sliding protocol keeps its shortest length.
+    chosen, notes = choose_protocols(config, ["sliding"], 1000, 1000)
+    assert [p.key for p in chosen] == [("sliding", 64, 128), ("sliding", 64, 64)] and not notes
+
+
+def test_a_text_shorter_than_the_training_length_is_refused():
+    """The default lengths cannot be cut to none: nothing would be measured, and nothing said."""
+    config = tiny_config(data={"sequence_length": 128}, evaluation={"lengths": None})
+    assert config.evaluation_lengths == (128, 256, 512, 1024, 2048)
+    with pytest.raises(ConfigError, match="128: the 100 tokens that are scored are less than one"):
+        choose_protocols(config, BOTH, 100, 100)
