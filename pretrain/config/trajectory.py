@@ -109,6 +109,14 @@ EFFECTS: dict[str, Effect] = {
 }
 """Key, or section -> what a change of it does."""
 
+_DERIVED = {
+    "model.num_query_groups",
+    "model.ffn_hidden_size",
+    "model.embedding_scale",
+    "optimizer.position_learning_rate_mult",
+}
+"""Keys whose default is derived, by a property of RunConfig that has the key's name."""
+
 TRAINING, VALIDATION, TOKENIZER = "training", "validation", "tokenizer"
 """The names of the hashes that a checkpoint records of its data."""
 DIGITS = 12
@@ -294,8 +302,10 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
     model that results.
     """
     key = f"{section}.{name}"
-    if key in ("model.num_query_groups", "model.ffn_hidden_size"):
+    if key in _DERIVED:
         return getattr(config, name)
+    if key == "position.sinusoidal_table" and config.position.method != "sinusoidal":
+        return None
     if key == "position.max_position_embeddings" and config.position.method == "learned":
         return config.max_position_embeddings
     if key == "data.corpora":
