@@ -115,7 +115,7 @@ _DERIVED = {
     "model.embedding_scale",
     "optimizer.position_learning_rate_mult",
 }
-"""Keys whose default is derived, by a property of RunConfig that has the key's name."""
+"""Keys whose default is derived from fixed keys, by a property of RunConfig of the same name."""
 
 TRAINING, VALIDATION, TOKENIZER = "training", "validation", "tokenizer"
 """The names of the hashes that a checkpoint records of its data."""
@@ -193,7 +193,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
         for name in keys:
             key = f"{section}.{name}"
             old, new = _value(before, section, name), _value(after, section, name)
-            if old != new:
+            if old != new and not _follows(key, before, after):
                 effect = effect_of(key)
                 effect = FREE if effect is CONTENT else effect
                 found.append(Difference(key, old, new, effect, note=_note(key, after)))
@@ -319,6 +319,13 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def _follows(key: str, before: RunConfig, after: RunConfig) -> bool:
+    """Return True if a derived value differs because of another key, which is reported itself."""
+    section, _, name = key.partition(".")
+    spelled = [getattr(getattr(config, section), name) for config in (before, after)]
+    return key in _DERIVED and spelled[0] == spelled[1]
 
 
 def _note(key: str, after: RunConfig) -> str:

@@ -37,6 +37,9 @@ VARIANTS = {
     "alibi-embedding-norm": {"model": {"embedding_layernorm": True}},
     # Here every tensor rank normalises the whole sequence, also under sequence parallelism.
     "sinusoidal-embedding-norm": {"model": {"embedding_layernorm": True}},
+    # GPT-2's embeddings, and the sinusoids of earlier releases.
+    "t5-unscaled": {"model": {"embedding_scale": 1.0}},
+    "sinusoidal-vaswani": {"position": {"sinusoidal_table": "vaswani"}},
     "rotary-parallel": {
         "model": {"parallel_residual": True, "tie_word_embeddings": False},
         "position": {"rotary_percent": 0.5},
@@ -73,6 +76,12 @@ CASES = [
     (variant, layout, heads) for variant in VARIANTS for layout in LAYOUTS for heads in (8, 12)
 ]
 CORE = {case for case in CASES if case[2] == 8 or case[0] in ("alibi", "alibi-trainable")}
+CORE -= {
+    (variant, layout, 8)
+    for variant in ("t5-unscaled", "sinusoidal-vaswani")
+    for layout in LAYOUTS
+    if layout != "tp2pp2sp"
+}
 
 
 @pytest.mark.parametrize(("variant", "layout", "heads"), mark_torture(CASES, CORE))
