@@ -8,11 +8,11 @@ The sections about data stand in `pretrain.config.data_schema`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from pretrain.config.section import Section
+from pretrain.config.section import AutoOrPositive, Section
 
 
 class RunSection(Section):
@@ -57,7 +57,7 @@ class ModelSection(Section):
     """Use the input embedding as the output layer too; false trains a second matrix of the same
     size."""
 
-    embedding_scale: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
+    embedding_scale: AutoOrPositive = "auto"
     """Factor on the word embeddings, alike for every position method. auto: sqrt(hidden_size), as
     in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long", which makes no
     difference between its methods; 1 behind an embedding LayerNorm. GPT-2 has 1."""
@@ -81,11 +81,11 @@ class ModelSection(Section):
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
 
-    init_method_std: float = Field(default=0.02, gt=0)
+    init_method_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
     it divided by sqrt(2 x num_layers), as in GPT-2."""
 
-    embedding_init_method_std: float | None = Field(default=None, gt=0)
+    embedding_init_method_std: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Standard deviation of the initial word embeddings, of a learned position table and of an
     untied output layer. Default: 1 / sqrt(hidden_size), as in fairseq, so that word embeddings
     times embedding_scale = auto start with a variance of 1. GPT-2 has init_method_std."""
