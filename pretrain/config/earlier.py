@@ -46,7 +46,6 @@ def with_earlier_values(values: dict[str, Any]) -> dict[str, Any]:
     earlier: dict[str, dict[str, Any]] = {
         "model": {"embedding_scale": scale},
         "position": {"sinusoidal_table": "vaswani"} if is_sinusoidal else {},
-        "optimizer": {"position_learning_rate_mult": 1.0},
     }
     if "init_method_std" in model:
         earlier["model"]["embedding_init_method_std"] = model["init_method_std"]

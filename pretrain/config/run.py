@@ -120,14 +120,6 @@ class RunConfig(Section):
         return self.model.hidden_size**-0.5 if std is None else std
 
     @property
-    def position_learning_rate_mult(self) -> float:
-        """Return the factor on the learning rate of the position method's own parameters."""
-        mult = self.optimizer.position_learning_rate_mult
-        if mult is not None:
-            return mult
-        return 10.0 if self.position.method == "t5" else 1.0
-
-    @property
     def head_dim(self) -> int:
         """Return the width of an attention head."""
         return self.model.hidden_size // self.model.num_attention_heads

@@ -113,7 +113,6 @@ _DERIVED = {
     "model.num_query_groups",
     "model.ffn_hidden_size",
     "model.embedding_scale",
-    "optimizer.position_learning_rate_mult",
 }
 """Keys whose default is derived from fixed keys, by a property of RunConfig of the same name."""
 

@@ -56,8 +56,7 @@ METHODS = {
         "position": {"method": "alibi", "trainable_slopes": True},
         "optimizer": {"position_learning_rate_mult": 0.5},
     },
-    # Ten times the learning rate for the table.
-    "t5": {"position": {"method": "t5"}},
+    "t5": {"position": {"method": "t5"}, "optimizer": {"position_learning_rate_mult": 10.0}},
     "learned-untied": {
         "position": {"method": "learned"},
         "model": {"tie_word_embeddings": False},

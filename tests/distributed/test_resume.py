@@ -46,9 +46,9 @@ def _state(directory, step):
 
 
 # fp16 begins with a loss scale that overflows, so steps are skipped on both sides of the stop. T5's
-# table has a learning rate of its own.
+# table has a learning rate of its own here.
 SETTINGS = {
-    "t5": {"position": {"method": "t5"}},
+    "t5": {"position": {"method": "t5"}, "optimizer": {"position_learning_rate_mult": 10.0}},
     "bf16": {"train": {"precision": "bf16"}},
     "fp16": {"train": {"precision": "fp16"}, "optimizer": {"initial_loss_scale_power": 21}},
 }

@@ -294,7 +294,7 @@ def train_dense(
     o = config.optimizer
     model = DenseGPT(config).load_global_state(state)
     named = dict(model.named_parameters())
-    mult = config.position_learning_rate_mult
+    mult = o.position_learning_rate_mult
     groups = [
         {
             "params": [p],

@@ -24,7 +24,8 @@ torch.set_num_threads(2)
 def make_config(method: str = "alibi", **changes: object) -> RunConfig:
     """Return the config of a two-layer model.
 
-    `changes` go into [model], and those named position_* into [position].
+    `changes` go into [model], those named position_* into [position] and those named optimizer_*
+    into [optimizer].
     """
     model = {
         "num_layers": 2,
@@ -35,7 +36,10 @@ def make_config(method: str = "alibi", **changes: object) -> RunConfig:
     position = {
         k.removeprefix("position_"): v for k, v in changes.items() if k.startswith("position_")
     }
-    model |= {k: v for k, v in changes.items() if not k.startswith("position_")}
+    optimizer = {
+        k.removeprefix("optimizer_"): v for k, v in changes.items() if k.startswith("optimizer_")
+    }
+    model |= {k: v for k, v in changes.items() if not k.startswith(("position_", "optimizer_"))}
     values = {
         "run": {"directory": "unused"},
         "model": model,
@@ -47,7 +51,7 @@ def make_config(method: str = "alibi", **changes: object) -> RunConfig:
             "vocab_size": 500,
             "source": "shakespeare",
         },
-        "optimizer": {"learning_rate": 1e-3},
+        "optimizer": {"learning_rate": 1e-3, **optimizer},
         "train": {"num_steps": 10},
     }
     return parse_config(values, "test")
@@ -208,7 +212,7 @@ def test_t5_buckets_equal_hugging_face(num_buckets, max_distance):
 
 def test_training_follows_the_recipe():
     """Check the first AdamW step, lr * g / (|g| + eps) plus the decay, tensor by tensor."""
-    config = make_config("t5")
+    config = make_config("t5", optimizer_position_learning_rate_mult=10.0)
     state = random_state(config, 3)
     ids = torch.randint(0, 500, (4, 33), generator=torch.Generator().manual_seed(1))
     losses, norms, after = train_dense(config, state, [ids] * 3, [1e-3, 1e-3, 1e-3])
@@ -226,7 +230,7 @@ def test_training_follows_the_recipe():
         matrix = before.ndim == 2 and not is_position
         decayed = before * (1 - 1e-3 * config.optimizer.weight_decay) if matrix else before
         g = gradients[name] * scale
-        # T5's table has ten times the learning rate.
+        # The table has ten times the learning rate.
         expected = decayed - (1e-2 if is_position else 1e-3) * g / (
             g.abs() + config.optimizer.adam_eps
         )

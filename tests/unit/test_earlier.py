@@ -91,7 +91,6 @@ def test_a_resolved_config_of_an_earlier_release_stays_what_it_was(method, tmp_p
     config = resolved(method)
     assert config.embedding_scale == (math.sqrt(128) if method == "sinusoidal" else 1.0)
     assert config.embedding_init_method_std == config.model.init_method_std == 0.03
-    assert config.position_learning_rate_mult == 1.0
     if method == "sinusoidal":
         assert config.position.sinusoidal_table == "vaswani"
     copy = tmp_path / "copy.toml"
@@ -125,7 +124,6 @@ def test_a_run_of_an_earlier_release_does_not_go_on_as_another_model():
     scale = {"model.embedding_scale"}
     assert keys == dict.fromkeys(METHODS, scale) | {
         "sinusoidal": {"position.sinusoidal_table"},
-        "t5": scale | {"optimizer.position_learning_rate_mult"},
     }
     # The message says the value to set.
     assert (
