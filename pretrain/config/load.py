@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from pretrain.config import rules
+from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
 from pretrain.config.run import RunConfig
 
@@ -64,6 +65,7 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
     values = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+    values = with_earlier_values(values)
     for override in overrides:
         _apply(values, override)
     try:

@@ -8,11 +8,11 @@ The sections about data stand in `pretrain.config.data_schema`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from pretrain.config.section import Section
+from pretrain.config.section import AutoOrPositive, Section
 
 
 class RunSection(Section):
@@ -60,10 +60,10 @@ class ModelSection(Section):
     """Use the input embedding as the output layer too; false trains a second matrix of the same
     size."""
 
-    embedding_scale: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
-    """Factor on the word embeddings, for every position method. auto: sqrt(hidden_size), as in
-    "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; 1 behind an
-    embedding LayerNorm. GPT-2 has 1."""
+    embedding_scale: AutoOrPositive = "auto"
+    """Factor on the word embeddings, alike for every position method. auto: sqrt(hidden_size), as
+    in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long", which makes no
+    difference between its methods; 1 behind an embedding LayerNorm. GPT-2 has 1."""
 
     embedding_layernorm: bool = False
     """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
@@ -84,14 +84,14 @@ class ModelSection(Section):
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
 
-    init_method_std: float = Field(default=0.02, gt=0)
+    init_method_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
     it divided by sqrt(2 x num_layers), as in GPT-2."""
 
-    embedding_init_method_std: float | None = Field(default=None, gt=0)
-    """Standard deviation of the initial word embeddings and of a learned position table. Default:
-    1 / sqrt(hidden_size), as in fairseq, so that word embeddings times embedding_scale = auto start
-    with a variance of 1. GPT-2 has init_method_std."""
+    embedding_init_method_std: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Standard deviation of the initial word embeddings, of a learned position table and of an
+    untied output layer. Default: 1 / sqrt(hidden_size), as in fairseq, so that word embeddings
+    times embedding_scale = auto start with a variance of 1. GPT-2 has init_method_std."""
 
     make_vocab_size_divisible_by: int = Field(default=128, gt=0)
     """The embedding has data.vocab_size rows, rounded up to a multiple of this. It does not depend
@@ -116,6 +116,12 @@ class PositionSection(Section):
 
     trainable_slopes: bool = False
     """alibi: train the slopes. The paper found it slower, and worse beyond the training length."""
+
+    sinusoidal_table: Literal["fairseq", "vaswani"] = "fairseq"
+    """sinusoidal: which table. fairseq: the one of the models that "Train Short, Test Long"
+    compares with, and of tensor2tensor: positions counted from 2, frequencies from 1 to exactly
+    1/10000. vaswani: positions counted from 0, and the frequencies that "Attention Is All You Need"
+    states; earlier releases had this one. In both, sines come first and then cosines."""
 
     rotary_base: int = Field(default=10_000, gt=0)
     """rotary: base of the frequencies."""
@@ -217,6 +223,12 @@ class OptimizerSection(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm (L2), beyond which gradients are scaled down; 0 turns clipping
     off."""
+
+    position_learning_rate_mult: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor on the learning rate of the position method's own parameters: T5's table of biases, or
+    trainable slopes. A learned position table is an embedding and is trained as one. T5's own
+    optimizer and some libraries move the table several times as fast as AdamW does; in short
+    trainings of ours a factor of 10 made its entries larger and the model no better."""
 
     initial_loss_scale_power: int = Field(default=16, ge=0)
     """fp16: the dynamic loss scale starts at 2 to this power. Lower it when a run begins with many

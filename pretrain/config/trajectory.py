@@ -109,6 +109,13 @@ EFFECTS: dict[str, Effect] = {
 }
 """Key, or section -> what a change of it does."""
 
+_DERIVED = {
+    "model.num_query_groups",
+    "model.ffn_hidden_size",
+    "model.embedding_scale",
+}
+"""Keys whose default is derived from fixed keys, by a property of RunConfig of the same name."""
+
 TRAINING, VALIDATION, TOKENIZER = "training", "validation", "tokenizer"
 """The names of the hashes that a checkpoint records of its data."""
 DIGITS = 12
@@ -185,7 +192,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
         for name in keys:
             key = f"{section}.{name}"
             old, new = _value(before, section, name), _value(after, section, name)
-            if old != new:
+            if old != new and not _follows(key, before, after):
                 effect = effect_of(key)
                 effect = FREE if effect is CONTENT else effect
                 found.append(Difference(key, old, new, effect, note=_note(key, after)))
@@ -294,8 +301,10 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
     model that results.
     """
     key = f"{section}.{name}"
-    if key in ("model.num_query_groups", "model.ffn_hidden_size"):
+    if key in _DERIVED:
         return getattr(config, name)
+    if key == "position.sinusoidal_table" and config.position.method != "sinusoidal":
+        return None
     if key == "position.max_position_embeddings" and config.position.method == "learned":
         return config.max_position_embeddings
     if key == "data.corpora":
@@ -309,6 +318,13 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def _follows(key: str, before: RunConfig, after: RunConfig) -> bool:
+    """Return True if a derived value differs because of another key, which is reported itself."""
+    section, _, name = key.partition(".")
+    spelled = [getattr(getattr(config, section), name) for config in (before, after)]
+    return key in _DERIVED and spelled[0] == spelled[1]
 
 
 def _note(key: str, after: RunConfig) -> str:

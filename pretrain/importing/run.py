@@ -17,7 +17,13 @@ from pretrain.export.selection import check_exportable
 from pretrain.export.tokenizer import find_original
 from pretrain.importing.settings import CONFIG, Source, sections
 
-MAY_DIFFER = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std"}
+MAY_DIFFER = {
+    "attention_backend",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "embedding_init_method_std",
+}
 """Keys of [model] that do not change what the imported weights compute."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {

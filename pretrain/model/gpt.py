@@ -325,10 +325,11 @@ def _mark_sharded_weights(model: GPTModel) -> None:
 def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     """Fill this rank's parameters with initial values.
 
-    Weights are drawn from normal(0, model.init_method_std), and embeddings from normal(0,
-    config.embedding_init_method_std). The output projections of attention and MLP have a standard
-    deviation smaller by sqrt(2 num_layers), as in GPT-2, so that the variance of the residual
-    stream does not grow with depth. Norm weights are 1 and biases 0.
+    Weights are drawn from normal(0, model.init_method_std); word embeddings, a learned position
+    table and an untied output layer from normal(0, config.embedding_init_method_std). The output
+    projections of attention and MLP have a standard deviation smaller by sqrt(2 num_layers), as in
+    GPT-2, so that the variance of the residual stream does not grow with depth. Norm weights are 1
+    and biases 0.
 
     Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
     then sliced. The weights therefore do not depend on the layout.
@@ -345,7 +346,7 @@ def _initial_value(config: RunConfig, named: Named) -> Tensor:
     if len(named.global_shape) == 1:
         return torch.zeros(named.global_shape)
     std = config.model.init_method_std
-    if named.name.startswith("embedding."):
+    if named.name.startswith(("embedding.", "output_layer.")):
         std = config.embedding_init_method_std
     if named.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.model.num_layers)

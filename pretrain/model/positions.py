@@ -11,7 +11,6 @@ A new method is one class and one entry in METHODS.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from pretrain.config import RunConfig
 from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.sinusoidal import SinusoidalForm, sinusoidal_table
 
 
 class PositionMethod(nn.Module):
@@ -122,7 +122,8 @@ class Sinusoidal(PositionMethod):
     megatron_type = "learned_absolute"
 
     def embedding_table(self) -> nn.Module:
-        return SinusoidalTable(self.config.model.hidden_size)
+        config = self.config
+        return SinusoidalTable(config.model.hidden_size, config.position.sinusoidal_table)
 
 
 class Rotary(PositionMethod):
@@ -154,27 +155,19 @@ METHODS: dict[str, type[PositionMethod]] = {
 
 
 class SinusoidalTable(nn.Module):
-    """Map position ids [B, S] to sines and cosines [B, S, hidden], at any length.
-
-    The first half of the channels are sines and the second half cosines of
-    position * 10000^(-k / (hidden / 2)). The paper interleaves the two; the order of channels does
-    not matter to a trained model.
-    """
+    """Map position ids [B, S] to sines and cosines [B, S, hidden], at any length."""
 
     dtype_marker: Tensor
     """An empty buffer. It is cast with the model, so its dtype is the dtype of the embeddings."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, form: SinusoidalForm) -> None:
         super().__init__()
-        self.num_frequencies = hidden_size // 2
+        self.hidden_size, self.form = hidden_size, form
         self.register_buffer("dtype_marker", torch.empty(0), persistent=False)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        # In fp64: an fp32 angle near position 2000 has a rounding error of 1e-4.
-        k = torch.arange(self.num_frequencies, device=position_ids.device, dtype=torch.float64)
-        frequency = torch.exp(k * (-math.log(10_000.0) / self.num_frequencies))
-        angle = position_ids[..., None] * frequency
-        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(self.dtype_marker.dtype)
+        table = sinusoidal_table(position_ids, self.hidden_size, self.form)
+        return table.to(self.dtype_marker.dtype)
 
 
 def _per_head_parameter(tensor: Tensor) -> nn.Parameter:

@@ -25,6 +25,9 @@ over 128 ranks in fp32 each then receives 1.25 MB, enough to use the network ful
 FEWEST_BUCKETS = 8
 """What is left to send when the backward pass ends is about one bucket, so at most an eighth."""
 
+Settings = tuple[float, float]
+"""Weight decay, and factor on the learning rate."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -33,6 +36,9 @@ class Bucket:
     parameters: list[nn.Parameter]
 
     weight_decay: float
+
+    lr_mult: float
+    """Factor on the learning rate; the name is Megatron's (megatron/core/optimizer)."""
 
     is_late: bool
     """True if the gradients are complete only after `finalize_gradients`, so that their reduction
@@ -47,25 +53,25 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
     """Return the buckets of a rank, in the order in which the backward pass completes them.
 
     Args:
-        config: The run; its weight decay.
+        config: The run; its weight decay and factors on the learning rate.
         parameters: All parameters of this rank, in the order of its chunks. A backward pass
             completes them in about the reverse order.
     """
     in_backward_order = list(parameters)[::-1]
-    kinds: dict[tuple[bool, bool, bool], list[Named]] = {}
+    kinds: dict[tuple[bool, Settings, bool], list[Named]] = {}
     for named in in_backward_order:
         # Not by `is_copy`, which differs between ranks that hold the same parameter. Their buckets
         # must be alike: where an element lies in a bucket decides in which order the sum over the
         # ranks is taken, and the copies would drift apart by the rounding.
         is_replicated = named.shape == named.global_shape
-        kind = (is_completed_late(named), not _is_decayed(named), is_replicated)
+        kind = (is_completed_late(named), _settings(config, named), is_replicated)
         kinds.setdefault(kind, []).append(named)
     total = sum(named.parameter.numel() for named in in_backward_order)
     largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))
     completed = {named.name: number for number, named in enumerate(in_backward_order)}
     parts = [
-        (is_late, completed[part[-1].name], is_undecayed, part)
-        for (is_late, is_undecayed, _), members in kinds.items()
+        (is_late, completed[part[-1].name], settings, part)
+        for (is_late, settings, _), members in kinds.items()
         for part in _cut(members, largest)
     ]
     # In the order in which they are completed, which is that of their last parameters. No two have
@@ -73,33 +79,39 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
     return [
         Bucket(
             parameters=[named.parameter for named in part],
-            weight_decay=0.0 if is_undecayed else config.optimizer.weight_decay,
+            weight_decay=weight_decay,
+            lr_mult=lr_mult,
             is_late=is_late,
             is_copy=_is_copy(part),
         )
-        for is_late, _, is_undecayed, part in sorted(parts, key=lambda part: part[:2])
+        for is_late, _, (weight_decay, lr_mult), part in sorted(parts, key=lambda part: part[:2])
     ]
 
 
-def plan_decay_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
-    """Return the parameters in at most two groups, for ZeRO 2 and 3, which cut buckets themselves.
+def plan_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
+    """Return the parameters in groups of equal settings, for ZeRO 2 and 3, which cut buckets.
 
     Args:
-        config: The run; its weight decay.
+        config: The run; its weight decay and factors on the learning rate.
         parameters: All parameters of this rank.
     """
-    groups: dict[bool, list[nn.Parameter]] = {}
+    groups: dict[Settings, list[nn.Parameter]] = {}
     for named in parameters:
-        groups.setdefault(_is_decayed(named), []).append(named.parameter)
+        groups.setdefault(_settings(config, named), []).append(named.parameter)
     return [
-        Bucket(groups[decayed], decayed * config.optimizer.weight_decay, False, False)
-        for decayed in sorted(groups, reverse=True)
+        Bucket(groups[settings], *settings, is_late=False, is_copy=False)
+        for settings in sorted(groups, reverse=True)
     ]
 
 
-def _is_decayed(named: Named) -> bool:
-    """Return True for matrices; False for biases, norms and what is learned per head."""
-    return len(named.global_shape) == 2 and not named.name.startswith("position.")
+def _settings(config: RunConfig, named: Named) -> Settings:
+    """Return a parameter's weight decay and the factor on its learning rate.
+
+    Matrices are decayed; biases, norms and what the position method learns per head are not.
+    """
+    if named.name.startswith("position."):
+        return 0.0, config.optimizer.position_learning_rate_mult
+    return config.optimizer.weight_decay if len(named.global_shape) == 2 else 0.0, 1.0
 
 
 def _is_copy(members: list[Named]) -> bool:

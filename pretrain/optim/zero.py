@@ -33,7 +33,7 @@ from pretrain import platform
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.fusion import choose_fusion
 from pretrain.model.parameters import Named, named_parameters
-from pretrain.optim.buckets import Bucket, plan_buckets, plan_decay_groups
+from pretrain.optim.buckets import Bucket, plan_buckets, plan_groups
 from pretrain.optim.gradients import reduce_sequence_parallel_on_accumulation
 from pretrain.optim.sharded_step import ShardedStep, Veto
 from pretrain.optim.state import (
@@ -76,7 +76,7 @@ class ZeroOptimizer:
         if self.stage == 1:
             buckets = plan_buckets(config, self.parameters)
         else:
-            buckets = plan_decay_groups(config, self.parameters)
+            buckets = plan_groups(config, self.parameters)
             # Before `deepspeed.initialize`: hooks run in the order of their registration.
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks, buckets)
@@ -181,7 +181,7 @@ class ZeroOptimizer:
         """Clip the reduced gradients by their global norm, and update the weights.
 
         Args:
-            learning_rate: AdamW's learning rate for this step.
+            learning_rate: AdamW's learning rate for this step, before a bucket's factor on it.
             veto: Stage 1: decides from the norm if the update is left out; alike on all ranks.
 
         Returns:
@@ -190,7 +190,7 @@ class ZeroOptimizer:
         """
         self.before_change()
         for group in self.zero.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_mult"]
         if self._sharded_step is None:
             assert veto is None, "refused by pretrain/config/rules.py"
             self.engine.step()
@@ -329,7 +329,10 @@ def _build_engine(
     import deepspeed
 
     adam = torch.optim.AdamW(
-        [{"params": b.parameters, "weight_decay": b.weight_decay} for b in buckets],
+        [
+            {"params": b.parameters, "weight_decay": b.weight_decay, "lr_mult": b.lr_mult}
+            for b in buckets
+        ],
         lr=config.optimizer.learning_rate,
         betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
         eps=config.optimizer.adam_eps,

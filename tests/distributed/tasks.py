@@ -56,6 +56,28 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
     return {"loss": loss, "logits": torch.cat(rows), "gradients": full}
 
 
+def embeddings(config: RunConfig, tokens: Tensor) -> dict[str, Tensor]:
+    """Compute what the first layer of a newly initialised model sees. On one process.
+
+    Args:
+        config: The run's config.
+        tokens: Token ids [B, S].
+
+    Returns:
+        "output": [B, S, hidden], and the initial weights by global name.
+    """
+    from pretrain.model.gpt import build_model
+    from pretrain.model.parameters import named_parameters
+
+    initialize(config)
+    chunks = build_model(config)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        output = chunks[0].embedding(tokens, positions).transpose(0, 1)
+    weights = {named.name: named.parameter.detach() for named in named_parameters(chunks)}
+    return {"output": output, **weights}
+
+
 def train_steps(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> dict[str, Any] | None:

@@ -52,8 +52,11 @@ REDUCTION_LAYOUTS = {
 # its gradient and in its share of the norm.
 METHODS = {
     "alibi": {"position": {"method": "alibi"}},
-    "alibi-trainable": {"position": {"method": "alibi", "trainable_slopes": True}},
-    "t5": {"position": {"method": "t5"}},
+    "alibi-trainable": {
+        "position": {"method": "alibi", "trainable_slopes": True},
+        "optimizer": {"position_learning_rate_mult": 0.5},
+    },
+    "t5": {"position": {"method": "t5"}, "optimizer": {"position_learning_rate_mult": 10.0}},
     "learned-untied": {
         "position": {"method": "learned"},
         "model": {"tie_word_embeddings": False},
@@ -63,7 +66,7 @@ METHODS = {
 CASES = [(method, layout) for method in METHODS for layout in LAYOUTS] + [
     ("alibi", layout) for layout in ZERO_LAYOUTS
 ]
-CASES += [("t5", "zero2-tp2sp-dp2"), ("alibi-trainable", "zero1-pp2-dp2")]
+CASES += [("t5", "zero2-tp2sp-dp2"), ("t5", "zero3-dp2"), ("alibi-trainable", "zero1-pp2-dp2")]
 CORE = {case for case in CASES if case[0] == "alibi" or "zero" in case[1]} | {
     ("alibi-trainable", "tp2pp2sp"),
     ("t5", "tp2pp2sp"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from pretrain.config import RunConfig
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
-from tests.reference.dense_gpt import DenseGPT, random_state
+from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
 
 # Both sides compute in fp32 and differ in the order of their sums, which is 2^-24 per term over a
 # few hundred terms and some layers. The largest differences seen over all cases are 1e-5 for logits
@@ -37,6 +37,9 @@ VARIANTS = {
     "alibi-embedding-norm": {"model": {"embedding_layernorm": True}},
     # Here every tensor rank normalises the whole sequence, also under sequence parallelism.
     "sinusoidal-embedding-norm": {"model": {"embedding_layernorm": True}},
+    # GPT-2's embeddings, and the sinusoids of earlier releases.
+    "t5-unscaled": {"model": {"embedding_scale": 1.0}},
+    "sinusoidal-vaswani": {"position": {"sinusoidal_table": "vaswani"}},
     "rotary-parallel": {
         "model": {"parallel_residual": True, "tie_word_embeddings": False},
         "position": {"rotary_percent": 0.5},
@@ -73,6 +76,12 @@ CASES = [
     (variant, layout, heads) for variant in VARIANTS for layout in LAYOUTS for heads in (8, 12)
 ]
 CORE = {case for case in CASES if case[2] == 8 or case[0] in ("alibi", "alibi-trainable")}
+CORE -= {
+    (variant, layout, 8)
+    for variant in ("t5-unscaled", "sinusoidal-vaswani")
+    for layout in LAYOUTS
+    if layout != "tp2pp2sp"
+}
 
 
 @pytest.mark.parametrize(("variant", "layout", "heads"), mark_torture(CASES, CORE))
@@ -88,6 +97,53 @@ def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, 
         torch.testing.assert_close(
             actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+METHODS = ("alibi", "sinusoidal", "rotary", "t5", "learned", "none")
+WORDS = "embedding.word_embeddings.weight"
+
+
+def test_every_method_begins_with_the_embeddings_of_the_authors_code(pools):
+    """fairseq: normal(0, 1 / sqrt(d)) times sqrt(d), for every method (models/transformer.py)."""
+    tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(5))
+    words = None
+    for method in METHODS:
+        position = {"method": method}
+        evaluation = {"lengths": [32]} if method == "learned" else {}
+        config = tiny_config(
+            position=position, evaluation=evaluation, model={"tie_word_embeddings": False}
+        )
+        found = pools(1).run(tasks.embeddings, config, tokens)[0]
+        table = found[WORDS]
+        # 49,152 draws: the standard error of their deviation is 0.3 %.
+        assert table.std().item() == pytest.approx(96**-0.5, rel=0.015)
+        assert found["output_layer.weight"].std().item() == pytest.approx(96**-0.5, rel=0.015)
+        expected = table[tokens] * 96**0.5
+        # The same words for all methods, times the same factor.
+        words = expected if words is None else words
+        torch.testing.assert_close(expected, words, rtol=0, atol=0)
+        if method == "sinusoidal":
+            expected = expected + sinusoids(32, 96).float()
+        if method == "learned":
+            places = found["embedding.position_embeddings.weight"]
+            assert places.std().item() == pytest.approx(96**-0.5, rel=0.05)
+            expected = expected + places
+        # Megatron multiplies, adds and transposes in fp32.
+        torch.testing.assert_close(found["output"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gpt2s_embeddings_are_a_setting_of_every_method(pools, method):
+    tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(5))
+    model = {"embedding_scale": 1.0, "embedding_init_method_std": 0.02}
+    evaluation = {"lengths": [32]} if method == "learned" else {}
+    config = tiny_config(position={"method": method}, evaluation=evaluation, model=model)
+    found = pools(1).run(tasks.embeddings, config, tokens)[0]
+    assert found[WORDS].std().item() == pytest.approx(0.02, rel=0.015)
+    added = found["output"] - found[WORDS][tokens]
+    # fp32 rounds a sum of up to 1.1.
+    assert (added[0] - added[1]).abs().max() < 1e-6
+    assert (added.abs().max() > 0.01) == (method in ("sinusoidal", "learned"))
 
 
 def test_the_comparison_would_notice_slopes_of_local_heads(pools):

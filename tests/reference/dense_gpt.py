@@ -89,7 +89,8 @@ class DenseGPT(nn.Module):
         if self.config.position.method == "learned":
             x = x + p["embedding.position_embeddings.weight"][: ids.shape[1]]
         if self.config.position.method == "sinusoidal":
-            x = x + sinusoids(ids.shape[1], x.shape[-1]).to(x)
+            form = self.config.position.sinusoidal_table
+            x = x + sinusoids(ids.shape[1], x.shape[-1], form).to(x)
         return x
 
     def _score_bias(self, length: int, p: dict[str, Tensor], like: Tensor) -> Tensor:
@@ -157,14 +158,16 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes[:num_heads], dtype=torch.float64)
 
 
-def sinusoids(length: int, hidden: int) -> Tensor:
+def sinusoids(length: int, hidden: int, form: str = "fairseq") -> Tensor:
     """Return the table of sinusoidal positions, fp64 [length, hidden].
 
-    The first half of the channels are sines and the second half cosines of
-    position * 10000^(-k / (hidden / 2)).
+    The first half of the channels are sines and the second half cosines. The angles are those of
+    fairseq, (position + 2) 10000^(-k / (hidden / 2 - 1)), or of Vaswani et al. 2017,
+    position 10000^(-k / (hidden / 2)).
     """
-    frequency = 10_000.0 ** (-torch.arange(hidden // 2, dtype=torch.float64) / (hidden // 2))
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    first, steps = (2, hidden // 2 - 1) if form == "fairseq" else (0, hidden // 2)
+    frequency = 10_000.0 ** (-torch.arange(hidden // 2, dtype=torch.float64) / max(steps, 1))
+    angle = torch.arange(first, first + length, dtype=torch.float64)[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
@@ -291,18 +294,20 @@ def train_dense(
     o = config.optimizer
     model = DenseGPT(config).load_global_state(state)
     named = dict(model.named_parameters())
+    mult = o.position_learning_rate_mult
     groups = [
         {
-            "params": [p for n, p in named.items() if is_decayed(n, p)],
-            "weight_decay": o.weight_decay,
-        },
-        {"params": [p for n, p in named.items() if not is_decayed(n, p)], "weight_decay": 0.0},
+            "params": [p],
+            "weight_decay": o.weight_decay if is_decayed(name, p) else 0.0,
+            "mult": mult if name.startswith("position.") else 1.0,
+        }
+        for name, p in named.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
     for ids, learning_rate in zip(batches, learning_rates, strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["mult"]
         optimizer.zero_grad()
         loss = model.loss(ids)
         loss.backward()

@@ -55,6 +55,21 @@ def message(path, *overrides, world_size: int | None = None) -> str:
 # ---- refusals: (overrides, key and value, part of the reason and remedy) -------------------------
 REFUSALS = [
     (
+        ["model.embedding_scale=big"],
+        "model.embedding_scale = 'big'",
+        "input should be 'auto' or a finite number greater than 0 (got str)",
+    ),
+    (
+        ["model.embedding_scale=inf"],
+        "model.embedding_scale = inf",
+        "input should be 'auto' or a finite number greater than 0 (got float)",
+    ),
+    (
+        ["optimizer.position_learning_rate_mult=0"],
+        "optimizer.position_learning_rate_mult = 0",
+        "input should be greater than 0",
+    ),
+    (
         ["data.per_document_attention=true", "model.attention_backend=flex"],
         "data.per_document_attention = true",
         'model.attention_backend = "flex" has no mask by document. Set model.attention_backend = '

@@ -24,7 +24,8 @@ torch.set_num_threads(2)
 def make_config(method: str = "alibi", **changes: object) -> RunConfig:
     """Return the config of a two-layer model.
 
-    `changes` go into [model], and those named position_* into [position].
+    `changes` go into [model], those named position_* into [position] and those named optimizer_*
+    into [optimizer].
     """
     model = {
         "num_layers": 2,
@@ -37,7 +38,10 @@ def make_config(method: str = "alibi", **changes: object) -> RunConfig:
     position = {
         k.removeprefix("position_"): v for k, v in changes.items() if k.startswith("position_")
     }
-    model |= {k: v for k, v in changes.items() if not k.startswith("position_")}
+    optimizer = {
+        k.removeprefix("optimizer_"): v for k, v in changes.items() if k.startswith("optimizer_")
+    }
+    model |= {k: v for k, v in changes.items() if not k.startswith(("position_", "optimizer_"))}
     values = {
         "run": {"directory": "unused"},
         "model": model,
@@ -49,7 +53,7 @@ def make_config(method: str = "alibi", **changes: object) -> RunConfig:
             "vocab_size": 500,
             "source": "shakespeare",
         },
-        "optimizer": {"learning_rate": 1e-3},
+        "optimizer": {"learning_rate": 1e-3, **optimizer},
         "train": {"num_steps": 10},
     }
     return parse_config(values, "test")
@@ -186,10 +190,13 @@ def test_rotary_scores_depend_on_the_distance_alone():
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(1, 1, 50), rtol=1e-13, atol=0)
 
 
-def test_sinusoids_by_hand():
-    table = sinusoids(5, 6)
+@pytest.mark.parametrize("form", ["fairseq", "vaswani"])
+def test_sinusoids_by_hand(form):
+    table = sinusoids(5, 6, form)
     for position, k in ((0, 0), (3, 1), (4, 2)):
-        angle = position / 10_000 ** (k / 3)
+        angle = (position + 2) / 10_000 ** (k / 2)
+        if form == "vaswani":
+            angle = position / 10_000 ** (k / 3)
         expected = torch.tensor([math.sin(angle), math.cos(angle)], dtype=torch.float64)
         torch.testing.assert_close(table[position, [k, 3 + k]], expected, rtol=1e-14, atol=1e-15)
 
@@ -207,7 +214,7 @@ def test_t5_buckets_equal_hugging_face(num_buckets, max_distance):
 
 def test_training_follows_the_recipe():
     """Check the first AdamW step, lr * g / (|g| + eps) plus the decay, tensor by tensor."""
-    config = make_config("t5")
+    config = make_config("t5", optimizer_position_learning_rate_mult=10.0)
     state = random_state(config, 3)
     ids = torch.randint(0, 500, (4, 33), generator=torch.Generator().manual_seed(1))
     losses, norms, after = train_dense(config, state, [ids] * 3, [1e-3, 1e-3, 1e-3])
@@ -221,10 +228,14 @@ def test_training_follows_the_recipe():
     _, _, once = train_dense(config, state, [ids], [1e-3])
     scale = min(1.0, config.optimizer.clip_grad / norm)
     for name, before in state.items():
-        matrix = before.ndim == 2 and not name.startswith("position.")
+        is_position = name.startswith("position.")
+        matrix = before.ndim == 2 and not is_position
         decayed = before * (1 - 1e-3 * config.optimizer.weight_decay) if matrix else before
         g = gradients[name] * scale
-        expected = decayed - 1e-3 * g / (g.abs() + config.optimizer.adam_eps)
+        # The table has ten times the learning rate.
+        expected = decayed - (1e-2 if is_position else 1e-3) * g / (
+            g.abs() + config.optimizer.adam_eps
+        )
         # Steps of 1e-3 in fp32.
         torch.testing.assert_close(once[name], expected, rtol=1e-5, atol=1e-6, msg=name)
     assert any(not torch.equal(after[name], once[name]) for name in state)
