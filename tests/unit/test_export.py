@@ -6,9 +6,12 @@ Logits, padding, generation with the cache, the tokenizer, refusals, and the fol
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -326,11 +329,16 @@ def test_the_folder(tmp_path, tokenizer_path):
     vocab_size = json.loads((out / "config.json").read_text())["vocab_size"]
     assert vocab_size == config.padded_vocab_size == 512
     generation = GenerationConfig.from_pretrained(out)
-    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 2)
+    # What training put between documents; SentencePiece's <s> occurred nowhere in it.
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (2, 2, 2)
+    settings = json.loads((out / "config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"], settings["pad_token_id"]) == (
+        2,
+    ) * 3
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     assert set(tokenizer("some text")) == {"input_ids", "attention_mask"}
     assert tokenizer.padding_side == "left"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 2)
     assert load_config(out / "pretrain.toml") == config
     # Whoever may read one file may read all.
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
@@ -361,13 +369,26 @@ def test_the_folder(tmp_path, tokenizer_path):
         assert row in card
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
-def test_tokenizer_gives_identical_ids_and_text(name, exported, tokenizer_path):
-    """AutoTokenizer equals SentencePiece on several hundred odd strings, for each class."""
+def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer_path, tmp_path):
+    """AutoTokenizer equals SentencePiece on several hundred odd strings, for each class.
+
+    By default </s> and <unk> in a text are the tokens of these names, and all else has the ids of
+    before; with split_special_tokens they are text.
+    """
     from transformers import AutoTokenizer
 
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
-    theirs = AutoTokenizer.from_pretrained(exported(name)[1], local_files_only=True)
+    folder = exported(name)[1]
+    if split:
+        fast = fast_tokenizer(
+            load_tokenizer(tokenizer_path), max_length=64, split_special_tokens=True
+        )
+        fast.save_pretrained(tmp_path)
+        shutil.copy(folder / "config.json", tmp_path)
+        folder = tmp_path
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert theirs.vocab_size == len(theirs) == ours.vocab_size()
     generator = random.Random(0)
     alphabets = [
@@ -387,10 +408,33 @@ def test_tokenizer_gives_identical_ids_and_text(name, exported, tokenizer_path):
             for alphabet in alphabets
         ]
         texts += ["".join(generator.choices(pieces, k=12)).replace("▁", " ")]
+    literal = re.compile("(</s>|<unk>)")
+    assert sum(bool(literal.search(text)) for text in texts) > 30
     for text in texts:
-        ids = ours.encode(text)
+        parts = [text] if split else literal.split(text)
+        found = [
+            [ours.piece_to_id(p)] if literal.fullmatch(p) and not split else ours.encode(p)
+            for p in parts
+        ]
+        ids = list(itertools.chain(*found))
         assert theirs(text)["input_ids"] == ids, repr(text)
-        assert theirs.decode(ids) == ours.decode(ids), repr(text)
+        if split or len(parts) == 1:
+            assert theirs.decode(ids) == ours.decode(ids), repr(text)
+
+
+def test_an_added_chat_token_is_one_id(exported):
+    """As trainers do it: a turn ends with the tokenizer's own eos_token, spelled in the text."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(exported("bloom12")[1], local_files_only=True)
+    assert theirs("a" + theirs.eos_token)["input_ids"] == [*theirs("a")["input_ids"], 2]
+    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    theirs.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    ids = theirs.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
+    start, end = theirs.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert ids == [2, start, *theirs("hi")["input_ids"], end]
 
 
 def test_tokenizers_that_would_give_other_ids_are_refused(tmp_path):
