@@ -95,7 +95,7 @@ def to_huggingface(
 
 
 def hf_settings(
-    target: Target, config: RunConfig, max_length: int, special: Mapping[str, int | None]
+    target: Target, config: RunConfig, max_length: int, special: Mapping[str, int]
 ) -> Any:
     """Return the transformers config of a model.
 

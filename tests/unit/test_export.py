@@ -408,6 +408,7 @@ def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer
             for alphabet in alphabets
         ]
         texts += ["".join(generator.choices(pieces, k=12)).replace("▁", " ")]
+        texts += ["".join(generator.choices(["</s>", "<unk>", "<s>", " a b", "é "], k=5))]
     literal = re.compile("(</s>|<unk>)")
     assert sum(bool(literal.search(text)) for text in texts) > 30
     for text in texts:
