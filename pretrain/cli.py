@@ -355,19 +355,33 @@ def export(
             "Default: the run's last evaluation.",
         ),
     ] = None,
+    split_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--split-special-tokens",
+            help="Let the exported tokenizer take </s> in a text for text, as the run's data did. "
+            "Default: it is the special token, as chat templates and trainers expect.",
+        ),
+    ] = False,
+    overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Write a Hugging Face model and verify it.
 
     Loads the written model with stock transformers and compares its logits. The comparison runs on
     validation text at up to four times the training length. When it fails, the exit code is 1.
 
+    The folder also gets a model card, which names license, languages and data sets as [export] of
+    the run's config or --set says, and the first documents of the validation text as a task for
+    lm-eval (export.task_bytes). An earlier export in OUT is replaced if nobody has changed it.
+
     \b
     Example:
-      pretrain export runs/demo/alibi runs/demo/hf
+      pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
+          --set 'export.language=["en"]'
     """
     from pretrain.export.command import export_source
 
-    if not export_source(source, out, curve):
+    if not export_source(source, out, curve, overrides, split_special_tokens):
         raise typer.Exit(ExitCode.FAILED)
 
 

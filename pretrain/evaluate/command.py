@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import pretrain.topology
 from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_validation_split
+from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
@@ -73,7 +74,7 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
     Raises:
         ConfigError: The data cannot be used, or was made by another tokenizer.
     """
-    stream = open_stream(config, "validation")
+    stream = open_stream(with_data_set(config, checkpoint), "validation")
     check_tokenizer(stream, checkpoint)
     rank = pretrain.topology.Process.from_environment().rank
     if rank == 0 and not is_its_validation_split(stream, checkpoint):

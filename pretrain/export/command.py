@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pretrain import topology
 from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
+from pretrain.checkpoint.data_set import NoDataSet, with_data_set
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tokenizer import tokenizer_of
@@ -19,6 +20,8 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.export.card import ExportExtras
+from pretrain.export.harness import TEXT, describe, validation_documents
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
 from pretrain.model.forward import logits
@@ -32,13 +35,21 @@ PARITY_ROWS = 4
 """Number of validation sequences that are compared at each length."""
 
 
-def export_source(source: Path, out: Path, curve: Path | None) -> bool:
+def export_source(
+    source: Path,
+    out: Path,
+    curve: Path | None,
+    overrides: Sequence[str] = (),
+    split_special_tokens: bool = False,
+) -> bool:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
     Args:
         source: Run directory (its newest checkpoint is exported) or checkpoint directory.
         out: Hugging Face folder to write.
         curve: curve.json for the model card; None takes the run's last evaluation while training.
+        overrides: `section.key=value` settings of [export], or of where the data set is.
+        split_special_tokens: Take the name of a special token in a text for text.
 
     Returns:
         True if the exported model computes the same function.
@@ -51,11 +62,34 @@ def export_source(source: Path, out: Path, curve: Path | None) -> bool:
     if out.resolve().is_relative_to(checkpoint.resolve()):
         # A file that the manifest does not list would make the checkpoint count as damaged.
         raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
+    _check_overrides(overrides)
     with hold(checkpoint):
-        return _export(open_checkpoint(checkpoint), out, curve)
+        opened = open_checkpoint(checkpoint)
+        return _export(opened, out, curve, overrides, split_special_tokens)
 
 
-def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Check that settings for an export leave the model and its training as they are.
+
+    Raises:
+        ConfigError: One sets another key.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not key.startswith("export.") and key != "data.directory":
+            raise ConfigError(
+                f"--set {override}: an export holds the model as it was trained. It takes keys of "
+                "[export], and data.directory where the data set was moved"
+            )
+
+
+def _export(
+    opened: Checkpoint,
+    out: Path,
+    curve: Path | None,
+    overrides: Sequence[str],
+    split_special_tokens: bool,
+) -> bool:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
     # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
@@ -64,14 +98,18 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": 1},
     }
-    config = opened.load_config(["train.precision=fp32"], sections)
-    tokenizer = tokenizer_of(opened, Path(config.data.directory))
-    ids = _comparison_ids(config, opened)
+    config = opened.load_config([*overrides, "train.precision=fp32"], sections)
+    stream, directory = _validation_split(config, opened)
+    tokenizer = tokenizer_of(opened, Path(directory))
+    ids = _comparison_ids(config, stream)
     state = opened.trainer_state
     facts = {
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
+    documents: tuple[str, ...] = ()
+    if stream is not None and config.export.task_bytes:
+        documents = validation_documents(stream, tokenizer, config.export.task_bytes)
     weights = load_global_state(opened)
     check_finite(weights, checkpoint)
     name = to_huggingface(
@@ -80,10 +118,17 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None) -> bool:
         tokenizer.path,
         out,
         max_length=max(*config.evaluation_lengths, 4 * config.data.sequence_length),
-        curve=_curve(config, checkpoint, curve),
-        facts=facts,
+        extras=ExportExtras(
+            curve=_curve(config, checkpoint, curve),
+            facts=facts,
+            documents=documents,
+            split_special_tokens=split_special_tokens,
+        ),
     )
     print(f"{checkpoint} -> {out} ({name})")
+    if documents:
+        # Whoever publishes the folder publishes the text.
+        print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
     report = compare_with_folder(config, opened, out, ids)
     print(report.format())
     return report.passed
@@ -130,38 +175,58 @@ def compare_with_folder(
         topology.finish()
 
 
-def _comparison_ids(config: RunConfig, checkpoint: Checkpoint) -> list[Tensor]:
-    """Return token ids [N, T] to compare the models on, at L tokens and beyond, at 4 L.
+def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:
+    """Return the validation split and the directory of its data set.
 
-    A learned position table may end before that; then they are compared as far as it reaches. The
-    tokens are the first of the validation split, or random ones where the data set is not here, or
-    is of a format that is no longer read.
+    There is no split where the data set is not here, or is of a format that is no longer read; that
+    is printed.
 
     Args:
         config: The checkpoint's config.
         checkpoint: The checkpoint, opened.
 
     Raises:
-        ConfigError: The data set is damaged or another tokenizer's, or the validation split is
-            shorter than one sequence.
+        ConfigError: The data set is damaged or another tokenizer's.
+    """
+    try:
+        config = with_data_set(config, checkpoint)
+        where = f"{config.data.directory}/validation"
+        if is_url(where) or Path(where, MANIFEST).exists():
+            stream = open_stream(config, "validation")
+            check_tokenizer(stream, checkpoint)
+            return stream, config.data.directory
+        why = f"{where}: not here"
+    except NoDataSet as missing:
+        why = str(missing)
+    except OtherFormat:
+        why = f"{where}: of an earlier format"
+    print(f"{why}, so the models are compared on random tokens")
+    return None, config.data.directory
+
+
+def _comparison_ids(config: RunConfig, stream: TokenStream | None) -> list[Tensor]:
+    """Return token ids [N, T] to compare the models on, at L tokens and beyond, at 4 L.
+
+    A learned position table may end before that; then they are compared as far as it reaches. The
+    tokens are the first of the validation split, or random ones where there is none.
+
+    Args:
+        config: The checkpoint's config.
+        stream: The validation split.
+
+    Raises:
+        ConfigError: The validation split is shorter than one sequence.
     """
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
     if config.position.method == "learned":
         lengths = sorted({min(length, config.max_position_embeddings) for length in lengths})
-    where = f"{config.data.directory}/validation"
-    if not is_url(where) and not Path(where, MANIFEST).exists():
-        return _random_rows(config, lengths, f"{where}: not here")
-    try:
-        stream = open_stream(config, "validation")
-    except OtherFormat:
-        return _random_rows(config, lengths, f"{where}: of an earlier format")
-    check_tokenizer(stream, checkpoint)
+    if stream is None:
+        return _random_rows(config, lengths)
     return [_first_rows(stream, length) for length in lengths]
 
 
-def _random_rows(config: RunConfig, lengths: list[int], why: str) -> list[Tensor]:
-    """Return random sequences, int64 [N, length] of each length, and print why they are."""
-    print(f"{why}, so the models are compared on random tokens")
+def _random_rows(config: RunConfig, lengths: list[int]) -> list[Tensor]:
+    """Return random sequences, int64 [N, length] of each length."""
     generator = torch.Generator().manual_seed(0)
     size = config.data.vocab_size
     return [torch.randint(size, (PARITY_ROWS, n), generator=generator) for n in lengths]

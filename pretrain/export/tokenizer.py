@@ -92,7 +92,7 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path) -> None:
         names = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
         plain = [text for text in probes if not any(name in text for name in names)]
         wanted += [(text, False, tokenizer.encode(text).tolist()) for text in plain]
-        wanted += [(theirs.convert_ids_to_tokens(i), False, [i]) for i in _declared(tokenizer)]
+        wanted += [(str(theirs.convert_ids_to_tokens(i)), False, [i]) for i in _declared(tokenizer)]
     for text, split, ids in wanted:
         got = theirs(text, split_special_tokens=split)["input_ids"]
         if got != ids:
