@@ -300,6 +300,14 @@ def evaluate(
             help="Write the results to this file, and a CSV, plots and report.md beside it.",
         ),
     ] = None,
+    text: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE|PATTERN|URL",
+            help="Score this text in place of the validation split; can be repeated. Each file is "
+            "one document. Needs the run alone, and no data set.",
+        ),
+    ] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -311,11 +319,17 @@ def evaluate(
     Example:
       pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
           --out runs/demo/report/curve.json
+      pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
     """
     from pretrain.evaluate.command import evaluate_sources
+    from pretrain.evaluate.own_text import text_data_set
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-    evaluate_sources(sources, request, overrides, out)
+    if not text:
+        evaluate_sources(sources, request, overrides, out)
+        return
+    with text_data_set(sources, text) as folder:
+        evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
 
 
 @app.command()

@@ -32,10 +32,10 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
         NoDataSet: There is none at either place.
     """
     given = config.data.directory
-    if is_url(given) or given != checkpoint.config.data.directory:
+    if is_url(given) or os.path.isabs(given) or given != checkpoint.config.data.directory:
         return config
     root = _started_in(checkpoint)
-    if root is None or os.path.isabs(given) or root == Path.cwd():
+    if root is None or root == Path.cwd():
         # Whoever opens it says what is wrong with it.
         return config
     for place in (str(root / given), given):

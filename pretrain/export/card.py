@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."  # the folder with this file
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-text = tokenizer({prompt!r}, return_tensors="pt")
+text = tokenizer({prompt}, return_tensors="pt")
 output = model.generate(**text, max_new_tokens=40, do_sample=True, top_k=40)
 print(tokenizer.decode(output[0]))
 ```"""
@@ -104,6 +105,7 @@ def model_card(
         "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
         **extras.facts,
     }
+    prompt = harness.prompt_of(extras.documents)
     spelled = _SPLIT if extras.split_special_tokens else _FOUND
     lines = [
         "---",
@@ -116,7 +118,7 @@ def model_card(
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in rows.items()),
         "",
-        _USAGE.format(prompt=harness.prompt_of(extras.documents)),
+        _USAGE.format(prompt=json.dumps(prompt, ensure_ascii=False)),
         "",
         _note(config, target),
         "",

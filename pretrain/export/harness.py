@@ -76,21 +76,21 @@ def validation_documents(
 
 
 def _documents(stream: TokenStream, most_tokens: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of documents without their EOS, of the first `most_tokens` of a split.
+    """Yield the tokens of each document of a split without its EOS.
 
-    No token stands for less than a byte in a long text, so a longer document is not read on.
+    Of a document with more than `most_tokens` tokens no more need be read than that.
     """
     begun: list[np.ndarray] = []
-    for start in range(0, min(len(stream), most_tokens), _TOKENS_AT_ONCE):
+    for start in range(0, len(stream), _TOKENS_AT_ONCE):
         ids = stream.read(start, min(_TOKENS_AT_ONCE, len(stream) - start))
-        ends = np.flatnonzero(ids == stream.eos_id).tolist()
         first = 0
-        for end in ends:
+        for end in np.flatnonzero(ids == stream.eos_id).tolist():
             yield np.concatenate([*begun, ids[first:end]])
             begun, first = [], end + 1
         begun.append(ids[first:])
-    if any(len(part) for part in begun):
-        yield np.concatenate(begun)
+        if sum(map(len, begun)) > most_tokens:
+            break
+    yield np.concatenate(begun)
 
 
 def write_task(folder: Path, documents: Sequence[str], length: int) -> None:

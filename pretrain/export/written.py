@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
 from pretrain.config import ConfigError
-from pretrain.rundir.files import read_json, replace_json
+from pretrain.rundir.files import read_json
 
 MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
@@ -34,7 +35,8 @@ _OF_EARLIER_RELEASES = (
 def record_files(folder: Path) -> None:
     """Write FILES into a finished export."""
     digests = {name: _digest(folder / name) for name in _names(folder)}
-    replace_json(folder / FILES, {"sha256": digests}, indent=2)
+    # As all files of the folder, with the mode that the umask gives.
+    (folder / FILES).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
 
 
 def check_replaceable(out: Path) -> None:

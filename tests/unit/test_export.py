@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -22,7 +23,7 @@ from pretrain.config import ConfigError, load_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
 from pretrain.export import check_exportable, check_parity, to_huggingface
-from pretrain.export.command import _comparison_ids, _curve
+from pretrain.export.command import _comparison_ids, _curve, _validation_split
 from pretrain.export.tokenizer import fast_tokenizer
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
@@ -300,28 +301,15 @@ def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
 
 
 def test_the_folder(tmp_path, tokenizer_path):
-    """Card, ids and dtype; an earlier export is replaced whole, any other folder is refused."""
+    """Card, ids and dtype; an earlier export is replaced, any other folder is refused."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     config, out = make_config("alibi"), tmp_path / "deeper" / "hf"
-    record = {
-        "method": "alibi",
-        "protocol": "nonoverlapping",
-        "stride": 64,
-        "length": 64,
-        "perplexity": 182.25,
-        "loss_nats": math.log(182.25),
-        "tokens": 640,
-        "checkpoint": "step-00000010",
-    }
-    longer = record | {"stride": 128, "length": 128, "perplexity": 181.0}
-    sliding = record | {"protocol": "sliding", "stride": 32, "length": 1024, "perplexity": 180.5}
     for seed in (0, 1):
         to_huggingface(config, random_state(config, seed), tokenizer_path, out, max_length=256)
-        (out / "stale").touch()
     to_huggingface(config, random_state(config, 2), tokenizer_path, out, max_length=256)
-    assert [p.name for p in out.parent.iterdir()] == ["hf"] and not (out / "stale").exists()
+    assert [p.name for p in out.parent.iterdir()] == ["hf"]
     kept = AutoModelForCausalLM.from_pretrained(out).transformer.h[1].mlp.dense_h_to_4h.weight
     assert torch.equal(kept, random_state(config, 2)["decoder.layers.1.mlp.linear_fc1.weight"])
     with safe_open(out / "model.safetensors", "pt") as file:
@@ -348,25 +336,34 @@ def test_the_folder(tmp_path, tokenizer_path):
     with pytest.raises(ConfigError, match="other: already exists and is not an earlier export"):
         to_huggingface(config, random_state(config, 2), tokenizer_path, other, max_length=256)
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
-    curve = [record, longer, sliding]
-    to_huggingface(
-        config,
-        random_state(config, 0),
-        tokenizer_path,
-        out,
-        max_length=256,
-        curve=curve,
-        facts={"checkpoint": "step-00000010"},
-    )
-    card = (out / "README.md").read_text()
-    assert "| tokens | alibi, nonoverlapping | alibi, sliding, stride 32 |" in card
-    for row in (
-        "| 64 | 182.25 |  |",
-        "| 128 | 181.00 |  |",
-        "| 1,024 |  | 180.50 |",
-        "| checkpoint | step-00000010 |",
-    ):
-        assert row in card
+
+
+def test_a_second_export_deletes_nothing_that_it_did_not_write(tmp_path, tokenizer_path):
+    config, out = make_config("alibi"), tmp_path / "hf"
+
+    def export(seed: int) -> None:
+        to_huggingface(config, random_state(config, seed), tokenizer_path, out, max_length=256)
+
+    export(0)
+    content = {path: path.read_bytes() for path in out.iterdir()}
+    for name, what in ((".git/config", "not written by it"), ("README.md", "changed since")):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        with pytest.raises(ConfigError, match=rf"would also delete {name} \({what}\)"):
+            export(1)
+        assert (out / name).read_text() == "mine"
+        assert all(p.read_bytes() == c for p, c in content.items() if p.name != name)
+        shutil.rmtree(out / ".git", ignore_errors=True)
+    (out / "README.md").unlink()
+    # An export of an earlier release has no list of its files.
+    (out / "pretrain.files.json").unlink()
+    (out / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"delete model\.gguf"):
+        export(1)
+    (out / "model.gguf").unlink()
+    export(1)
+    assert sorted(out.iterdir()) == sorted(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -515,7 +512,9 @@ def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
     config = tiny_config(data={"directory": str(tmp_path)})
-    rows = _comparison_ids(config, None)
+    stream, directory = _validation_split(config, SimpleNamespace(config=config))
+    assert stream is None and directory == str(tmp_path)
+    rows = _comparison_ids(config, stream)
     length = config.data.sequence_length
     assert [row.shape for row in rows] == [(4, length), (4, 4 * length)]
     assert "earlier format, so the models are compared on random tokens" in capsys.readouterr().out
