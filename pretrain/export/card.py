@@ -54,9 +54,9 @@ given as ids."""
 _HARNESS = """\
 ## Evaluate it with lm-evaluation-harness
 
-`{text}` holds {content}, of the validation text, and `{task}` is a task that scores it. Each
-document is scored by itself, and not, as in the table, as a part of one long text; its end is not
-scored. In this folder:
+`{task}` is a task that scores {content}, of the validation text
+(`{text}`). Each document is scored by itself, and not, as in the table, as a part of
+one long text; its end is not scored. In this folder:
 
 ```sh
 lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length} \\
