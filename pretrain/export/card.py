@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pretrain.config import RunConfig, num_parameters
@@ -190,6 +191,13 @@ def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
     return found
 
 
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an evaluation record has what a model card shows of it."""
+    for key, kind in (("protocol", str), ("length", int), ("perplexity", (int, float, NoneType))):
+        if not isinstance(record.get(key), kind):
+            raise ValueError(f"{key} = {record.get(key)!r} in a record")
+
+
 def _documents(config: RunConfig) -> dict[str, str]:
     """Return the row that says that training parted documents; empty if it did not."""
     if not config.data.per_document_attention:
@@ -239,7 +247,11 @@ def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _cell(record: Mapping[str, Any]) -> str:
     """Return a record's perplexity, with its confidence interval where that is known."""
-    return f"{record['perplexity']:.2f}{_interval(record)}"
+    perplexity = record["perplexity"]
+    # A curve.json has null for what is not finite.
+    if perplexity is None or not math.isfinite(perplexity):
+        return "not finite"
+    return f"{perplexity:.2f}{_interval(record)}"
 
 
 def _interval(record: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.export.card import ExportExtras
+from pretrain.export.card import ExportExtras, check_record
 from pretrain.export.harness import TEXT, describe, validation_documents
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import ParityReport, check_parity
@@ -243,6 +244,33 @@ def _first_rows(stream: TokenStream, length: int) -> Tensor:
     return torch.from_numpy(stream.read(0, rows * length)).view(rows, length)
 
 
+def _of_one_checkpoint(
+    records: list[dict[str, Any]], checkpoint: Path, curve: Path
+) -> list[dict[str, Any]]:
+    """Return the records of a checkpoint, where a report has several runs of one method.
+
+    Records of a single checkpoint are returned whatever its path: the run may have been moved.
+
+    Args:
+        records: Evaluation records.
+        checkpoint: Checkpoint that is exported.
+        curve: Where the records are from.
+
+    Raises:
+        ConfigError: They are of several checkpoints, and not of this one.
+    """
+    paths = dict.fromkeys(record["checkpoint"] for record in records)
+    if len(paths) <= 1:
+        return records
+    own = [r for r in records if os.path.realpath(r["checkpoint"]) == os.path.realpath(checkpoint)]
+    if not own:
+        raise ConfigError(
+            f"--curve {curve}: has records of {', '.join(paths)}, and none of {checkpoint}. Give a "
+            "report with that checkpoint: `pretrain evaluate` it with --out"
+        )
+    return own
+
+
 def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:
     """Return the evaluation records for the model card.
 
@@ -264,12 +292,17 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             records = json.loads(curve.read_text())["records"]
             # RUN/evaluations/curve.json has all checkpoints of one run, told apart by a "step" in
             # each record. A report of several runs has no "step", and one checkpoint of each run.
-            return [
+            found = [
                 record
                 for record in records
                 if record["method"] == method
                 and ("step" not in record or Path(record["checkpoint"]).name == checkpoint.name)
             ]
+            for record in found:
+                check_record(record)
+            return _of_one_checkpoint(found, checkpoint, curve)
+        except ConfigError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"

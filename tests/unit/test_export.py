@@ -474,7 +474,13 @@ def test_check_exportable_names_the_class():
 def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     """RUN/evaluations/curve.json has all checkpoints of a run; other reports have no "step"."""
     config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
-    record = {"method": "alibi", "length": 128, "checkpoint": "elsewhere"}
+    record = {
+        "method": "alibi",
+        "protocol": "sliding",
+        "length": 128,
+        "perplexity": None,
+        "checkpoint": "elsewhere",
+    }
     of_run = [
         {**record, "step": n, "checkpoint": f"/old/run/checkpoints/step-{n:08d}"}
         for n in (100, 200, 300)
@@ -483,6 +489,21 @@ def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     for records, expected in ((of_run, [of_run[1]]), (of_several, [record])):
         (tmp_path / "curve.json").write_text(json.dumps({"train_length": 128, "records": records}))
         assert _curve(config, checkpoint, tmp_path / "curve.json") == expected
+    # Two seeds of one method, as `pretrain evaluate A B` reports them.
+    seeds = [
+        {**record, "step": 200, "checkpoint": str(tmp_path / run / "checkpoints/step-00000200")}
+        for run in ("run", "other")
+    ]
+    (tmp_path / "curve.json").write_text(json.dumps({"records": seeds}))
+    assert _curve(config, checkpoint, tmp_path / "curve.json") == [seeds[0]]
+    elsewhere = tmp_path / "third/checkpoints/step-00000200"
+    with pytest.raises(ConfigError, match=r"has records of .*run/.*other/.*none of .*third"):
+        _curve(config, elsewhere, tmp_path / "curve.json")
+    for damage in ({"length": "128"}, {"perplexity": "low"}, {"protocol": 3}):
+        text = json.dumps({"records": [{**record, **damage}]})
+        (tmp_path / "curve.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"not a curve.json .*{next(iter(damage))} = "):
+            _curve(config, checkpoint, tmp_path / "curve.json")
 
 
 def test_the_model_card_reads_metrics_whose_last_line_was_cut_off(tmp_path):
