@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tokenizer import tokenizer_of
 from pretrain.config import ConfigError
@@ -46,7 +47,11 @@ def _tokenizer(sources: Sequence[Path]) -> Tokenizer:
     found: dict[str, tuple[Path, Tokenizer]] = {}
     for source in sources:
         opened = open_checkpoint(find_checkpoint(source))
-        tokenizer = tokenizer_of(opened, Path(opened.config.data.directory))
+        config = opened.config
+        if opened.tokenizer_file is None:
+            # A checkpoint of an earlier version; its data set has the tokenizer.
+            config = with_data_set(config, opened)
+        tokenizer = tokenizer_of(opened, Path(config.data.directory))
         found.setdefault(tokenizer.fingerprint, (source, tokenizer))
     (first, tokenizer), *others = found.values()
     if others:

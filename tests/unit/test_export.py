@@ -420,6 +420,31 @@ def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer
             assert theirs.decode(ids) == ours.decode(ids), repr(text)
 
 
+LENGTH_KEYS = (
+    "n_positions",
+    "max_position_embeddings",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "model_max_length",
+)
+"""Where programs look for a model's longest sequence: lm-eval, vLLM and others, in various orders."""
+
+
+@pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
+def test_no_program_finds_a_shorter_limit(name, exported):
+    """A class without such a key would be cut off at a default of 2,048 or less."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = exported(name)[1]
+    settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found = {key: getattr(settings, key) for key in LENGTH_KEYS if hasattr(settings, key)}
+    assert set(found.values()) == {MAX_LENGTH} and "max_position_embeddings" in found, found
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert tokenizer.model_max_length == MAX_LENGTH
+
+
 def test_an_added_chat_token_is_one_id(exported):
     """As trainers do it: a turn ends with the tokenizer's own eos_token, spelled in the text."""
     from transformers import AutoTokenizer
