@@ -429,7 +429,7 @@ LENGTH_KEYS = (
     "max_sequence_length",
     "model_max_length",
 )
-"""Where programs look for a model's longest sequence: lm-eval, vLLM and others, in various orders."""
+"""Where programs look for a model's longest sequence: lm-eval, vLLM and others."""
 
 
 @pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
