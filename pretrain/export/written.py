@@ -33,8 +33,13 @@ _OF_EARLIER_RELEASES = (
 
 
 def record_files(folder: Path) -> None:
-    """Write FILES into a finished export."""
-    digests = {name: _digest(folder / name) for name in _names(folder)}
+    """Write FILES into a finished export.
+
+    Where it is there already, an export goes on writing into a folder that others may see by now:
+    the files that it lists are recorded again, and no others.
+    """
+    names = read_json(folder / FILES).get("sha256") or _names(folder)
+    digests = {name: _digest(folder / name) for name in names}
     # As all files of the folder, with the mode that the umask gives.
     (folder / FILES).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
 

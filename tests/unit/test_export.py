@@ -25,6 +25,7 @@ from pretrain.data.tokenizers.base import PROBES
 from pretrain.export import check_exportable, check_parity, to_huggingface
 from pretrain.export.command import _comparison_ids, _curve, _validation_split
 from pretrain.export.tokenizer import fast_tokenizer
+from pretrain.export.written import record_files
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
 from tests.unit.test_dense_gpt import make_config
@@ -354,7 +355,12 @@ def test_a_second_export_deletes_nothing_that_it_did_not_write(tmp_path, tokeniz
         assert (out / name).read_text() == "mine"
         assert all(p.read_bytes() == c for p, c in content.items() if p.name != name)
         shutil.rmtree(out / ".git", ignore_errors=True)
-    (out / "README.md").unlink()
+    # What the export itself adds afterwards is recorded, and only that.
+    (out / "notes").touch()
+    record_files(out)
+    with pytest.raises(ConfigError, match=r"delete notes \(not written by it\)\. Move"):
+        export(1)
+    (out / "notes").unlink()
     # An export of an earlier release has no list of its files.
     (out / "pretrain.files.json").unlink()
     (out / "model.gguf").touch()
