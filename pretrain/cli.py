@@ -317,6 +317,14 @@ def evaluate(
             help="Write the results to this file, and a CSV, plots and report.md beside it.",
         ),
     ] = None,
+    text: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE|PATTERN|URL",
+            help="Score this text in place of the validation split; can be repeated. Each file is "
+            "one document. Needs the run alone, and no data set.",
+        ),
+    ] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -330,11 +338,17 @@ def evaluate(
     Example:
       pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
           --out runs/demo/report/curve.json
+      pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
     """
     from pretrain.evaluate.command import evaluate_sources
+    from pretrain.evaluate.own_text import text_data_set
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
-    evaluate_sources(sources, request, overrides, out)
+    if not text:
+        evaluate_sources(sources, request, overrides, out)
+        return
+    with text_data_set(sources, text) as folder:
+        evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
 
 
 @app.command()
@@ -405,6 +419,15 @@ def export(
             "16 training lengths, or the longest that the run evaluates.",
         ),
     ] = None,
+    split_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--split-special-tokens",
+            help="Let the exported tokenizer take </s> in a text for text, as the run's data did. "
+            "Default: it is the special token, as chat templates and trainers expect.",
+        ),
+    ] = False,
+    overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Write a Hugging Face model and verify it.
 
@@ -413,13 +436,25 @@ def export(
     When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
     written on the model card.
 
+    The folder also gets a model card, which names license, languages and data sets as [export] of
+    the run's config or --set says, and the first documents of the validation text as a task for
+    lm-eval (export.task_bytes). An earlier export in OUT is replaced if nobody has changed it.
+
     \b
     Example:
-      pretrain export runs/demo/alibi runs/demo/hf
+      pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
+          --set 'export.language=["en"]'
     """
     from pretrain.export.command import export_source
 
-    if not export_source(source, out, curve, max_length):
+    if not export_source(
+        source,
+        out,
+        curve,
+        max_length,
+        overrides=overrides,
+        split_special_tokens=split_special_tokens,
+    ):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pretrain.config.data_schema import CleaningSection, DataSection
 from pretrain.config.errors import ConfigError
+from pretrain.config.export_schema import ExportSection
 from pretrain.config.rampup import batch_size_at, samples_of_steps
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
@@ -72,6 +73,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     logging: LoggingSection = LoggingSection()
     recovery: RecoverySection = RecoverySection()
+    export: ExportSection = ExportSection()
 
     # The values below are derived from the sections. No other module computes them again.
 

@@ -2,7 +2,7 @@
 
 This file is the reference of the keys. The docstring below a field says what the key does, its
 unit, what its default means and when to change it. Names are Megatron's and Hugging Face's.
-The sections about data stand in `pretrain.config.data_schema`.
+The sections about data stand in `pretrain.config.data_schema`, [export] in `export_schema`.
 `pretrain.config.run` puts the sections together.
 """
 

@@ -106,6 +106,7 @@ EFFECTS: dict[str, Effect] = {
     "recovery.max_restarts": FREE,
     "recovery.spare_nodes": FREE,
     "recovery.preflight_seconds": FREE,
+    "export": FREE,
 }
 """Key, or section -> what a change of it does."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import pretrain.topology
 from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_validation_split
 from pretrain.checkpoint.content import CONFIG
+from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
@@ -101,7 +102,7 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
     Raises:
         ConfigError: The data cannot be used, or was made by another tokenizer.
     """
-    stream = open_stream(config, "validation")
+    stream = open_stream(with_data_set(config, checkpoint), "validation")
     check_tokenizer(stream, checkpoint)
     if not is_its_validation_split(stream, checkpoint):
         _say(

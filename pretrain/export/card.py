@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pretrain.config import RunConfig, num_parameters
+from pretrain.export import harness
 from pretrain.export.targets import Target
 
 _BLOOM = """\
@@ -41,27 +47,59 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."  # the folder with this file
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-text = tokenizer("To be, or", return_tensors="pt")
-print(tokenizer.decode(model.generate(**text, max_new_tokens=40)[0]))
+text = tokenizer({prompt}, return_tensors="pt")
+output = model.generate(**text, max_new_tokens=40, do_sample=True, top_k=40)
+print(tokenizer.decode(output[0]))
 ```"""
+
+_TEXT_BEGINS = """\
+In training every document followed the token `{eos}`, which therefore is both BOS and EOS; the
+tokenizer adds neither. {spelled}"""
+_FOUND = "A special token's name in a text is that token."
+_SPLIT = """\
+A special token's name in a text is text (`split_special_tokens`), so special tokens have to be
+given as ids."""
+
+_HARNESS = """\
+## Evaluate it with lm-evaluation-harness
+
+`{task}` is a task that scores {content}, of the validation text
+(`{text}`). Each document is scored by itself, and not, as in the table, as a part of
+one long text; its end is not scored. In this folder:
+
+```sh
+lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length} \\
+    --tasks {name} --include_path .
+```
+"""
+
+
+@dataclass(frozen=True)
+class ExportExtras:
+    """What an export holds beside the model, and how it takes special tokens."""
+
+    curve: Sequence[Mapping[str, Any]] = ()
+    """Evaluation records for the model card, as `pretrain evaluate` makes them. Those of earlier
+    releases lack some keys. Empty leaves the table of perplexities out."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Name -> value of further rows in the model card's table of properties."""
+    documents: Sequence[str] = ()
+    """Validation text for the task of lm-eval, whose first words are the model card's prompt."""
+    split_special_tokens: bool = False
+    """As given to `export.tokenizer.fast_tokenizer`."""
 
 
 def model_card(
-    config: RunConfig,
-    target: Target,
-    curve: Sequence[Mapping[str, Any]],
-    facts: Mapping[str, str],
-    max_length: int,
+    config: RunConfig, target: Target, extras: ExportExtras, max_length: int, eos: str
 ) -> str:
     """Return the model card as Markdown, with the metadata block that the Hub reads.
 
     Args:
         config: The run's resolved config.
         target: Class that the model was exported as.
-        curve: Evaluation records with method, protocol, stride, length and perplexity. Empty leaves
-            the table of perplexities out.
-        facts: Name -> value of further rows in the table of properties.
+        extras: What else there is to say.
         max_length: Longest sequence, in tokens, that the model was exported for.
+        eos: Name of the token that ends a document.
     """
     method, m = config.position.method, config.model
     length = config.data.sequence_length
@@ -74,13 +112,13 @@ def model_card(
         **_documents(config),
         "Exported for": f"up to {max_length} tokens",
         "Vocabulary": f"{config.data.vocab_size:,} pieces, padded to {config.padded_vocab_size:,}",
-        **facts,
+        **extras.facts,
     }
+    prompt = harness.prompt_of(extras.documents)
+    spelled = _SPLIT if extras.split_special_tokens else _FOUND
     lines = [
         "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"tags: [{method}]",
+        metadata(config, extras.curve),
         "---",
         "",
         f"# Language model with {method} positions, trained at {length} tokens",
@@ -89,12 +127,83 @@ def model_card(
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in rows.items()),
         "",
-        _USAGE,
+        _USAGE.format(prompt=json.dumps(prompt, ensure_ascii=False)),
         "",
         _note(config, target),
         "",
+        _TEXT_BEGINS.format(eos=eos, spelled=spelled),
+        "",
+        *_curve_table(extras.curve),
     ]
-    return "\n".join(lines + _curve_table(curve))
+    if extras.documents:
+        described = harness.describe(extras.documents)
+        names = {"text": harness.TEXT, "task": harness.TASK, "name": harness.NAME}
+        lines.append(_HARNESS.format(content=described, length=length, **names))
+    return "\n".join(lines)
+
+
+def metadata(config: RunConfig, curve: Sequence[Mapping[str, Any]]) -> str:
+    """Return the metadata that the Hub reads, as YAML: with perplexities as a model-index.
+
+    Args:
+        config: The run's resolved config.
+        curve: Evaluation records. Those that are not finite are left out.
+    """
+    from huggingface_hub import ModelCardData
+
+    results = [result for record in curve for result in _results(config, record)]
+    data = ModelCardData(
+        language=list(config.export.language) or None,
+        license=config.export.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=[config.position.method],
+        datasets=list(config.export.datasets) or None,
+        model_name=Path(config.run.directory).name or "model",
+        eval_results=results or None,
+    )
+    if not results:
+        # It names a model for its results only.
+        data.model_name = None
+    return data.to_yaml().strip()
+
+
+def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
+    """Return the entries of the model-index that one evaluation record makes.
+
+    Args:
+        config: The run's resolved config.
+        record: The record.
+    """
+    from huggingface_hub import EvalResult
+
+    datasets, length = config.export.datasets, record["length"]
+    keys = ("protocol", "stride", "length", "tokens", "tokenizer", "validation")
+    found = []
+    for key, title in (("perplexity", "Perplexity per token"), ("bits_per_byte", "Bits per byte")):
+        value = record.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=datasets[0] if datasets else "text",
+                dataset_name=f"{datasets[0]}, held-out part" if datasets else "validation text",
+                dataset_split="validation",
+                metric_type=key,
+                metric_value=value,
+                metric_name=f"{title} in windows of {length} tokens, {record['protocol']}",
+                metric_args={k: record[k] for k in keys if record.get(k) is not None},
+            )
+        )
+    return found
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an evaluation record has what a model card shows of it."""
+    for key, kind in (("protocol", str), ("length", int), ("perplexity", (int, float, NoneType))):
+        if not isinstance(record.get(key), kind):
+            raise ValueError(f"{key} = {record.get(key)!r} in a record")
 
 
 def _documents(config: RunConfig) -> dict[str, str]:
@@ -124,18 +233,49 @@ def _note(config: RunConfig, target: Target) -> str:
 def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a table of perplexities: a row for each length, a column for each curve.
 
-    Columns are in the order in which their first records appear.
+    Columns are in the order in which their first records appear. The last says how many tokens the
+    numbers of a row stand on.
     """
     if not curve:
         return []
-    cells = {(_column(r), r["length"]): f"{r['perplexity']:.2f}" for r in curve}
+    cells = {(_column(r), r["length"]): _cell(r) for r in curve}
     titles = list(dict.fromkeys(column for column, _ in cells))
     lines = ["## Validation perplexity by length", ""]
-    lines += [f"| tokens | {' | '.join(titles)} |", "|---:|" + "---:|" * len(titles)]
+    lines += [f"| tokens | {' | '.join(titles)} | tokens scored |"]
+    lines += ["|---:|" + "---:|" * (len(titles) + 1)]
     for length in sorted({r["length"] for r in curve}):
         row = [cells.get((title, length), "") for title in titles]
-        lines.append(f"| {length:,} | {' | '.join(row)} |")
-    return [*lines, ""]
+        scored = dict.fromkeys(_scored(r) for r in curve if r["length"] == length)
+        lines.append(f"| {length:,} | {' | '.join(row)} | {' / '.join(scored)} |")
+    lines.append("")
+    if any(_interval(r) for r in curve):
+        lines += ["In brackets the 95 % confidence interval of the text that was scored.", ""]
+    return lines
+
+
+def _cell(record: Mapping[str, Any]) -> str:
+    """Return a record's perplexity, with its confidence interval where that is known."""
+    perplexity = record["perplexity"]
+    # A curve.json has null for what is not finite.
+    if perplexity is None or not math.isfinite(perplexity):
+        return "not finite"
+    return f"{perplexity:.2f}{_interval(record)}"
+
+
+def _interval(record: Mapping[str, Any]) -> str:
+    """Return the confidence interval of a record's perplexity in brackets; "" where it is unknown.
+
+    Records of earlier releases have none.
+    """
+    ends = [record.get(key) for key in ("loss_low", "loss_high")]
+    finite = [math.exp(end) for end in ends if isinstance(end, int | float) and end < 700]
+    return f" ({finite[0]:.2f} to {finite[1]:.2f})" if len(finite) == 2 else ""
+
+
+def _scored(record: Mapping[str, Any]) -> str:
+    """Return how many tokens a record stands on."""
+    tokens = record.get("tokens")
+    return "not recorded" if tokens is None else f"{tokens:,}"
 
 
 def _column(record: Mapping[str, Any]) -> str:

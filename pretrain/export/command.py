@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pretrain import topology
 from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
+from pretrain.checkpoint.data_set import NoDataSet, with_data_set
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tokenizer import tokenizer_of
@@ -20,7 +22,9 @@ from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.config.exports import EXPORT_REACH, export_length
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
-from pretrain.data.stream import open_stream
+from pretrain.data.stream import TokenStream, open_stream
+from pretrain.export.card import ExportExtras, check_record
+from pretrain.export.harness import TEXT, describe, validation_documents
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import PRECISIONS, ParityReport, check_parity
 from pretrain.export.precision import add_precisions
@@ -39,7 +43,13 @@ the memory and the time of exporting a large model."""
 
 
 def export_source(
-    source: Path, out: Path, curve: Path | None, max_length: int | None = None
+    source: Path,
+    out: Path,
+    curve: Path | None,
+    max_length: int | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    split_special_tokens: bool = False,
 ) -> bool:
     """Export a checkpoint, compare the export with the trained model and print the comparison.
 
@@ -49,6 +59,8 @@ def export_source(
         curve: curve.json for the model card; None takes the run's last evaluation while training.
         max_length: Longest sequence in tokens that the export accepts; None takes 16 training
             lengths, or the longest that the run evaluates.
+        overrides: `section.key=value` settings of [export], or of where the data set is.
+        split_special_tokens: Take the name of a special token in a text for text.
 
     Returns:
         True if the exported model computes the same function.
@@ -61,11 +73,35 @@ def export_source(
     if out.resolve().is_relative_to(checkpoint.resolve()):
         # A file that the manifest does not list would make the checkpoint count as damaged.
         raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
+    _check_overrides(overrides)
     with hold(checkpoint):
-        return _export(open_checkpoint(checkpoint), out, curve, max_length)
+        opened = open_checkpoint(checkpoint)
+        return _export(opened, out, curve, max_length, overrides, split_special_tokens)
 
 
-def _export(opened: Checkpoint, out: Path, curve: Path | None, max_length: int | None) -> bool:
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Check that settings for an export leave the model and its training as they are.
+
+    Raises:
+        ConfigError: One sets another key.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not key.startswith("export.") and key != "data.directory":
+            raise ConfigError(
+                f"--set {override}: an export holds the model as it was trained. It takes keys of "
+                "[export], and data.directory where the data set was moved"
+            )
+
+
+def _export(
+    opened: Checkpoint,
+    out: Path,
+    curve: Path | None,
+    max_length: int | None,
+    overrides: Sequence[str],
+    split_special_tokens: bool,
+) -> bool:
     """Export an opened checkpoint and print the comparison; see `export_source`."""
     checkpoint = opened.path
     # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
@@ -74,15 +110,19 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None, max_length: int |
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": 1},
     }
-    config = opened.load_config(["train.precision=fp32"], sections)
-    tokenizer = tokenizer_of(opened, Path(config.data.directory))
+    config = opened.load_config([*overrides, "train.precision=fp32"], sections)
+    stream, directory = _validation_split(config, opened)
+    tokenizer = tokenizer_of(opened, Path(directory))
     max_length = checked_length(config, max_length)
-    ids = _comparison_ids(config, opened, max_length)
+    ids = _comparison_ids(config, stream, max_length)
     state = opened.trainer_state
     facts = {
         "Training steps": f"{state.step:,}",
         "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
     }
+    documents: tuple[str, ...] = ()
+    if stream is not None and config.export.task_bytes:
+        documents = validation_documents(stream, tokenizer, config.export.task_bytes)
     weights = load_global_state(opened)
     check_finite(weights, checkpoint)
     name = to_huggingface(
@@ -91,13 +131,21 @@ def _export(opened: Checkpoint, out: Path, curve: Path | None, max_length: int |
         tokenizer.path,
         out,
         max_length=max_length,
-        curve=_curve(config, checkpoint, curve),
-        facts=facts,
+        extras=ExportExtras(
+            curve=_curve(config, checkpoint, curve),
+            facts=facts,
+            documents=documents,
+            split_special_tokens=split_special_tokens,
+        ),
     )
     print(f"{checkpoint} -> {out} ({name})")
+    if documents:
+        # Whoever publishes the folder publishes the text.
+        print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
         add_precisions(out, config, report)
+        record_files(out)
     print(report.format())
     return report.passed
 
@@ -176,32 +224,53 @@ def compare_with_folder(
         topology.finish()
 
 
-def _comparison_ids(config: RunConfig, checkpoint: Checkpoint, max_length: int) -> list[Tensor]:
-    """Return token ids [N, T] to compare the models on, at L tokens and beyond, at up to 16 L.
+def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:
+    """Return the validation split and the directory of its data set.
 
-    The tokens are the first of the validation split, or random ones where the data set is not here,
-    or is of a format that is no longer read.
+    There is no split where the data set is not here, or is of a format that is no longer read; that
+    is printed.
 
     Args:
         config: The checkpoint's config.
         checkpoint: The checkpoint, opened.
+
+    Raises:
+        ConfigError: The data set is damaged or another tokenizer's.
+    """
+    try:
+        config = with_data_set(config, checkpoint)
+        where = f"{config.data.directory}/validation"
+        if is_url(where) or Path(where, MANIFEST).exists():
+            stream = open_stream(config, "validation")
+            check_tokenizer(stream, checkpoint)
+            return stream, config.data.directory
+        why = f"{where}: not here"
+    except NoDataSet as missing:
+        why = str(missing)
+    except OtherFormat:
+        why = f"{where}: of an earlier format"
+    print(f"{why}, so the models are compared on random tokens")
+    return None, config.data.directory
+
+
+def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: int) -> list[Tensor]:
+    """Return token ids [N, T] to compare the models on, at L tokens and beyond, at up to 16 L.
+
+    The tokens are the first of the validation split, or random ones where there is none.
+
+    Args:
+        config: The checkpoint's config.
+        stream: The validation split.
         max_length: Longest sequence that the export accepts, in tokens.
 
     Raises:
-        ConfigError: The data set is damaged or another tokenizer's, or the validation split is
-            shorter than one sequence.
+        ConfigError: The validation split is shorter than one sequence.
     """
     length, heads = config.data.sequence_length, config.model.num_attention_heads
     memory = math.isqrt(SCORE_BYTES // (4 * heads))
     longest = max(length, min(EXPORT_REACH * length, max_length, memory))
-    where = f"{config.data.directory}/validation"
-    if not is_url(where) and not Path(where, MANIFEST).exists():
-        return _random_rows(config, longest, f"{where}: not here")
-    try:
-        stream = open_stream(config, "validation")
-    except OtherFormat:
-        return _random_rows(config, longest, f"{where}: of an earlier format")
-    check_tokenizer(stream, checkpoint)
+    if stream is None:
+        return _random_rows(config, longest)
     if len(stream) < length:
         raise ConfigError(
             f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
@@ -215,15 +284,8 @@ def _comparison_ids(config: RunConfig, checkpoint: Checkpoint, max_length: int) 
     ]
 
 
-def _random_rows(config: RunConfig, longest: int, why: str) -> list[Tensor]:
-    """Return random sequences, int64 [N, T] of each length, and print why they are.
-
-    Args:
-        config: The checkpoint's config.
-        longest: Tokens of the longest sequence.
-        why: Why there is no text.
-    """
-    print(f"{why}, so the models are compared on random tokens")
+def _random_rows(config: RunConfig, longest: int) -> list[Tensor]:
+    """Return random sequences, int64 [N, T] of each length, the longest of `longest` tokens."""
     generator = torch.Generator().manual_seed(0)
     shapes = _shapes(PARITY_ROWS, config.data.sequence_length, longest)
     return [torch.randint(config.data.vocab_size, s, generator=generator) for s in shapes]
@@ -232,6 +294,33 @@ def _random_rows(config: RunConfig, longest: int, why: str) -> list[Tensor]:
 def _shapes(rows: int, length: int, longest: int) -> list[tuple[int, int]]:
     """Return [N, T] of the sequences: some of the training length, and one of the longest."""
     return [(rows, length), (1, longest)] if longest > length else [(rows, length)]
+
+
+def _of_one_checkpoint(
+    records: list[dict[str, Any]], checkpoint: Path, curve: Path
+) -> list[dict[str, Any]]:
+    """Return the records of a checkpoint, where a report has several runs of one method.
+
+    Records of a single checkpoint are returned whatever its path: the run may have been moved.
+
+    Args:
+        records: Evaluation records.
+        checkpoint: Checkpoint that is exported.
+        curve: Where the records are from.
+
+    Raises:
+        ConfigError: They are of several checkpoints, and not of this one.
+    """
+    paths = dict.fromkeys(record["checkpoint"] for record in records)
+    if len(paths) <= 1:
+        return records
+    own = [r for r in records if os.path.realpath(r["checkpoint"]) == os.path.realpath(checkpoint)]
+    if not own:
+        raise ConfigError(
+            f"--curve {curve}: has records of {', '.join(paths)}, and none of {checkpoint}. Give a "
+            "report with that checkpoint: `pretrain evaluate` it with --out"
+        )
+    return own
 
 
 def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:
@@ -255,12 +344,17 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
             records = json.loads(curve.read_text())["records"]
             # RUN/evaluations/curve.json has all checkpoints of one run, told apart by a "step" in
             # each record. A report of several runs has no "step", and one checkpoint of each run.
-            return [
+            found = [
                 record
                 for record in records
                 if record["method"] == method
                 and ("step" not in record or Path(record["checkpoint"]).name == checkpoint.name)
             ]
+            for record in found:
+                check_record(record)
+            return _of_one_checkpoint(found, checkpoint, curve)
+        except ConfigError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"

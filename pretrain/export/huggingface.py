@@ -7,7 +7,7 @@ card, and the run's resolved config as pretrain.toml.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.export.card import model_card
+from pretrain.export import harness
+from pretrain.export.card import ExportExtras, model_card
 from pretrain.export.convert import convert, not_restored
 from pretrain.export.selection import check_exportable
 from pretrain.export.targets import Target
@@ -26,10 +27,9 @@ from pretrain.export.tokenizer import (
     fast_tokenizer,
     special_ids,
 )
+from pretrain.export.written import MARKER as MARKER
+from pretrain.export.written import check_replaceable, record_files
 from pretrain.rundir.files import new_directory
-
-MARKER = "pretrain.toml"
-"""The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
 
 ORIGINALS = "pretrain.originals"
 """Those weights, by global name, that cannot be restored bit for bit from what the class stores.
@@ -40,6 +40,8 @@ model's (default_loader.py), and fails on names that the class does not have.
 _OLD_ORIGINALS = "pretrain.safetensors"
 """Its name in exports of earlier releases."""
 
+_NOTHING_ELSE = ExportExtras()
+
 
 def to_huggingface(
     config: RunConfig,
@@ -48,12 +50,11 @@ def to_huggingface(
     out_dir: str | Path,
     *,
     max_length: int,
-    curve: Sequence[Mapping[str, Any]] = (),
-    facts: Mapping[str, str] | None = None,
+    extras: ExportExtras = _NOTHING_ELSE,
 ) -> str:
     """Write a model to `out_dir` for AutoModelForCausalLM and AutoTokenizer.
 
-    The folder appears whole or not at all, and replaces an earlier export.
+    The folder appears whole or not at all, and replaces an earlier export that nobody has changed.
 
     Args:
         config: The run's resolved config.
@@ -62,8 +63,7 @@ def to_huggingface(
         out_dir: Folder to write.
         max_length: Longest sequence in tokens that the export must accept. OPT and MPT have such a
             limit; the other classes only record it. A learned position table has its own.
-        curve: Evaluation records for the model card.
-        facts: Name -> value of further rows in the model card's table.
+        extras: What else the export holds, and how its tokenizer takes special tokens.
 
     Returns:
         The name of the transformers class, such as "BloomForCausalLM".
@@ -71,40 +71,38 @@ def to_huggingface(
     Raises:
         ConfigError: No transformers class can hold the model, `state` does not have the names and
             shapes of the config, the tokenizer cannot be exported or does not fit the model, or
-            `out_dir` exists and is not an earlier export.
+            `out_dir` exists and is not an earlier export, or holds more than that wrote.
         RunFailed: The folder cannot be written, for example because the disk is full.
     """
     target, out = check_exportable(config), Path(out_dir).absolute()
     if config.position.method == "learned":
         max_length = config.max_position_embeddings
-    # An earlier export or an empty folder may be replaced; anything else is not ours to delete.
-    if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"{out}: already exists and is not an earlier export (it has no {MARKER}). Choose "
-            "another folder"
-        )
+    check_replaceable(out)
     tensors = convert(target, config, state, max_length)
     tokenizer = load_tokenizer(tokenizer_path)
     settings = hf_settings(target, config, max_length, special_ids(tokenizer))
     _check_complete(settings, tensors)
     originals = not_restored(target, config, state)
     with writing(out), new_directory(out, replace=True) as folder:
-        _write(folder, settings, tensors, tokenizer, max_length)
+        eos = _write(folder, settings, tensors, tokenizer, max_length, extras.split_special_tokens)
         if target.code is not None:
             name = f"{target.code.partition('.')[0]}.py"
             (folder / name).write_bytes(Path(__file__).with_name(name).read_bytes())
-        card = model_card(config, target, curve, facts or {}, max_length)
+        card = model_card(config, target, extras, max_length, eos)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # For `pretrain import`, whose result is then the run's model to the last bit.
         if originals:
             _save(originals, folder / ORIGINALS)
         (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
+        if extras.documents:
+            harness.write_task(folder, extras.documents, config.data.sequence_length)
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
+        record_files(folder)
     return target.class_name
 
 
 def hf_settings(
-    target: Target, config: RunConfig, max_length: int, special: Mapping[str, int | None]
+    target: Target, config: RunConfig, max_length: int, special: Mapping[str, int]
 ) -> Any:
     """Return the transformers config of a model.
 
@@ -121,7 +119,9 @@ def hf_settings(
         vocab_size=config.padded_vocab_size,
         tie_word_embeddings=config.model.tie_word_embeddings,
         **special,
-        **target.settings(config, max_length),
+        # Bloom and MPT have other names for it, or none, and programs that load a model look for
+        # this one before they fall back to a shorter default of their own.
+        **{"max_position_embeddings": max_length, **target.settings(config, max_length)},
     )
     settings.architectures = [target.class_name]
     settings.dtype = torch.float32
@@ -175,7 +175,8 @@ def _write(
     tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
     max_length: int,
-) -> None:
+    split_special_tokens: bool,
+) -> str:
     """Write weights, config, generation config and tokenizer, and check the tokenizer.
 
     Args:
@@ -184,6 +185,10 @@ def _write(
         tensors: Weights by their names in the transformers class.
         tokenizer: The run's tokenizer.
         max_length: Longest sequence in tokens, for the tokenizer.
+        split_special_tokens: Take special tokens in a text for text; see `fast_tokenizer`.
+
+    Returns:
+        The name of the token that ends a document.
 
     Raises:
         ConfigError: The tokenizer has more pieces than the model has embeddings.
@@ -191,7 +196,9 @@ def _write(
     """
     from transformers import GenerationConfig
 
-    stock = fast_tokenizer(tokenizer, max_length=max_length)
+    stock = fast_tokenizer(
+        tokenizer, max_length=max_length, split_special_tokens=split_special_tokens
+    )
     if tokenizer.vocab_size > settings.vocab_size:
         raise ConfigError(
             f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "
@@ -199,10 +206,14 @@ def _write(
         )
     settings.save_pretrained(directory)
     _save(tensors, directory / "model.safetensors")
+    # The ids alone, as published base models have it. A limit of new tokens here would overrule the
+    # max_length that programs such as lm-eval pass, and a max_length would make every call that
+    # passes max_new_tokens warn that both are set.
     generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
     generation.save_pretrained(directory)
     stock.save_pretrained(directory)
     check_same_ids(tokenizer, directory)
+    return str(stock.eos_token)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

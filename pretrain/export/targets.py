@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pretrain.config import RunConfig
 from pretrain.export.tables import BLOOM, GPT_NEOX, MPT, OPT, OPT_POSITION_OFFSET, Table
+from pretrain.kernels.sinusoidal import sinusoidal_table
 
 
 # ---- Factors -------------------------------------------------------------------------------------
@@ -180,19 +181,13 @@ def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 def _opt_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
-    """Return the table [2 + max_length, hidden_size] of sinusoids; padding has the rows of zeros.
-
-    The first half of each row are sines, the second half cosines, of the angles
-    p x 10000^(-k / (hidden_size / 2)), computed in fp64 as `model.positions.SinusoidalTable` does.
-    """
+    """Return the table [2 + max_length, hidden_size] of sinusoids; padding has the rows of zeros."""
     if config.position.method == "learned":
         return {}
-    half = config.model.hidden_size // 2
-    frequency = torch.exp(torch.arange(half, dtype=torch.float64) * (-math.log(10_000.0) / half))
-    angle = torch.arange(max_length, dtype=torch.float64)[:, None] * frequency
-    table = torch.cat([angle.sin(), angle.cos()], dim=1).float()
-    padding = torch.zeros(OPT_POSITION_OFFSET, 2 * half)
-    return {"model.decoder.embed_positions.weight": torch.cat([padding, table])}
+    width = config.model.hidden_size
+    table = sinusoidal_table(torch.arange(max_length), width, config.position.sinusoidal_table)
+    padding = torch.zeros(OPT_POSITION_OFFSET, width)
+    return {"model.decoder.embed_positions.weight": torch.cat([padding, table.float()])}
 
 
 # ---- GPT-NeoX: rotary positions (models/gpt_neox/modeling_gpt_neox.py) ---------------------------

@@ -81,23 +81,24 @@ def ended(process: subprocess.Popen[str]) -> Done:
     return Done(process.returncode, out, err)
 
 
-def pretrain(*arguments: object, largest_file: int | None = None) -> Done:
-    """Run `pretrain` with these arguments in a forked process.
+def pretrain(*arguments: object, largest_file: int | None = None, cwd: Path = ROOT) -> Done:
+    """Run `pretrain` with these arguments in a forked process, in the directory `cwd`.
 
     Writing a file beyond `largest_file` bytes fails, as on a full disk.
     """
-    return ranks(arguments, [{}], largest_file)[0]
+    return ranks(arguments, [{}], largest_file, cwd)[0]
 
 
 def ranks(
     arguments: Sequence[object],
     environments: Sequence[Mapping[str, str]],
     largest_file: int | None = None,
+    cwd: Path = ROOT,
 ) -> list[Done]:
     """Run `pretrain` with these arguments once in each environment, all at the same time."""
     with TemporaryDirectory() as folder:
         processes = [
-            _start(arguments, env, Path(folder) / str(rank), largest_file)
+            _start(arguments, env, Path(folder) / str(rank), largest_file, cwd)
             for rank, env in enumerate(environments)
         ]
         return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
@@ -153,10 +154,11 @@ def _start(
     environment: Mapping[str, str],
     output: Path,
     largest_file: int | None,
+    cwd: Path = ROOT,
 ) -> BaseProcess:
     words = [str(argument) for argument in arguments]
     process = _SERVER.Process(
-        target=_main, args=(words, dict(environment), str(output), largest_file)
+        target=_main, args=(words, dict(environment), str(output), largest_file, str(cwd))
     )
     process.start()
     return process
@@ -175,12 +177,16 @@ def _end(process: BaseProcess, output: Path) -> Done:
 
 
 def _main(
-    arguments: list[str], environment: dict[str, str], output: str, largest_file: int | None
+    arguments: list[str],
+    environment: dict[str, str],
+    output: str,
+    largest_file: int | None,
+    cwd: str,
 ) -> None:
-    """Become `python -m pretrain ARGUMENTS` from the project's root, in the forked process."""
+    """Become `python -m pretrain ARGUMENTS`, started in `cwd`, in the forked process."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     os.environ |= environment
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))

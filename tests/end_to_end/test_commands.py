@@ -282,6 +282,7 @@ def test_evaluation_in_the_loop_is_the_commands(tmp_path, whole):
 def test_export(whole, exported):
     folder, said = exported
     lines = said.splitlines()
+    assert lines.pop(1).startswith(f"{folder}/validation.jsonl: the first ")
     assert lines[0] == f"{whole[0]}/checkpoints/step-00000200 -> {folder} (MptForCausalLM)"
     assert lines[-1] == "MptForCausalLM in stock transformers computes the same function"
     assert [line.split()[0] for line in lines[2:-1]] == ["32", "512", "bf16,", "fp16,"]

@@ -41,7 +41,7 @@ def trained(workspace, config) -> Path:
 def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     from transformers import AutoTokenizer
 
-    done = pretrain("export", trained, tmp_path / "hf")
+    done = pretrain("export", trained, tmp_path / "hf", "--split-special-tokens")
     assert done.code == 0, done.text
     assert "not here, so the models are compared on random tokens" in done.out
     assert done.out.splitlines()[-1].endswith("computes the same function")
@@ -49,6 +49,9 @@ def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     for text in ("To be, or not to be <|endoftext|>", "  \n\ttabs 漢字"):
         assert theirs(text)["input_ids"] == given.encode(text).tolist()
+    # Without the option the name is the token, as it is for a call that says so.
+    ids = theirs("a<|endoftext|>", split_special_tokens=False)["input_ids"]
+    assert ids == [*given.encode("a").tolist(), given.eos_id]
     assert theirs.eos_token_id == given.eos_id
     done = pretrain("import", tmp_path / "hf", tmp_path / "again")
     assert done.code == 0, done.text

@@ -6,10 +6,14 @@ Logits, padding, generation with the cache, the tokenizer, refusals, and the fol
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -19,8 +23,9 @@ from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
 from pretrain.export import check_exportable, check_parity, to_huggingface
-from pretrain.export.command import _comparison_ids, _curve
+from pretrain.export.command import _comparison_ids, _curve, _validation_split
 from pretrain.export.tokenizer import fast_tokenizer
+from pretrain.export.written import record_files
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
 from tests.unit.test_dense_gpt import make_config
@@ -293,28 +298,15 @@ def test_weights_of_another_run_are_refused(tmp_path, tokenizer_path):
 
 
 def test_the_folder(tmp_path, tokenizer_path):
-    """Card, ids and dtype; an earlier export is replaced whole, any other folder is refused."""
+    """Card, ids and dtype; an earlier export is replaced, any other folder is refused."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     config, out = make_config("alibi"), tmp_path / "deeper" / "hf"
-    record = {
-        "method": "alibi",
-        "protocol": "nonoverlapping",
-        "stride": 64,
-        "length": 64,
-        "perplexity": 182.25,
-        "loss_nats": math.log(182.25),
-        "tokens": 640,
-        "checkpoint": "step-00000010",
-    }
-    longer = record | {"stride": 128, "length": 128, "perplexity": 181.0}
-    sliding = record | {"protocol": "sliding", "stride": 32, "length": 1024, "perplexity": 180.5}
     for seed in (0, 1):
         to_huggingface(config, random_state(config, seed), tokenizer_path, out, max_length=256)
-        (out / "stale").touch()
     to_huggingface(config, random_state(config, 2), tokenizer_path, out, max_length=256)
-    assert [p.name for p in out.parent.iterdir()] == ["hf"] and not (out / "stale").exists()
+    assert [p.name for p in out.parent.iterdir()] == ["hf"]
     kept = AutoModelForCausalLM.from_pretrained(out).transformer.h[1].mlp.dense_h_to_4h.weight
     assert torch.equal(kept, random_state(config, 2)["decoder.layers.1.mlp.linear_fc1.weight"])
     with safe_open(out / "model.safetensors", "pt") as file:
@@ -322,11 +314,16 @@ def test_the_folder(tmp_path, tokenizer_path):
     vocab_size = json.loads((out / "config.json").read_text())["vocab_size"]
     assert vocab_size == config.padded_vocab_size == 512
     generation = GenerationConfig.from_pretrained(out)
-    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 2)
+    # What training put between documents; SentencePiece's <s> occurred nowhere in it.
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (2, 2, 2)
+    settings = json.loads((out / "config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"], settings["pad_token_id"]) == (
+        2,
+    ) * 3
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     assert set(tokenizer("some text")) == {"input_ids", "attention_mask"}
     assert tokenizer.padding_side == "left"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 2)
     assert load_config(out / "pretrain.toml") == config
     # Whoever may read one file may read all.
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
@@ -336,34 +333,61 @@ def test_the_folder(tmp_path, tokenizer_path):
     with pytest.raises(ConfigError, match="other: already exists and is not an earlier export"):
         to_huggingface(config, random_state(config, 2), tokenizer_path, other, max_length=256)
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
-    curve = [record, longer, sliding]
-    to_huggingface(
-        config,
-        random_state(config, 0),
-        tokenizer_path,
-        out,
-        max_length=256,
-        curve=curve,
-        facts={"checkpoint": "step-00000010"},
-    )
-    card = (out / "README.md").read_text()
-    assert "| tokens | alibi, nonoverlapping | alibi, sliding, stride 32 |" in card
-    for row in (
-        "| 64 | 182.25 |  |",
-        "| 128 | 181.00 |  |",
-        "| 1,024 |  | 180.50 |",
-        "| checkpoint | step-00000010 |",
-    ):
-        assert row in card
 
 
+def test_a_second_export_deletes_nothing_that_it_did_not_write(tmp_path, tokenizer_path):
+    config, out = make_config("alibi"), tmp_path / "hf"
+
+    def export(seed: int) -> None:
+        to_huggingface(config, random_state(config, seed), tokenizer_path, out, max_length=256)
+
+    export(0)
+    content = {path: path.read_bytes() for path in out.iterdir()}
+    for name, what in ((".git/config", "not written by it"), ("README.md", "changed since")):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        with pytest.raises(ConfigError, match=rf"would also delete {name} \({what}\)"):
+            export(1)
+        assert (out / name).read_text() == "mine"
+        assert all(p.read_bytes() == c for p, c in content.items() if p.name != name)
+        shutil.rmtree(out / ".git", ignore_errors=True)
+    # What the export itself adds afterwards is recorded, and only that.
+    (out / "notes").touch()
+    record_files(out)
+    with pytest.raises(ConfigError, match=r"delete notes \(not written by it\)\. Move"):
+        export(1)
+    (out / "notes").unlink()
+    # An export of an earlier release has no list of its files.
+    (out / "pretrain.files.json").unlink()
+    (out / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"delete model\.gguf"):
+        export(1)
+    (out / "model.gguf").unlink()
+    export(1)
+    assert sorted(out.iterdir()) == sorted(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
-def test_tokenizer_gives_identical_ids_and_text(name, exported, tokenizer_path):
-    """AutoTokenizer equals SentencePiece on several hundred odd strings, for each class."""
+def test_tokenizer_gives_identical_ids_and_text(name, split, exported, tokenizer_path, tmp_path):
+    """AutoTokenizer equals SentencePiece on several hundred odd strings, for each class.
+
+    By default </s> and <unk> in a text are the tokens of these names, and all else has the ids of
+    before; with split_special_tokens they are text.
+    """
     from transformers import AutoTokenizer
 
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
-    theirs = AutoTokenizer.from_pretrained(exported(name)[1], local_files_only=True)
+    folder = exported(name)[1]
+    if split:
+        fast = fast_tokenizer(
+            load_tokenizer(tokenizer_path), max_length=64, split_special_tokens=True
+        )
+        fast.save_pretrained(tmp_path)
+        shutil.copy(folder / "config.json", tmp_path)
+        folder = tmp_path
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert theirs.vocab_size == len(theirs) == ours.vocab_size()
     generator = random.Random(0)
     alphabets = [
@@ -383,10 +407,59 @@ def test_tokenizer_gives_identical_ids_and_text(name, exported, tokenizer_path):
             for alphabet in alphabets
         ]
         texts += ["".join(generator.choices(pieces, k=12)).replace("▁", " ")]
+        texts += ["".join(generator.choices(["</s>", "<unk>", "<s>", " a b", "é "], k=5))]
+    literal = re.compile("(</s>|<unk>)")
+    assert sum(bool(literal.search(text)) for text in texts) > 30
     for text in texts:
-        ids = ours.encode(text)
+        parts = [text] if split else literal.split(text)
+        found = [
+            [ours.piece_to_id(p)] if literal.fullmatch(p) and not split else ours.encode(p)
+            for p in parts
+        ]
+        ids = list(itertools.chain(*found))
         assert theirs(text)["input_ids"] == ids, repr(text)
-        assert theirs.decode(ids) == ours.decode(ids), repr(text)
+        if split or len(parts) == 1:
+            assert theirs.decode(ids) == ours.decode(ids), repr(text)
+
+
+LENGTH_KEYS = (
+    "n_positions",
+    "max_position_embeddings",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "model_max_length",
+)
+"""Where programs look for a model's longest sequence: lm-eval, vLLM and others."""
+
+
+@pytest.mark.parametrize("name", ["bloom12", "mpt12", "opt", "neox"])
+def test_no_program_finds_a_shorter_limit(name, exported):
+    """A class without such a key would be cut off at a default of 2,048 or less."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = exported(name)[1]
+    settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found = {key: getattr(settings, key) for key in LENGTH_KEYS if hasattr(settings, key)}
+    assert set(found.values()) == {MAX_LENGTH} and "max_position_embeddings" in found, found
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert tokenizer.model_max_length == MAX_LENGTH
+
+
+def test_an_added_chat_token_is_one_id(exported):
+    """As trainers do it: a turn ends with the tokenizer's own eos_token, spelled in the text."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(exported("bloom12")[1], local_files_only=True)
+    assert theirs("a" + theirs.eos_token)["input_ids"] == [*theirs("a")["input_ids"], 2]
+    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    theirs.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    ids = theirs.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
+    start, end = theirs.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert ids == [2, start, *theirs("hi")["input_ids"], end]
 
 
 def test_tokenizers_that_would_give_other_ids_are_refused(tmp_path):
@@ -442,7 +515,13 @@ def test_check_exportable_names_the_class():
 def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     """RUN/evaluations/curve.json has all checkpoints of a run; other reports have no "step"."""
     config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
-    record = {"method": "alibi", "length": 128, "checkpoint": "elsewhere"}
+    record = {
+        "method": "alibi",
+        "protocol": "sliding",
+        "length": 128,
+        "perplexity": None,
+        "checkpoint": "elsewhere",
+    }
     of_run = [
         {**record, "step": n, "checkpoint": f"/old/run/checkpoints/step-{n:08d}"}
         for n in (100, 200, 300)
@@ -451,6 +530,21 @@ def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
     for records, expected in ((of_run, [of_run[1]]), (of_several, [record])):
         (tmp_path / "curve.json").write_text(json.dumps({"train_length": 128, "records": records}))
         assert _curve(config, checkpoint, tmp_path / "curve.json") == expected
+    # Two seeds of one method, as `pretrain evaluate A B` reports them.
+    seeds = [
+        {**record, "step": 200, "checkpoint": str(tmp_path / run / "checkpoints/step-00000200")}
+        for run in ("run", "other")
+    ]
+    (tmp_path / "curve.json").write_text(json.dumps({"records": seeds}))
+    assert _curve(config, checkpoint, tmp_path / "curve.json") == [seeds[0]]
+    elsewhere = tmp_path / "third/checkpoints/step-00000200"
+    with pytest.raises(ConfigError, match=r"has records of .*run/.*other/.*none of .*third"):
+        _curve(config, elsewhere, tmp_path / "curve.json")
+    for damage in ({"length": "128"}, {"perplexity": "low"}, {"protocol": 3}):
+        text = json.dumps({"records": [{**record, **damage}]})
+        (tmp_path / "curve.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"not a curve.json .*{next(iter(damage))} = "):
+            _curve(config, checkpoint, tmp_path / "curve.json")
 
 
 def test_the_model_card_reads_metrics_whose_last_line_was_cut_off(tmp_path):
@@ -480,6 +574,8 @@ def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
     config = tiny_config(data={"directory": str(tmp_path)})
+    stream, directory = _validation_split(config, SimpleNamespace(config=config))
+    assert stream is None and directory == str(tmp_path)
     length = config.data.sequence_length
     rows = _comparison_ids(config, None, 16 * length)
     assert [row.shape for row in rows] == [(4, length), (1, 16 * length)]

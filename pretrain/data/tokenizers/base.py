@@ -70,7 +70,10 @@ class Tokenizer(ABC):
         return type(self), (self.path, self.content)
 
     special: dict[str, int]
-    """Role ("unk", "bos", "eos", "pad") -> id, of the special tokens that there are."""
+    """Role ("unk", "eos", "pad") -> id, of the special tokens that there are.
+
+    A BOS is none of them: documents begin after the EOS of the one before.
+    """
 
     respelled: tuple[str, ...] = ()
     """Names of special tokens that stock transformers finds in a text although told not to."""

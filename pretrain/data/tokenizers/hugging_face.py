@@ -24,6 +24,10 @@ EOS_NAMES = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
 """Names of the token that ends a document. The first that a file has is used."""
+PAD_NAMES = (
+    "<pad>", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]",
+)  # fmt: skip
+"""Names of the token that pads. The first that is among a file's special tokens is used."""
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
 _LLAMA3_EXPRESSION = (
@@ -71,6 +75,9 @@ class JsonTokenizer(Tokenizer):
         _check_ids(path, settings, self._processor)
         self._check_encodes()
         self.special = {"eos": self.eos_id}
+        control = {t["content"]: int(t["id"]) for t in settings["added_tokens"] if t["special"]}
+        if pad := next((name for name in PAD_NAMES if name in control), ""):
+            self.special["pad"] = control[pad]
         unknown = settings["model"].get("unk_id")
         unknown = vocabulary.get(settings["model"].get("unk_token"), unknown)
         if unknown is not None:

@@ -63,7 +63,7 @@ class PieceTokenizer(Tokenizer):
                 "Train it without --eos_id=-1"
             )
         spec = self.proto.trainer_spec
-        found = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": self.eos_id, "pad": spec.pad_id}
+        found = {"unk": spec.unk_id, "eos": self.eos_id, "pad": spec.pad_id}
         # SentencePiece marks an absent token with -1.
         self.special = {role: i for role, i in found.items() if i >= 0}
         self._words = WordCache(self._word_encoder()) if _is_local(self.proto) else None

@@ -1,0 +1,102 @@
+"""Remember which files an export wrote, so that the next one replaces nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from pretrain.config import ConfigError
+from pretrain.rundir.files import read_json
+
+MARKER = "pretrain.toml"
+"""The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
+
+FILES = "pretrain.files.json"
+"""The SHA-256 of every other file that the export wrote."""
+
+_OF_EARLIER_RELEASES = (
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "pretrain.safetensors",
+    "pretrain.tokenizer.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    MARKER,
+)
+"""What an export without FILES has written."""
+
+
+def record_files(folder: Path) -> None:
+    """Write FILES into a finished export.
+
+    Where it is there already, an export goes on writing into a folder that others may see by now:
+    the files that it lists are recorded again, and no others.
+    """
+    names = read_json(folder / FILES).get("sha256") or _names(folder)
+    digests = {name: _digest(folder / name) for name in names}
+    # As all files of the folder, with the mode that the umask gives.
+    (folder / FILES).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
+
+
+def check_replaceable(out: Path) -> None:
+    """Check that a new export may take the place of whatever is at `out`.
+
+    That is so for nothing at all, an empty folder, and an export that is as it was written.
+
+    Raises:
+        ConfigError: It is something else, or the export holds files that it did not write, or that
+            were changed since. Names them.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MARKER).is_file():
+        raise ConfigError(
+            f"{out}: already exists and is not an earlier export (it has no {MARKER}). Choose "
+            "another folder"
+        )
+    written = read_json(out / FILES).get("sha256")
+    if not isinstance(written, dict):
+        written = dict.fromkeys(_OF_EARLIER_RELEASES)
+    faults = []
+    for name in _names(out):
+        if name == FILES:
+            continue
+        if name not in written:
+            faults.append(f"{name} (not written by it)")
+        elif written[name] is not None and _digest(out / name) != written[name]:
+            faults.append(f"{name} (changed since)")
+    if faults:
+        shown = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if faults[5:] else "")
+        raise ConfigError(
+            f"{out}: an earlier export, but a new one would also delete {shown}. Move that "
+            "elsewhere, or choose another folder"
+        )
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the paths below a folder of all that is no folder, and of empty folders, sorted."""
+    found = []
+    for path, folders, files in os.walk(folder):
+        below = Path(path).relative_to(folder)
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        found += [str(below / name) for name in [*files, *links]]
+        if not folders and not files and Path(path) != folder:
+            found.append(f"{below}/")
+    return sorted(found)
+
+
+def _digest(path: Path) -> str:
+    """Return the hex SHA-256 of a file; "" for what is none or cannot be read."""
+    try:
+        if not path.is_file() or path.is_symlink():
+            return ""
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
