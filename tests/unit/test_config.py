@@ -3,16 +3,20 @@
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from pretrain.config import (
     ConfigError,
+    RunConfig,
     dump_config,
     load_config,
     num_parameters,
     num_parameters_of_rank,
 )
+from pretrain.config.overrides import check_overrides, overridden
 
 BASE = """
 [run]
@@ -298,7 +302,7 @@ def test_every_refusal_is_said_at_once(path):
         ),
         ("parallel.zero_stage=4", "parallel.zero_stage = 4: input should be 1, 2 or 3"),
         ("evaluation.lengths=[]", "evaluation.lengths"),
-        ("train.num_steps=none", "train.num_steps: missing, and it has no default. Set it in"),
+        ("train.num_steps=", "train.num_steps: missing, and it has no default. Set it in"),
         ("num_steps=4", "--set num_steps=4: expected section.key=value"),
         ("train.num_steps", "--set train.num_steps: expected section.key=value"),
         ("train.=4", "expected section.key=value"),
@@ -358,7 +362,7 @@ def test_overrides_take_toml_values_and_plain_words_and_the_last_wins(path):
         "optimizer.clip_grad=2",
     ]
     config = load_config(
-        path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens=none"]
+        path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens="]
     )
     assert (config.run.directory, config.train.num_steps, config.optimizer.clip_grad) == (
         "runs/a=b",
@@ -555,3 +559,106 @@ def test_parameter_count_of_a_rank_equals_the_sum_over_its_shards(
 def test_reading_a_config_does_not_import_torch():
     code = "import sys, pretrain.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- --set: what is typed is what is trained -----------------------------------------------------
+def literal_words() -> list[tuple[str, Any]]:
+    """Every (key, value) of a Literal in the schema, also where other types are allowed as well."""
+
+    def values(annotation: Any) -> Iterator[Any]:
+        if get_origin(annotation) is Literal:
+            yield from get_args(annotation)
+        elif get_origin(annotation) is not tuple:
+            for part in get_args(annotation):
+                yield from values(part)
+
+    return [
+        (f"{section}.{name}", value)
+        for section, field in RunConfig.model_fields.items()
+        if isinstance(field.annotation, type)
+        for name, key in field.annotation.model_fields.items()
+        for value in values(key.annotation)
+    ]
+
+
+def test_the_literals_of_the_schema_are_found():
+    words = literal_words()
+    assert ("position.method", "none") in words and ("model.embedding_scale", "auto") in words
+    assert ("parallel.zero_stage", 3) in words and ("train.fusion", "on") in words
+    assert len(words) > 40
+
+
+@pytest.mark.parametrize(("key", "value"), literal_words(), ids=str)
+@pytest.mark.parametrize("spelling", ["{}", " {} ", '"{}"', "'{}'"])
+def test_the_bare_word_of_a_literal_is_that_value(key, value, spelling):
+    if not isinstance(value, str) and not spelling.strip().startswith("{"):
+        pytest.skip("a number in quotes is a text, and refused")
+    section, name = key.split(".")
+    # Another value of the key stands in the file.
+    others = [other for k, other in literal_words() if k == key and other != value]
+    values = overridden(
+        {section: {name: others[0] if others else None}}, [f"{key}={spelling.format(value)}"]
+    )
+    assert values[section][name] == value and type(values[section][name]) is type(value)
+
+
+def test_none_is_a_method_and_not_the_default(path):
+    assert load_config(path, ["position.method=none"]).position.method == "none"
+    path.write_text(BASE + '[position]\nmethod = "rotary"\n')
+    assert load_config(path, ["position.method=none"]).position.method == "none"
+    assert load_config(path, ["position.method="]).position.method == "alibi"
+
+
+@pytest.mark.parametrize("spelling", ["position.method=", " position . method = ", "position.method=\n"])
+def test_nothing_after_the_sign_removes_the_key(path, spelling):
+    path.write_text(BASE + '[position]\nmethod = "rotary"\n')
+    assert load_config(path, [spelling]).position.method == "alibi"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("evaluation.max_tokens=none", "To remove the key, write nothing: --set evaluation.max_tok"),
+        ("evaluation.max_tokens=None", "To remove the key, write nothing: --set evaluation.max_tok"),
+        ("evaluation.max_tokens=null", "To remove the key, write nothing: --set evaluation.max_tok"),
+        ("position.methd=", "position.methd: no such key, did you mean position.method?"),
+        ("positions.method=", "positions: no such key, did you mean position?"),
+        ("Position.Method=rotary", "Position: no such key, did you mean position?"),
+        ("position.METHOD=rotary", "position.METHOD: no such key, did you mean position.method?"),
+        ("position.METHOD=", "position.METHOD: no such key, did you mean position.method?"),
+        ("position.method=ALIBI", "position.method = 'ALIBI': input should be 'alibi'"),
+        ("model.use_bias=True", "model.use_bias = 'True': input should be a valid boolean (got str"),
+        ("model.use_bias=True", "Write true or false"),
+        ("run.seed=1e3", "Write it without a point and an exponent: 1000"),
+        ('run.seed="3"', "Write it without quotes"),
+        ("train.num_steps=", "train.num_steps: missing, and it has no default"),
+        ("run.directory=", "run.directory: missing, and it has no default"),
+        ('run.directory=""', "run.directory = '': is empty"),
+        ('data.directory="  "', "data.directory = '  ': is empty"),
+        ("train.num_steps=3 # three", "train.num_steps = '3 # three'"),
+        ("train.num_steps=3\nx=4", "train.num_steps = '3\\nx=4'"),
+        ("train.num_steps=3,", "train.num_steps = '3,'"),
+        ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: larger than"),
+        ("run.seed=9007199254740993", "larger than 9007199254740991, the largest that JSON keeps"),
+        ("train.num_steps=18446744073709551616", "train.num_steps = 18446744073709551616: larger"),
+        ("evaluation.lengths=[64, 18446744073709551616]", "18446744073709551616: larger than"),
+        (f"optimizer.learning_rate=1{'0' * 400}", "larger than"),
+        (f"optimizer.learning_rate=1{'0' * 5000}", "optimizer.learning_rate"),
+        ("optimizer.learning_rate=inf", "input should be a finite number"),
+        ("optimizer.clip_grad=inf", "input should be a finite number"),
+    ],
+)
+def test_what_is_refused_says_how_to_write_it(path, override, expected):
+    assert expected in message(path, override)
+
+
+def test_a_text_keeps_what_looks_like_a_number_or_a_date(path):
+    for word in ("2024", "2024-01-01", "true", "1e3", "[1]", "a#b", "none", "nan"):
+        config = load_config(path, [f"logging.wandb_project= {word} "])
+        assert config.logging.wandb_project == word
+
+
+def test_a_key_that_is_given_twice_is_refused():
+    check_overrides(["train.num_steps=7", "train.precision=bf16"])
+    with pytest.raises(ConfigError, match=r"--set train.num_steps=8: train.num_steps is given twice"):
+        check_overrides(["train.num_steps=7", "train.precision=bf16", " train . num_steps=8"])
