@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pretrain.config.overrides import check_overrides
+
 Config = Annotated[
     Path,
     typer.Argument(
@@ -18,7 +20,9 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Override a value of the config, as in --set train.num_steps=100. Can be repeated.",
+        callback=check_overrides,
+        help="Override a value of the config, as in --set train.num_steps=100; with nothing after "
+        "the =, remove the key, which brings its default back. Can be repeated.",
     ),
 ]
 AllowChanged = Annotated[

@@ -84,5 +84,5 @@ class EvaluationRequest:
         # The run's own stride was chosen for its own lengths and may be longer than the shortest
         # new one. Removing it brings back the default, which follows the lengths.
         if self.lengths is not None and self.stride is None:
-            settings.append("evaluation.stride=none")
+            settings.append("evaluation.stride=")
         return settings

@@ -20,7 +20,8 @@ class RunSection(Section):
 
     directory: str = Field(min_length=1)
     """Directory of the run, relative to where the command is started: config.toml, metrics.jsonl,
-    checkpoints/, attempts/ and logs/. Two runs never share one."""
+    checkpoints/, attempts/ and logs/. Two runs never share one. Here and in the paths of [data], ~
+    and $VARIABLE are expanded when the config is read, and recorded as what they stood for then."""
 
     seed: int = Field(default=1234, ge=0)
     """Seed of the initial weights, the order of the data and the dropout masks. Two runs that
@@ -211,9 +212,9 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Biases, LayerNorms and slopes are never decayed."""
 
-    clip_grad: float = Field(default=1.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0, allow_inf_nan=True)
     """Largest global gradient norm (L2), beyond which gradients are scaled down; 0 turns clipping
-    off."""
+    off, and so does inf."""
 
     initial_loss_scale_power: int = Field(default=16, ge=0)
     """fp16: the dynamic loss scale starts at 2 to this power. Lower it when a run begins with many

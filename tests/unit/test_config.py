@@ -589,17 +589,15 @@ def test_the_literals_of_the_schema_are_found():
 
 
 @pytest.mark.parametrize(("key", "value"), literal_words(), ids=str)
-@pytest.mark.parametrize("spelling", ["{}", " {} ", '"{}"', "'{}'"])
-def test_the_bare_word_of_a_literal_is_that_value(key, value, spelling):
-    if not isinstance(value, str) and not spelling.strip().startswith("{"):
-        pytest.skip("a number in quotes is a text, and refused")
+def test_the_bare_word_of_a_literal_is_that_value(key, value):
     section, name = key.split(".")
     # Another value of the key stands in the file.
-    others = [other for k, other in literal_words() if k == key and other != value]
-    values = overridden(
-        {section: {name: others[0] if others else None}}, [f"{key}={spelling.format(value)}"]
-    )
-    assert values[section][name] == value and type(values[section][name]) is type(value)
+    file = {section: {name: other for k, other in literal_words() if k == key and other != value}}
+    # A number in quotes is a text, and refused.
+    quoted = ['"{}"', "'{}'"] if isinstance(value, str) else []
+    for spelling in ["{}", " {} ", "{}\n", *quoted]:
+        found = overridden(file, [f"{key}={spelling.format(value)}"])[section][name]
+        assert found == value and type(found) is type(value)
 
 
 def test_none_is_a_method_and_not_the_default(path):
@@ -645,7 +643,7 @@ def test_nothing_after_the_sign_removes_the_key(path, spelling):
         (f"optimizer.learning_rate=1{'0' * 400}", "larger than"),
         (f"optimizer.learning_rate=1{'0' * 5000}", "optimizer.learning_rate"),
         ("optimizer.learning_rate=inf", "input should be a finite number"),
-        ("optimizer.clip_grad=inf", "input should be a finite number"),
+        ("optimizer.clip_grad=nan", "input should be greater than or equal to 0"),
     ],
 )
 def test_what_is_refused_says_how_to_write_it(path, override, expected):
@@ -661,4 +659,65 @@ def test_a_text_keeps_what_looks_like_a_number_or_a_date(path):
 def test_a_key_that_is_given_twice_is_refused():
     check_overrides(["train.num_steps=7", "train.precision=bf16"])
     with pytest.raises(ConfigError, match=r"--set train.num_steps=8: train.num_steps is given twice"):
-        check_overrides(["train.num_steps=7", "train.precision=bf16", " train . num_steps=8"])
+        check_overrides(["train . num_steps=7", "train.precision=bf16", "train.num_steps=8"])
+
+
+# ---- ~ and $VARIABLE in paths --------------------------------------------------------------------
+CORPORA = """
+[data.corpora.own]
+paths = ["$CORPUS/*.txt", "~/more.txt", "s3://bucket/$OWNER/*.txt"]
+"""
+
+
+def test_paths_are_expanded_when_a_config_is_read_and_stay_so(path, tmp_path, monkeypatch):
+    for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch/me", "CORPUS": "a b"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OWNER", "me")
+    overrides = [
+        "run.directory=${SCRATCH}/runs",
+        "data.directory=~/data",
+        "data.source=",
+        "data.tokenizer=~/$CORPUS/t.model",
+        'data.validation_paths=["$SCRATCH/held $(out).txt", "~"]',
+        "checkpoint.upload_to=s3://bucket/$OWNER",
+        "data.cache_directory=$TMPDIR/shards",
+    ]
+    path.write_text(BASE + CORPORA)
+    config = load_config(path, overrides)
+    assert config.run.directory == "/scratch/me/runs" and config.data.directory == "/home/me/data"
+    assert config.data.tokenizer == "/home/me/a b/t.model"
+    assert config.data.validation_paths == ("/scratch/me/held $(out).txt", "/home/me")
+    assert config.checkpoint.upload_to == "s3://bucket/me"
+    assert config.data.corpora["own"].paths == (
+        "a b/*.txt",
+        "/home/me/more.txt",
+        "s3://bucket/me/*.txt",
+    )
+    # Each process expands this one for itself.
+    assert config.data.cache_directory == "$TMPDIR/shards"
+    # What a run records is read elsewhere, with other values and without any.
+    for name in ("HOME", "SCRATCH", "CORPUS", "OWNER"):
+        monkeypatch.setenv(name, "/elsewhere")
+    copy = tmp_path / "resolved.toml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.directory=$UNSET/runs", "run.directory = $UNSET/runs: the variable UNSET is not set"),
+        ("run.directory=${UNSET}", "the variable UNSET is not set. Set it (export UNSET=...)"),
+        ("run.directory=$EMPTY/runs", "the variable EMPTY is not set"),
+        ("run.directory=$NAMES/runs", "a variable in it holds the name of another variable"),
+        ("data.directory=~nobody-of-this-name/x", "there is no such home directory"),
+        ('data.paths=["a", "$UNSET"]', "data.paths = $UNSET: the variable UNSET is not set"),
+        ('run.directory="a\\u0000b"', "no path holds a NUL character"),
+    ],
+)
+def test_a_path_that_cannot_be_expanded_is_refused(path, monkeypatch, override, expected):
+    monkeypatch.delenv("UNSET", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("NAMES", "$UNSET")
+    assert expected in message(path, override)
+    assert message(path, override).startswith(f"{path}: ")
