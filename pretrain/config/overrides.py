@@ -39,7 +39,7 @@ def check_overrides(overrides: Sequence[str]) -> list[str]:
     """
     seen: dict[str, str] = {}
     for override in overrides:
-        key = ".".join(_split(override)[:2])
+        key = key_of(override)
         if key in seen:
             raise ConfigError(
                 f"--set {override}: {key} is given twice, before as --set {seen[key]}. Leave one "
@@ -47,6 +47,12 @@ def check_overrides(overrides: Sequence[str]) -> list[str]:
             )
         seen[key] = override
     return list(overrides)
+
+
+def key_of(override: str) -> str:
+    """Return the key that an override is about, as "section.key"."""
+    section, name, _ = _split(override)
+    return f"{section}.{name}"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
