@@ -82,7 +82,18 @@ def _split(override: str) -> tuple[str, str, str]:
             f"--set {override}: expected section.key=value, as in --set train.num_steps=100, or "
             "section.key= to remove the key"
         )
+    if not _is_unicode(override):
+        raise ConfigError(f"--set {override!a}: holds bytes that are no UTF-8. Remove them")
     return section, name, text.strip()
+
+
+def _is_unicode(text: str) -> bool:
+    """Return False for a text with bytes of another encoding, which TOML cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _value(section: str, name: str, text: str) -> Any:

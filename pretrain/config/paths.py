@@ -86,7 +86,12 @@ def expand_path(key: str, path: str) -> str:
         if expanded.startswith("~"):
             raise ConfigError(f"{given}: there is no such home directory. Write the path in full")
     if "\0" in expanded:
-        raise ConfigError(f"{key} = {ascii(path)}: no path holds a NUL character. Remove it")
+        raise ConfigError(f"{key} = {path!a}: no path holds a NUL character. Remove it")
+    if any("\ud800" <= character <= "\udfff" for character in expanded):
+        raise ConfigError(
+            f"{key} = {expanded!a}: holds bytes that are no UTF-8, which a config cannot "
+            "record. Use another path"
+        )
     if not expanded.strip():
         raise ConfigError(f"{key} = {path!r}: is empty. Name a directory or a file")
     return expanded

@@ -1,5 +1,6 @@
 """Check what a config refuses and in which words, what it derives, and its parameter counts."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pretrain.config import (
     num_parameters,
     num_parameters_of_rank,
 )
+from pretrain.config.keys import section_keys
 from pretrain.config.overrides import check_overrides, overridden
 
 BASE = """
@@ -361,9 +363,7 @@ def test_overrides_take_toml_values_and_plain_words_and_the_last_wins(path):
         "train.num_steps=8",
         "optimizer.clip_grad=2",
     ]
-    config = load_config(
-        path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens="]
-    )
+    config = load_config(path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens="])
     assert (config.run.directory, config.train.num_steps, config.optimizer.clip_grad) == (
         "runs/a=b",
         8,
@@ -607,7 +607,9 @@ def test_none_is_a_method_and_not_the_default(path):
     assert load_config(path, ["position.method="]).position.method == "alibi"
 
 
-@pytest.mark.parametrize("spelling", ["position.method=", " position . method = ", "position.method=\n"])
+@pytest.mark.parametrize(
+    "spelling", ["position.method=", " position . method = ", "position.method=\n"]
+)
 def test_nothing_after_the_sign_removes_the_key(path, spelling):
     path.write_text(BASE + '[position]\nmethod = "rotary"\n')
     assert load_config(path, [spelling]).position.method == "alibi"
@@ -616,16 +618,28 @@ def test_nothing_after_the_sign_removes_the_key(path, spelling):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("evaluation.max_tokens=none", "To remove the key, write nothing: --set evaluation.max_tok"),
-        ("evaluation.max_tokens=None", "To remove the key, write nothing: --set evaluation.max_tok"),
-        ("evaluation.max_tokens=null", "To remove the key, write nothing: --set evaluation.max_tok"),
+        (
+            "evaluation.max_tokens=none",
+            "To remove the key, write nothing: --set evaluation.max_tok",
+        ),
+        (
+            "evaluation.max_tokens=None",
+            "To remove the key, write nothing: --set evaluation.max_tok",
+        ),
+        (
+            "evaluation.max_tokens=null",
+            "To remove the key, write nothing: --set evaluation.max_tok",
+        ),
         ("position.methd=", "position.methd: no such key, did you mean position.method?"),
         ("positions.method=", "positions: no such key, did you mean position?"),
         ("Position.Method=rotary", "Position: no such key, did you mean position?"),
         ("position.METHOD=rotary", "position.METHOD: no such key, did you mean position.method?"),
         ("position.METHOD=", "position.METHOD: no such key, did you mean position.method?"),
         ("position.method=ALIBI", "position.method = 'ALIBI': input should be 'alibi'"),
-        ("model.use_bias=True", "model.use_bias = 'True': input should be a valid boolean (got str"),
+        (
+            "model.use_bias=True",
+            "model.use_bias = 'True': input should be a valid boolean (got str",
+        ),
         ("model.use_bias=True", "Write true or false"),
         ("run.seed=1e3", "Write it without a point and an exponent: 1000"),
         ('run.seed="3"', "Write it without quotes"),
@@ -656,9 +670,58 @@ def test_a_text_keeps_what_looks_like_a_number_or_a_date(path):
         assert config.logging.wandb_project == word
 
 
+ODD = [
+    "none",
+    "null",
+    "auto",
+    "1",
+    "-1",
+    "1.0",
+    "1e400",
+    "inf",
+    "nan",
+    "true",
+    "True",
+    "'3'",
+    "[]",
+    "[1]",
+    "[[1]]",
+    "['a']",
+    "{a=1}",
+    "{}",
+    "2024-01-01",
+    "a=b",
+    "$",
+    "~",
+    "é",
+    "#",
+    "0x10",
+    "1,",
+    "9007199254740991",
+    "9007199254740991.0",
+]
+ODD += ["", "9" * 400, "9" * 5000, "[" * 2000, "\udcff", "\0", " "]
+
+
+def test_whatever_is_set_is_a_config_that_reads_back_or_a_refusal(path, tmp_path):
+    copy, kept = tmp_path / "resolved.toml", 0
+    for section, names in section_keys().items():
+        for name, odd in itertools.product(names, ODD):
+            try:
+                config = load_config(path, [f"{section}.{name}={odd}"])
+            except ConfigError:
+                continue
+            copy.write_text(dump_config(config))
+            assert load_config(copy) == config, (section, name, odd)
+            kept += 1
+    assert kept > 200
+
+
 def test_a_key_that_is_given_twice_is_refused():
     check_overrides(["train.num_steps=7", "train.precision=bf16"])
-    with pytest.raises(ConfigError, match=r"--set train.num_steps=8: train.num_steps is given twice"):
+    with pytest.raises(
+        ConfigError, match=r"--set train.num_steps=8: train.num_steps is given twice"
+    ):
         check_overrides(["train . num_steps=7", "train.precision=bf16", "train.num_steps=8"])
 
 
@@ -713,11 +776,13 @@ def test_paths_are_expanded_when_a_config_is_read_and_stay_so(path, tmp_path, mo
         ("data.directory=~nobody-of-this-name/x", "there is no such home directory"),
         ('data.paths=["a", "$UNSET"]', "data.paths = $UNSET: the variable UNSET is not set"),
         ('run.directory="a\\u0000b"', "no path holds a NUL character"),
+        ("run.directory=$LATIN/runs", "holds bytes that are no UTF-8"),
     ],
 )
 def test_a_path_that_cannot_be_expanded_is_refused(path, monkeypatch, override, expected):
     monkeypatch.delenv("UNSET", raising=False)
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("NAMES", "$UNSET")
+    monkeypatch.setenv("LATIN", "\udce9")
     assert expected in message(path, override)
     assert message(path, override).startswith(f"{path}: ")
