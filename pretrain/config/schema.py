@@ -222,20 +222,26 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """[schedule]: the learning rate over the steps."""
+    """[schedule]: the learning rate over the steps.
+
+    As in Megatron, Hugging Face and fairseq, an update takes the rate of the number of updates done
+    before it: the first one that of 0, the last one that of train.num_steps - 1.
+    """
 
     lr_decay_style: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "cosine"
-    """How the rate falls from its peak to min_learning_rate at the last step: along a line, along
-    half a cosine wave, not at all, or only over the last lr_wsd_decay_steps along a line."""
+    """How the rate falls from its peak towards min_learning_rate: along a line, along half a cosine
+    wave, not at all, or only over the last lr_wsd_decay_steps along a line."""
 
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up to the peak. 0 starts at the peak."""
+    """Steps of linear warm-up from 0, the rate of the first step, to the peak, the rate of the step
+    after them. 0 starts at the peak."""
 
     lr_wsd_decay_steps: int = Field(default=0, ge=0)
     """warmup_stable_decay: steps of the final decay. Set it for that style, and for no other."""
 
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate of the last step."""
+    """Learning rate that the decay ends at when all steps are done. The last step is one before it,
+    so that it still learns when this is 0."""
 
 
 class TrainSection(Section):

@@ -592,7 +592,8 @@ def test_the_literals_of_the_schema_are_found():
 def test_the_bare_word_of_a_literal_is_that_value(key, value):
     section, name = key.split(".")
     # Another value of the key stands in the file.
-    file = {section: {name: other for k, other in literal_words() if k == key and other != value}}
+    others = [other for k, other in literal_words() if k == key and other != value]
+    file = {section: {name: others[0]}} if others else {}
     # A number in quotes is a text, and refused.
     quoted = ['"{}"', "'{}'"] if isinstance(value, str) else []
     for spelling in ["{}", " {} ", "{}\n", *quoted]:
@@ -620,15 +621,15 @@ def test_nothing_after_the_sign_removes_the_key(path, spelling):
     [
         (
             "evaluation.max_tokens=none",
-            "To remove the key, write nothing: --set evaluation.max_tok",
+            "remove the key, write nothing: --set evaluation.max_tokens=",
         ),
         (
             "evaluation.max_tokens=None",
-            "To remove the key, write nothing: --set evaluation.max_tok",
+            "remove the key, write nothing: --set evaluation.max_tokens=",
         ),
         (
             "evaluation.max_tokens=null",
-            "To remove the key, write nothing: --set evaluation.max_tok",
+            "remove the key, write nothing: --set evaluation.max_tokens=",
         ),
         ("position.methd=", "position.methd: no such key, did you mean position.method?"),
         ("positions.method=", "positions: no such key, did you mean position?"),
@@ -670,46 +671,20 @@ def test_a_text_keeps_what_looks_like_a_number_or_a_date(path):
         assert config.logging.wandb_project == word
 
 
-ODD = [
-    "none",
-    "null",
-    "auto",
-    "1",
-    "-1",
-    "1.0",
-    "1e400",
-    "inf",
-    "nan",
-    "true",
-    "True",
-    "'3'",
-    "[]",
-    "[1]",
-    "[[1]]",
-    "['a']",
-    "{a=1}",
-    "{}",
-    "2024-01-01",
-    "a=b",
-    "$",
-    "~",
-    "é",
-    "#",
-    "0x10",
-    "1,",
-    "9007199254740991",
-    "9007199254740991.0",
-]
-ODD += ["", "9" * 400, "9" * 5000, "[" * 2000, "\udcff", "\0", " "]
+ODD = """none null auto 1 -1 1.0 1e400 inf nan true True '3' [] [1] [[1]] ['a'] {a=1} {} 2024-01-01
+a=b $ ~ é # 0x10 1, 9007199254740991 9007199254740991.0"""
+NASTY = [*ODD.split(), "", "9" * 400, "9" * 5000, "[" * 2000, "\udcff", "\0", " "]
 
 
 def test_whatever_is_set_is_a_config_that_reads_back_or_a_refusal(path, tmp_path):
-    copy, kept = tmp_path / "resolved.toml", 0
+    copy, before, kept = tmp_path / "resolved.toml", load_config(path), 0
     for section, names in section_keys().items():
-        for name, odd in itertools.product(names, ODD):
+        for name, odd in itertools.product(names, NASTY):
             try:
                 config = load_config(path, [f"{section}.{name}={odd}"])
             except ConfigError:
+                continue
+            if config == before:
                 continue
             copy.write_text(dump_config(config))
             assert load_config(copy) == config, (section, name, odd)
