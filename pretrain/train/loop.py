@@ -20,6 +20,7 @@ from pretrain.data.loader import batches, worker_failures
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.provenance import provenance_changes
 from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
 from pretrain.train.health import check_same_data
@@ -212,11 +213,21 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
 
 
 def _differences(config: RunConfig, start_point: StartPoint) -> str:
-    """Return the lines about all that differs from the checkpoint; empty when nothing does."""
+    """Return the lines about all that differs from the checkpoint, and from the last start.
+
+    Empty when nothing does.
+    """
     found, checkpoint = start_point.differences, start_point.checkpoint
-    if not found or checkpoint is None:
-        return ""
-    return "\n" + describe_differences(found, config.directory, checkpoint.path)
+    lines = []
+    if found and checkpoint is not None:
+        lines.append(describe_differences(found, config.directory, checkpoint.path))
+    if start_point.provenance is not None and start_point.provenance_before is not None:
+        which, before = start_point.provenance_before
+        changes = provenance_changes(before, start_point.provenance)
+        if changes:
+            lines += [f"{config.directory}: not made with the same as {which}:"]
+            lines += [f"  {change}" for change in changes]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _finished(step: int) -> str:

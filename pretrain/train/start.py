@@ -32,6 +32,8 @@ from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.platform import device_name, versions
+from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import (
@@ -44,6 +46,12 @@ from pretrain.rundir.history import (
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.provenance import (
+    PROVENANCE,
+    Provenance,
+    last_provenance,
+    write_provenance,
+)
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
@@ -80,11 +88,16 @@ class StartPoint:
     """The checkpoint was found by `auto`, so an earlier one may take its place."""
     damaged: Damaged = ()
     """Newer checkpoints that cannot be used, and why."""
+    provenance: Provenance | None = None
+    """What this attempt is made with; None if there is nothing left to do."""
+    provenance_before: tuple[str, Provenance] | None = None
+    """Which start was the last one that recorded it, and what that was made with."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
         if self.checkpoint is None:
-            return Origin(branches=(Branch(new_id(), 0),), data=self.data)
+            branch = Branch(new_id(), 0)
+            return Origin(branches=(branch,), data=self.data, provenance=self.provenance)
         before, lineage = self.checkpoint.origin, self.checkpoint.lineage
         branches = lineage.branches
         if self.begins_branch:
@@ -96,6 +109,7 @@ class StartPoint:
             data=self.data,
             changes=(*before.changes, *changes_of(self.differences, self.checkpoint.trainer_state)),
             validation_loss_nats=None,
+            provenance=self.provenance,
         )
 
     def is_finished(self, config: RunConfig) -> bool:
@@ -201,7 +215,23 @@ def take_run(
     # Once more: until the lock was taken, another process may have trained the run.
     start_point = find_start_point(config, resume, start_point.checkpoint, data, allowed)
     _say_damaged(start_point)
-    return start_point
+    return _with_provenance(config.directory, start_point, reporter)
+
+
+def _with_provenance(run: Path, start_point: StartPoint, reporter: AttemptReporter) -> StartPoint:
+    """Record what this attempt is made with, and find what the last one was made with."""
+    attempt, checkpoint = reporter.attempt, start_point.checkpoint
+    assert attempt is not None
+    made = Provenance.here(Owner.read(attempt), sys.argv, versions(), device_name())
+    try:
+        write_provenance(attempt, made)
+    except OSError as error:
+        why = f"{attempt}: {PROVENANCE} cannot be written ({error.strerror}); training goes on"
+        reporter.warn("provenance", why)
+    before = last_provenance(run, int(attempt.name))
+    if before is None and checkpoint is not None and checkpoint.origin.provenance is not None:
+        before = str(checkpoint.path), checkpoint.origin.provenance
+    return dataclasses.replace(start_point, provenance=made, provenance_before=before)
 
 
 def load_run(
@@ -290,7 +320,11 @@ def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> Start
     """
     start_point = find_start_point(config, "auto", None, before.data, before.allowed, damaged)
     _say_damaged(start_point)
-    return start_point
+    return dataclasses.replace(
+        start_point,
+        provenance=before.provenance,
+        provenance_before=before.provenance_before,
+    )
 
 
 def _say_damaged(start_point: StartPoint) -> None:

@@ -51,7 +51,6 @@ LAUNCHER_FLOORS = [
             "job",
             "evaluations",
             "options",
-            "credentials",
         )
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
