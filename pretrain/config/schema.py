@@ -376,7 +376,7 @@ class LoggingSection(Section):
     """[logging]: where metrics go besides RUN/metrics.jsonl, which always has every step."""
 
     interval_steps: int = Field(default=10, gt=0)
-    """Steps from one printed line to the next."""
+    """Steps from one printed line to the next; the first step of a start is printed, too."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Weights & Biases: write to RUN/wandb for a later `wandb sync`, send at once, or neither."""

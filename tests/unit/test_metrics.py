@@ -152,12 +152,13 @@ def test_numbers_that_json_lacks_become_null_with_a_note(tmp_path):
 
 
 # ---- console -------------------------------------------------------------------------------------
-def test_a_plain_line_every_interval_and_at_the_end(capsys):
+def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
     lines = Lines(num_steps=125, interval=10)
     for step in range(101, 126):
         lines.step(step_record(step))
     numbers = "loss 4.812  lr 1.9e-03  grad 0.81  21.3k tokens/s"
     assert capsys.readouterr().err.splitlines() == [
+        f"step 101/125  {numbers}  (the first is the slowest)",
         f"step 110/125  {numbers}  eta 0:08",  # 15 steps left at 0.5 s: 7.5 s, rounded to even
         f"step 120/125  {numbers}  eta 0:02",
         f"step 125/125  {numbers}  eta 0:00",
