@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -35,3 +37,22 @@ AllowChanged = Annotated[
         "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
     ),
 ]
+
+
+def print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:
+    """Return the callback of a flag that prints a text and ends the command, as --help does."""
+
+    def callback(given: bool) -> None:
+        if given:
+            print(text())
+            raise typer.Exit
+
+    return callback
+
+
+def version_of(command: str) -> str:
+    """Return the name of a command and the installed version, which pyproject.toml states."""
+    try:
+        return f"{command} {importlib.metadata.version('pretrain')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{command} (run from its source, not installed)"
