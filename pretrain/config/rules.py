@@ -245,15 +245,12 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
     data = world_size // model
     at_once = b.micro_batch_size * data
     if b.global_batch_size % at_once:
-        per_rank, rest = divmod(b.global_batch_size, data)
-        sizes = [n for n in range(1, b.micro_batch_size) if not rest and per_rank % n == 0]
-        smaller = f", or batch.micro_batch_size = {sizes[-1]}" if sizes else ""
         yield Refusal(
             "batch.global_batch_size",
             b.global_batch_size,
             f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} "
             "data-parallel ranks",
-            f"Choose a multiple of {at_once}{smaller}",
+            _fitting_batches(b.global_batch_size, b.micro_batch_size, data, model),
         )
         return
     if b.rampup_batch_size is not None:
@@ -270,6 +267,27 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
             f"Choose a multiple of {group}, or remove "
             "parallel.virtual_pipeline_model_parallel_size",
         )
+
+
+def _fitting_batches(batch: int, micro_batch: int, data: int, model: int) -> str:
+    """Return which batch sizes and numbers of processes would work, those nearest to the present.
+
+    Args:
+        batch: batch.global_batch_size.
+        micro_batch: batch.micro_batch_size.
+        data: Data-parallel ranks.
+        model: Processes that hold one copy of the model.
+    """
+    unit = micro_batch * data
+    below = batch // unit * unit
+    ways = [f"a multiple of {unit}, such as {f'{below} or ' if below else ''}{below + unit}"]
+    if batch % data == 0:
+        smaller = [n for n in range(1, micro_batch) if batch // data % n == 0]
+        ways.append(f"batch.micro_batch_size = {smaller[-1]}")
+    if fewer := [n for n in range(1, data) if batch % (micro_batch * n) == 0]:
+        count = fewer[-1] * model
+        ways.append(f"{count} process{'es' * (count > 1)}")
+    return f"Choose {', or '.join(ways)}"
 
 
 def _schedule(c: RunConfig) -> Iterator[Refusal]:

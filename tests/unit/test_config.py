@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,7 +253,17 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
             [],
             3,
             "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 "
-            "data-parallel ranks. Choose a multiple of 6",
+            "data-parallel ranks. Choose a multiple of 6, such as 12 or 18, or 2 processes",
+        ),
+        (
+            ["batch.micro_batch_size=16", "batch.global_batch_size=32"],
+            8,
+            "Choose a multiple of 128, such as 128, or batch.micro_batch_size = 4, or 2 processes",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=2", "batch.micro_batch_size=3"],
+            16,
+            "Choose a multiple of 24, such as 24, or batch.micro_batch_size = 2",
         ),
         (
             [
@@ -272,6 +283,31 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
 )
 def test_processes_that_cannot_share_the_run_are_refused(path, overrides, world_size, expected):
     assert expected in message(path, *overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize("batch", [1, 6, 16, 30, 64, 97])
+def test_every_batch_that_a_refusal_names_works(path, batch):
+    """Whatever of the three is followed, the run can start."""
+    named = 0
+    for micro, tensor, world in itertools.product((1, 2, 3, 4, 16), (1, 2), (1, 2, 6, 8, 16)):
+        given = [f"batch.global_batch_size={batch}", f"batch.micro_batch_size={micro}"]
+        given.append(f"parallel.tensor_model_parallel_size={tensor}")
+        if world % tensor:
+            continue
+        try:
+            load_config(path, given).layout(world)
+            continue
+        except ConfigError as refused:
+            remedy = str(refused).partition("Choose ")[2]
+        for size in re.findall(r"\d+", remedy.partition("such as ")[2].partition(", ")[0]):
+            load_config(path, [*given, f"batch.global_batch_size={size}"]).layout(world)
+        for size in re.findall(r"micro_batch_size = (\d+)", remedy):
+            load_config(path, [*given, f"batch.micro_batch_size={size}"]).layout(world)
+            named += 1
+        for count in re.findall(r"(\d+) process", remedy):
+            load_config(path, given).layout(int(count))
+            named += 1
+    assert named or batch in (1, 97)
 
 
 def test_every_refusal_is_said_at_once(path):
