@@ -64,7 +64,9 @@ def versions() -> dict[str, str]:
     """Return the versions of torch's build, CUDA, NCCL and the driver, as far as there are any."""
     found = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if has_cuda():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        # torch does not annotate this function.
+        parts = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(map(str, parts))
     with contextlib.suppress(OSError):
         said = Path("/proc/driver/nvidia/version").read_text()
         if match := re.search(r"Module.*?\s(\d+(?:\.\d+)+)", said):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pretrain.config.batch_rules import check_rampup, check_rampup_layout
+from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitting_batches
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
@@ -250,7 +250,7 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
             b.global_batch_size,
             f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} "
             "data-parallel ranks",
-            _fitting_batches(b.global_batch_size, b.micro_batch_size, data, model),
+            fitting_batches(b.global_batch_size, b.micro_batch_size, data, model),
         )
         return
     if b.rampup_batch_size is not None:
@@ -267,27 +267,6 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
             f"Choose a multiple of {group}, or remove "
             "parallel.virtual_pipeline_model_parallel_size",
         )
-
-
-def _fitting_batches(batch: int, micro_batch: int, data: int, model: int) -> str:
-    """Return which batch sizes and numbers of processes would work, those nearest to the present.
-
-    Args:
-        batch: batch.global_batch_size.
-        micro_batch: batch.micro_batch_size.
-        data: Data-parallel ranks.
-        model: Processes that hold one copy of the model.
-    """
-    unit = micro_batch * data
-    below = batch // unit * unit
-    ways = [f"a multiple of {unit}, such as {f'{below} or ' if below else ''}{below + unit}"]
-    if batch % data == 0:
-        smaller = [n for n in range(1, micro_batch) if batch // data % n == 0]
-        ways.append(f"batch.micro_batch_size = {smaller[-1]}")
-    if fewer := [n for n in range(1, data) if batch % (micro_batch * n) == 0]:
-        count = fewer[-1] * model
-        ways.append(f"{count} process{'es' * (count > 1)}")
-    return f"Choose {', or '.join(ways)}"
 
 
 def _schedule(c: RunConfig) -> Iterator[Refusal]:

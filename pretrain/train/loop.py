@@ -20,7 +20,6 @@ from pretrain.data.loader import batches, worker_failures
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.provenance import provenance_changes
 from pretrain.rundir.states import Phase
 from pretrain.topology import Topology, on_main
 from pretrain.train.health import check_same_data
@@ -221,12 +220,7 @@ def _differences(config: RunConfig, start_point: StartPoint) -> str:
     lines = []
     if found and checkpoint is not None:
         lines.append(describe_differences(found, config.directory, checkpoint.path))
-    if start_point.provenance is not None and start_point.provenance_before is not None:
-        which, before = start_point.provenance_before
-        changes = provenance_changes(before, start_point.provenance)
-        if changes:
-            lines += [f"{config.directory}: not made with the same as {which}:"]
-            lines += [f"  {change}" for change in changes]
+    lines += start_point.provenance_changes
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -32,8 +32,6 @@ from pretrain.evaluate.perplexity import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.platform import device_name, versions
-from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import (
@@ -46,15 +44,11 @@ from pretrain.rundir.history import (
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.provenance import (
-    PROVENANCE,
-    Provenance,
-    last_provenance,
-    write_provenance,
-)
+from pretrain.rundir.provenance import Provenance
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
+from pretrain.train.provenance import record_provenance
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.spikes import SpikeWatch
 from pretrain.train.stopping import Requests
@@ -90,8 +84,8 @@ class StartPoint:
     """Newer checkpoints that cannot be used, and why."""
     provenance: Provenance | None = None
     """What this attempt is made with; None if there is nothing left to do."""
-    provenance_before: tuple[str, Provenance] | None = None
-    """Which start was the last one that recorded it, and what that was made with."""
+    provenance_changes: tuple[str, ...] = ()
+    """Lines that say what of it changed since the last start."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
@@ -215,23 +209,8 @@ def take_run(
     # Once more: until the lock was taken, another process may have trained the run.
     start_point = find_start_point(config, resume, start_point.checkpoint, data, allowed)
     _say_damaged(start_point)
-    return _with_provenance(config.directory, start_point, reporter)
-
-
-def _with_provenance(run: Path, start_point: StartPoint, reporter: AttemptReporter) -> StartPoint:
-    """Record what this attempt is made with, and find what the last one was made with."""
-    attempt, checkpoint = reporter.attempt, start_point.checkpoint
-    assert attempt is not None
-    made = Provenance.here(Owner.read(attempt), sys.argv, versions(), device_name())
-    try:
-        write_provenance(attempt, made)
-    except OSError as error:
-        why = f"{attempt}: {PROVENANCE} cannot be written ({error.strerror}); training goes on"
-        reporter.warn("provenance", why)
-    before = last_provenance(run, int(attempt.name))
-    if before is None and checkpoint is not None and checkpoint.origin.provenance is not None:
-        before = str(checkpoint.path), checkpoint.origin.provenance
-    return dataclasses.replace(start_point, provenance=made, provenance_before=before)
+    made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
+    return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
 
 
 def load_run(
@@ -323,7 +302,7 @@ def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> Start
     return dataclasses.replace(
         start_point,
         provenance=before.provenance,
-        provenance_before=before.provenance_before,
+        provenance_changes=before.provenance_changes,
     )
 
 
