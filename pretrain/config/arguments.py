@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,20 @@ AllowChanged = Annotated[
         "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
     ),
 ]
+
+
+def expand_home(words: Sequence[str]) -> list[str]:
+    """Return command-line arguments with the ~ of --option=~/path expanded.
+
+    A shell expands it at the beginning of a word, and bash nowhere else.
+    """
+    result = []
+    for word in words:
+        option, separator, value = word.partition("=")
+        if separator and option.startswith("--") and value.startswith("~"):
+            word = f"{option}={os.path.expanduser(value)}"
+        result.append(word)
+    return result
 
 
 def print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:

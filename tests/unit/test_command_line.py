@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config.arguments import expand_home
+
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"pretrain": "pretrain.main", "launcher": "pretrain.launcher.main"}
 # argv[0] as the installed script has it. Says at the end if the slow import was made.
@@ -104,3 +106,10 @@ def test_completion_is_installed_for_the_shell_that_asks(name, tmp_path):
     [installed] = tmp_path.glob(f".bash_completions/{name}.sh")
     assert shown.stdout.strip() == installed.read_text().strip()
     assert installed.name in (tmp_path / ".bashrc").read_text()
+
+
+def test_the_home_directory_in_the_value_of_an_option(tmp_path):
+    words = ["submit", "configs/demo.toml", "--site=~/none.toml"]
+    assert f"{tmp_path}/none.toml" in run("launcher", *words, HOME=str(tmp_path)).stderr
+    kept = ["a=~/x", "--set", "run.directory=~/x", "--set=run.directory=~/x", "~/x", "--out"]
+    assert expand_home(kept) == kept
