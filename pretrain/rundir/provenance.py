@@ -90,8 +90,8 @@ class Provenance:
             host=socket.gethostname(),
             nodes=owner.nodes,
             slurm_job_id=owner.slurm_job_id,
-            command=(_program(command[0]), *redacted(command[1:])),
-            directory=os.getcwd(),
+            command=tuple(_text(word) for word in (_program(command[0]), *redacted(command[1:]))),
+            directory=_working_directory(),
         )
 
     @staticmethod
@@ -125,6 +125,19 @@ class Provenance:
             "nodes": self.nodes or self.host,
             "processes": str(self.num_processes),
         }
+
+
+def _text(word: str) -> str:
+    r"""Return a word as UTF-8, with \xff for what is none: a strict reader refuses such JSON."""
+    return os.fsencode(word).decode(errors="backslashreplace")
+
+
+def _working_directory() -> str:
+    try:
+        return _text(os.getcwd())
+    except OSError:
+        # It was removed.
+        return ""
 
 
 def _program(path: str) -> str:

@@ -40,13 +40,17 @@ class Source:
 
 def read_source(root: Path = ROOT) -> Source:
     """Return the state of the code in `root`. It never fails: what cannot be found out is None."""
-    git = _git_directory(root)
-    commit = _commit(git) if git is not None else None
+    try:
+        git = _git_directory(root)
+        commit = _commit(git) if git is not None else None
+    except (OSError, ValueError):
+        # A folder that this user may not look into, or a link to itself.
+        return Source()
     if git is None or commit is None:
         return Source()
     try:
         changes = _changes(root, git, commit)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         # No git, one that is too slow, or a kind of repository that it refuses.
         return Source(commit)
     digest = hashlib.sha256(changes).hexdigest() if changes else None

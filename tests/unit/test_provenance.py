@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.tools.show import show_source
 from pretrain.rundir import source
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.credentials import redacted
@@ -23,6 +25,7 @@ from pretrain.rundir.provenance import (
     write_provenance,
 )
 from pretrain.rundir.source import Source, read_source
+from tests.unit.saved import first_origin, save
 
 NOBODY = 65534
 
@@ -221,6 +224,22 @@ def test_a_damaged_record_is_none(wrong):
     assert Provenance.of_json(made().to_json() | wrong) is None
     # A key of a later version is passed over.
     assert made(later=1) is not None
+
+
+def test_odd_words_make_no_damaged_checkpoint(tmp_path, monkeypatch):
+    """A strict reader of JSON refuses half a surrogate, which Python writes without a word."""
+    latin = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(latin)
+    monkeypatch.chdir(os.fsdecode(latin))
+    words = ["pretrain", "train", os.fsdecode(b"caf\xe9.toml"), "a\0b", "é"]
+    made = Provenance.here(Owner.here(), words, {}, "cpu")
+    assert made.command[2:] == (r"caf\xe9.toml", "a\0b", "é")
+    assert made.directory.endswith(r"/caf\xe9")
+    saved = save(tmp_path / "run", 1, first_origin(provenance=made))
+    assert open_checkpoint(saved.path).origin.provenance == made
+    assert r"caf\xe9.toml" in show_source(saved.path)
+    os.rmdir(latin)
+    assert Provenance.here(Owner.here(), words, {}, "cpu").directory == ""
 
 
 def test_what_changed_is_a_line_each_and_nothing_is_none():
