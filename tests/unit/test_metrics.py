@@ -229,7 +229,8 @@ writer.close()
 def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(tmp_path):
     command = writing_program(tmp_path)
     piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(piped.stderr.splitlines()) == 12 and piped.stdout == ""
+    # The first step and every tenth one.
+    assert len(piped.stderr.splitlines()) == 13 and piped.stdout == ""
     for columns, has_bar in ((120, True), (0, False)):
         shown = stderr_on_a_terminal(command, columns)
         assert ("120/120 [" in shown) == has_bar and ("step 10/120  loss" in shown) != has_bar
@@ -419,8 +420,10 @@ def test_a_wait_for_data_is_shown_from_a_twentieth_of_a_step_on(tmp_path, capsys
 
 
 def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
-    """Although the log shows every tenth step alone."""
+    """Although the log shows the first step and every tenth one alone."""
     writer = MetricsWriter(make_config(), tmp_path, 0)
+    writer.step(step_record(1))
+    assert capsys.readouterr().err.startswith("step 1/")
     writer.step(step_record(3, begun_pass_of_books=2))
     writer.step(step_record(4))
     writer.step(step_record(7, begun_pass_of_books=3, begun_pass_of_news=12))
