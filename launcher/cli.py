@@ -14,7 +14,13 @@ from typing import Annotated
 import typer
 
 from pretrain.config import ConfigError, EvaluationRequest, load_config
-from pretrain.config.arguments import AllowChanged, Config, Overrides
+from pretrain.config.arguments import (
+    AllowChanged,
+    Config,
+    Overrides,
+    print_and_exit,
+    version_of,
+)
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher import run_cli
 from pretrain.launcher.cluster import load_site
@@ -50,7 +56,6 @@ from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     # The subcommands inherit this from the app.
@@ -60,7 +65,17 @@ app.add_typer(data, name="data")
 
 
 @app.callback()
-def launcher() -> None:
+def launcher(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=print_and_exit(lambda: version_of("launcher")),
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
     """Start runs of `pretrain train` on this machine or on a Slurm cluster, and look after them.
 
     Each command first checks that the processes can work together, and starts or submits nothing if

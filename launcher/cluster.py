@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError
 
 from pretrain.config import ConfigError
 from pretrain.config.section import Section
-from pretrain.launcher.credentials import credential_among, credential_in, is_credential, refusal
 from pretrain.launcher.slurm_options import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
+from pretrain.rundir.credentials import credential_among, credential_in, is_credential, refusal
 
 VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
 """Keys of a site for which a variable SBATCH_<KEY> may stand in."""

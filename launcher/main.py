@@ -7,6 +7,7 @@ import os
 import sys
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
+from pretrain.config.arguments import expand_home
 from pretrain.launcher.cli import app
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.states import ExitCode
@@ -26,7 +27,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        app(expand_home(sys.argv[1:]))
     except ConfigError as error:
         _exit_with_error(str(error), ExitCode.BAD_INPUT)
     except NoSpace as error:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pretrain.config import ConfigError
 from pretrain.launcher.cluster import Site, parse_site
-from pretrain.launcher.credentials import credential_in, refusal
 from pretrain.launcher.slurm_options import option_name, why_refused
+from pretrain.rundir.credentials import credential_in, refusal
 
 OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
 """Options that sbatch and the launcher's commands have in common."""

@@ -8,10 +8,8 @@ refused at once.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +25,13 @@ from pretrain.config import (
     load_config,
     writing,
 )
-from pretrain.config.arguments import AllowChanged, Config, Overrides
+from pretrain.config.arguments import (
+    AllowChanged,
+    Config,
+    Overrides,
+    print_and_exit,
+    version_of,
+)
 from pretrain.config.shipped import list_shipped
 from pretrain.config.trajectory import check_allowed
 from pretrain.data_cli import data
@@ -38,7 +42,6 @@ from pretrain.train.stopping import Requests
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     # The subcommands inherit this from the app.
@@ -59,25 +62,6 @@ Source = Annotated[
 ]
 
 
-def _print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:
-    """Return the callback of a flag that prints a text and ends the command, as --help does."""
-
-    def callback(given: bool) -> None:
-        if given:
-            print(text())
-            raise typer.Exit
-
-    return callback
-
-
-def _version() -> str:
-    """Return the installed version, which pyproject.toml states."""
-    try:
-        return f"pretrain {importlib.metadata.version('pretrain')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "pretrain (run from its source, not installed)"
-
-
 @app.callback()
 def pretrain(
     version: Annotated[
@@ -85,7 +69,7 @@ def pretrain(
         typer.Option(
             "--version",
             is_eager=True,
-            callback=_print_and_exit(_version),
+            callback=print_and_exit(lambda: version_of("pretrain")),
             help="Print the version and exit.",
         ),
     ] = False,
@@ -113,7 +97,7 @@ def config(
             "--list",
             # Eager: takes effect before CONFIG is missed.
             is_eager=True,
-            callback=_print_and_exit(list_shipped),
+            callback=print_and_exit(list_shipped),
             help="List the configs and example sites that are installed with this package.",
         ),
     ] = False,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import warnings
 from types import FrameType
 
 from pretrain.cli import app
 from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
+from pretrain.config.arguments import expand_home
 from pretrain.exits import leave
 from pretrain.rundir.states import ExitCode, exit_code_of
 
@@ -27,7 +29,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     interrupts = _record_interrupts()
     try:
-        app()
+        app(expand_home(sys.argv[1:]))
     except SystemExit as end:
         # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
         if not (end.code and interrupts):

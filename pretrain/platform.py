@@ -64,6 +64,20 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of torch's build, CUDA, NCCL and the driver, as far as there are any."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if has_cuda():
+        # torch does not annotate this function.
+        parts = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(map(str, parts))
+    with contextlib.suppress(OSError):
+        said = Path("/proc/driver/nvidia/version").read_text()
+        if match := re.search(r"Module.*?\s(\d+(?:\.\d+)+)", said):
+            found["driver"] = match[1]
+    return {name: version for name, version in found.items() if version}
+
+
 def check_precision(precision: str) -> None:
     """Raise ConfigError if this device cannot train in `precision` (a key of DTYPES)."""
     if has_cuda():

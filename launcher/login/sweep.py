@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.overrides import key_of
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
@@ -81,7 +82,9 @@ def sweep(
     """
     site = request.site(site)
     base = str(load_config(path, overrides).directory)
-    runs = _runs(path, site, parse_axes(axes), overrides, base, nodes)
+    parsed = parse_axes(axes)
+    _check_apart(parsed, overrides)
+    runs = _runs(path, site, parsed, overrides, base, nodes)
     finished = [run for run in runs if is_finished(run.directory, run.config.train.num_steps)]
     for run in finished:
         print(f"{run.config.run.directory}: finished, left out")
@@ -144,6 +147,16 @@ def parse_axes(axes: Sequence[str]) -> list[Axis]:
             "Remove this --over"
         )
     return parsed
+
+
+def _check_apart(axes: Sequence[Axis], overrides: Sequence[str]) -> None:
+    """Raise ConfigError when --set gives a key that is swept over: one of the two would be lost."""
+    keys = {axis.key for axis in axes}
+    for override in overrides:
+        if (key := key_of(override)) in keys:
+            raise ConfigError(
+                f"--set {override}: --over gives {key} its values. Leave one of the two out"
+            )
 
 
 def split_values(text: str, argument: str) -> list[str]:

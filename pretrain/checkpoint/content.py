@@ -27,6 +27,7 @@ from pretrain.checkpoint.index import Natural
 from pretrain.data.blend import Segment
 from pretrain.data.tokenizers.base import TOKENIZER_FILES
 from pretrain.rundir.lineage import Branch, Lineage
+from pretrain.rundir.provenance import Provenance
 
 FORMAT = 2
 STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
@@ -81,6 +82,9 @@ class Origin:
     """Changes that the user allowed, oldest first."""
     validation_loss_nats: float | None = None
     """The loss at the training length, if this very step was evaluated."""
+    provenance: Provenance | None = None
+    """The code, versions and machine of the attempt that saves it; None in checkpoints of earlier
+    versions."""
 
 
 # ---- what the files hold -------------------------------------------------------------------------
@@ -154,6 +158,7 @@ class StateContent(Strict):
     changes: tuple[ChangeEntry, ...]
     spikes: dict[str, list[float]] | None
     segment: SegmentEntry | None = None
+    provenance: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _begins_in_the_past(self) -> StateContent:
@@ -188,6 +193,7 @@ def state_content(
         "loss_scaler": loss_scaler_state,
         "data": origin.data,
         "changes": [dataclasses.asdict(change) for change in origin.changes],
+        "provenance": None if origin.provenance is None else origin.provenance.to_json(),
     }
 
 

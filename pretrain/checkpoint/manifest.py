@@ -46,6 +46,7 @@ from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints
 from pretrain.rundir.lineage import Lineage
+from pretrain.rundir.provenance import Provenance
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             data=state.data,
             changes=tuple(Change(**change.model_dump()) for change in state.changes),
             validation_loss_nats=manifest.validation_loss_nats,
+            provenance=Provenance.of_json(state.provenance),
         ),
         index_sha256=digests[INDEX],
         tokenizer_file=tokenizer,

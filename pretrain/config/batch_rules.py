@@ -1,4 +1,4 @@
-"""Refuse a ramp-up of the batch size that would not end, or whose steps cannot be divided."""
+"""Refuse a ramp-up of the batch size that would not end, and name batch sizes that work."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pretrain.config.refusal import Refusal
 if TYPE_CHECKING:
     # RunConfig.layout applies these rules, so importing it at run time would be a circle.
     from pretrain.config.run import RunConfig
+
+MOST_TRIED = 100_000
+"""Sizes that are tried to find one that works."""
 
 
 def check_rampup(c: RunConfig) -> Iterator[Refusal]:
@@ -57,3 +60,25 @@ def check_rampup_layout(c: RunConfig, data: int) -> Iterator[Refusal]:
                 f"Begin with a multiple of {unit}, and add multiples of it",
             )
             return
+
+
+def fitting_batches(batch: int, micro_batch: int, data: int, model: int) -> str:
+    """Return which batch sizes and numbers of processes would work, those nearest to the present.
+
+    Args:
+        batch: batch.global_batch_size.
+        micro_batch: batch.micro_batch_size.
+        data: Data-parallel ranks.
+        model: Processes that hold one copy of the model.
+    """
+    unit = micro_batch * data
+    below = batch // unit * unit
+    ways = [f"a multiple of {unit}, such as {f'{below} or ' if below else ''}{below + unit}"]
+    # Any larger number is a typing mistake, and a search up to it would never end.
+    smaller = range(min(micro_batch - 1, MOST_TRIED), 0, -1) if batch % data == 0 else ()
+    if size := next((n for n in smaller if batch // data % n == 0), None):
+        ways.append(f"batch.micro_batch_size = {size}")
+    fewer = range(min(data - 1, batch // micro_batch, MOST_TRIED), 0, -1)
+    if ranks := next((n for n in fewer if batch % (micro_batch * n) == 0), None):
+        ways.append(f"{ranks * model} process{'es' * (ranks * model > 1)}")
+    return f"Choose {', or '.join(ways)}"

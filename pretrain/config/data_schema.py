@@ -100,7 +100,7 @@ class DataSection(Section):
 
     cache_directory: str = Field(default="~/.cache/pretrain", min_length=1)
     """Where shards are kept that are read from a URL in `directory`. A disk of the node's own is
-    best."""
+    best, such as "$TMPDIR/shards": each process expands ~ and $VARIABLE for itself."""
 
     cache_bytes: int = Field(default=100_000_000_000, gt=0)
     """The cache holds at most about so much; what was used longest ago is removed. Samples come

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pretrain.config import rules
 from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
+from pretrain.config.keys import suggestion
+from pretrain.config.overrides import overridden
+from pretrain.config.paths import expand_paths
 from pretrain.config.run import RunConfig
+
+MAX_INTEGER = 2**53 - 1
+"""Larger integers are not kept exactly by every reader of JSON, in which a run is recorded. torch
+takes no seed beyond 2**64."""
 
 
 def load_config(
@@ -27,8 +33,8 @@ def load_config(
     Args:
         path: The config file.
         overrides: "section.key=value" as after `--set`; of several on one key the last one wins.
-            The value is TOML, or a plain word, which needs no quotes. `none` removes the key, which
-            brings its default back.
+            The value is TOML, or a plain word, which needs no quotes. "section.key=" removes the
+            key, which brings its default back.
         sections: Whole sections that replace those of the file, before the overrides are applied.
 
     Returns:
@@ -48,7 +54,8 @@ def load_config(
         ) from None
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable config file ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # Also what Python refuses: integers of thousands of digits, brackets a thousand deep.
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return parse_config(values | dict(sections or {}), str(path), overrides)
 
@@ -64,11 +71,10 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
     Raises:
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
-    values = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
-    values = with_earlier_values(values)
-    for override in overrides:
-        _apply(values, override)
+    values = overridden(with_earlier_values(values), overrides)
     try:
+        values = expand_paths(values)
+        _check_integers(values)
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
@@ -88,25 +94,27 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Apply one "section.key=value" to the sections in place."""
-    key, separator, text = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (separator and dot and name):
-        raise ConfigError(
-            f"--set {override}: expected section.key=value, as in --set train.num_steps=100"
-        )
-    if not isinstance(values.setdefault(section, {}), dict):
-        raise ConfigError(f"--set {override}: {section} is a value in the config, not a section")
-    if text.strip() == "none":
-        values[section].pop(name, None)
-        return
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        # A shell removes the quotes that TOML wants around a string: what is not TOML is one.
-        value = text
-    values[section][name] = value
+def _check_integers(values: Mapping[str, Any]) -> None:
+    """Refuse integers that a run's records would not hold."""
+    for key, value in _integers("", values):
+        if abs(value) > MAX_INTEGER:
+            shown = str(value) if value.bit_length() < 1000 else "an integer"
+            raise ConfigError(
+                f"{key} = {shown}: larger than {MAX_INTEGER}, the largest that JSON keeps exactly. "
+                "Choose a smaller one"
+            )
+
+
+def _integers(key: str, value: Any) -> Iterator[tuple[str, int]]:
+    """Yield every integer of a config with its key."""
+    if isinstance(value, int):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _integers(f"{key}.{name}" if key else name, part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _integers(key, part)
 
 
 def _explain(error: Any) -> str:
@@ -118,38 +126,30 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default. Set it in the file or with --set"
     got, text = error["input"], error["msg"]
-    return f"{key} = {got!r}: {text[:1].lower()}{text[1:]} (got {type(got).__name__})"
+    if error["type"] == "string_too_short":
+        return f"{key} = {got!r}: is empty. Set a value that is not"
+    said = f"{text[:1].lower()}{text[1:]} (got {type(got).__name__})"
+    return f"{key} = {got!r}: {said}{_remedy(error['type'], got, key)}"
 
 
-def section_keys() -> dict[str, list[str]]:
-    """Return the names of all keys by section, in the order of the config file."""
-    return {name: _keys(field.annotation) for name, field in RunConfig.model_fields.items()}
+def _remedy(kind: str, got: Any, key: str) -> str:
+    """Return how to write a value that has the wrong type, if that can be guessed."""
+    if isinstance(got, str) and got.lower() in ("none", "null", "nil", "~"):
+        return f". To remove the key, write nothing: --set {key}="
+    if kind == "bool_type" and str(got).lower() in ("true", "false", "yes", "no", "0", "1"):
+        return ". Write true or false"
+    if kind == "int_type" and isinstance(got, float) and got.is_integer():
+        return f". Write it without a point and an exponent: {got:.0f}"
+    if kind in ("int_type", "float_type") and isinstance(got, str) and _is_number(got):
+        return ". Write it without quotes"
+    if kind == "tuple_type" and isinstance(got, str):
+        return f'. Write a list: ["{got}"]'
+    return ""
 
 
-def suggestion(location: list[str]) -> str:
-    """Return the end of the message about an unknown key: what was probably meant.
-
-    The same name in another section comes first (a key under the wrong header), then a similar name
-    in the section.
-    """
-    sections = section_keys()
-    if len(location) == 1:
-        near = difflib.get_close_matches(location[0], sections, 1)
-        homes = [f"{s}.{location[0]}" for s, keys in sections.items() if location[0] in keys]
-        if near or homes:
-            return f", did you mean {(near or homes)[0]}?"
-        return f"; sections are {', '.join(sections)}"
-    section, name = location[0], location[1]
-    elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
-    near = difflib.get_close_matches(name, sections[section], 1, cutoff=0.5)
-    if elsewhere or near:
-        return f", did you mean {elsewhere[0] if elsewhere else f'{section}.{near[0]}'}?"
-    return f"; [{section}] has {', '.join(sections[section])}"
-
-
-def _keys(annotation: Any) -> list[str]:
-    """Return the keys of a section, given its annotation in RunConfig; none for other types."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return list(candidate.model_fields)
-    return []
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pretrain.config.batch_rules import check_rampup, check_rampup_layout
+from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitting_batches
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
@@ -245,15 +245,12 @@ def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
     data = world_size // model
     at_once = b.micro_batch_size * data
     if b.global_batch_size % at_once:
-        per_rank, rest = divmod(b.global_batch_size, data)
-        sizes = [n for n in range(1, b.micro_batch_size) if not rest and per_rank % n == 0]
-        smaller = f", or batch.micro_batch_size = {sizes[-1]}" if sizes else ""
         yield Refusal(
             "batch.global_batch_size",
             b.global_batch_size,
             f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} "
             "data-parallel ranks",
-            f"Choose a multiple of {at_once}{smaller}",
+            fitting_batches(b.global_batch_size, b.micro_batch_size, data, model),
         )
         return
     if b.rampup_batch_size is not None:

@@ -20,7 +20,8 @@ class RunSection(Section):
 
     directory: str = Field(min_length=1)
     """Directory of the run, relative to where the command is started: config.toml, metrics.jsonl,
-    checkpoints/, attempts/ and logs/. Two runs never share one."""
+    checkpoints/, attempts/ and logs/. Two runs never share one. Here and in the paths of [data], ~
+    and $VARIABLE are expanded when the config is read, and recorded as what they stood for then."""
 
     seed: int = Field(default=1234, ge=0)
     """Seed of the initial weights, the order of the data and the dropout masks. Two runs that
@@ -220,9 +221,9 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Biases, LayerNorms and slopes are never decayed."""
 
-    clip_grad: float = Field(default=1.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0, allow_inf_nan=True)
     """Largest global gradient norm (L2), beyond which gradients are scaled down; 0 turns clipping
-    off."""
+    off, and so does inf."""
 
     position_learning_rate_mult: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor on the learning rate of the position method's own parameters: T5's table of biases, or
@@ -236,20 +237,26 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """[schedule]: the learning rate over the steps."""
+    """[schedule]: the learning rate over the steps.
+
+    As in Megatron, Hugging Face and fairseq, an update takes the rate of the number of updates done
+    before it: the first one that of 0, the last one that of train.num_steps - 1.
+    """
 
     lr_decay_style: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "cosine"
-    """How the rate falls from its peak to min_learning_rate at the last step: along a line, along
-    half a cosine wave, not at all, or only over the last lr_wsd_decay_steps along a line."""
+    """How the rate falls from its peak towards min_learning_rate: along a line, along half a cosine
+    wave, not at all, or only over the last lr_wsd_decay_steps along a line."""
 
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up to the peak. 0 starts at the peak."""
+    """Steps of linear warm-up from 0, the rate of the first step, to the peak, the rate of the step
+    after them. 0 starts at the peak."""
 
     lr_wsd_decay_steps: int = Field(default=0, ge=0)
     """warmup_stable_decay: steps of the final decay. Set it for that style, and for no other."""
 
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate of the last step."""
+    """Learning rate that the decay ends at when all steps are done. The last step is one before it,
+    so that it still learns when this is 0."""
 
 
 class TrainSection(Section):
@@ -387,7 +394,7 @@ class LoggingSection(Section):
     """[logging]: where metrics go besides RUN/metrics.jsonl, which always has every step."""
 
     interval_steps: int = Field(default=10, gt=0)
-    """Steps from one printed line to the next."""
+    """Steps from one printed line to the next; the first step of a start is printed, too."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Weights & Biases: write to RUN/wandb for a later `wandb sync`, send at once, or neither."""

@@ -17,6 +17,7 @@ import fsspec
 import xxhash
 
 from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.config.paths import expand_path
 from pretrain.config.run import is_url
 from pretrain.data.manifest import rebuild_advice
 from pretrain.rundir.files import PARTIAL
@@ -114,7 +115,7 @@ class RemoteFolder(Folder):
 
     def __init__(self, location: str, cache: Cache) -> None:
         super().__init__(location)
-        self._cache = Path(cache.directory).expanduser()
+        self._cache = Path(expand_path("data.cache_directory", cache.directory))
         self._bytes = cache.bytes
 
     def parent(self) -> Folder:

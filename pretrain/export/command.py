@@ -28,6 +28,7 @@ from pretrain.export.harness import TEXT, describe, validation_documents
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import PRECISIONS, ParityReport, check_parity
 from pretrain.export.precision import add_precisions
+from pretrain.export.written import record_files
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint

@@ -181,7 +181,7 @@ def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 def _opt_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
-    """Return the table [2 + max_length, hidden_size] of sinusoids; padding has the rows of zeros."""
+    """Return the table [2 + max_length, hidden_size] of sinusoids; the padding's rows are zeros."""
     if config.position.method == "learned":
         return {}
     width = config.model.hidden_size

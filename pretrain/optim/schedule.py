@@ -8,33 +8,40 @@ from pretrain.config import RunConfig
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Return the learning rate of one optimizer step.
+    """Return the learning rate of one optimizer step, that of Megatron's and Hugging Face's too.
 
-    The warm-up is linear: step 0 uses 1 / lr_warmup_steps of the peak, and step
-    lr_warmup_steps - 1 the peak itself. Without a warm-up, step 0 uses the peak. From there the
-    rate falls to schedule.min_learning_rate, which the last step of the run uses:
+    They set the rate from the number of updates that are done, before the first update and after
+    each one (megatron/core/optimizer_param_scheduler.py, transformers.get_scheduler; so does
+    fairseq). The first update therefore takes the rate of 0 updates done, and the last one that of
+    train.num_steps - 1: schedule.min_learning_rate would be reached by the update after it.
+
+    The warm-up is linear from 0: the first update has the rate 0, and the one after
+    lr_warmup_steps updates the peak. Without a warm-up the first update has the peak. From there
+    the rate falls:
 
     - `linear`: along a straight line.
     - `cosine`: along half a cosine wave (Loshchilov and Hutter 2017, equation 5).
-    - `warmup_stable_decay`: it stays at the peak, then falls along a straight line during the
-      last lr_wsd_decay_steps steps.
+    - `warmup_stable_decay`: it stays at the peak, then falls along a straight line over the
+      last lr_wsd_decay_steps steps, the first of which still has the peak.
     - `constant`: it does not fall; min_learning_rate is not used.
+
+    Megatron counts samples, and here steps count, also while batch.rampup_batch_size grows. A step
+    whose update was skipped counts as well.
 
     Args:
         config: The run; its [schedule], optimizer.learning_rate (the peak) and train.num_steps.
-        step: The step about to be taken, counted from 0; smaller than train.num_steps.
+        step: The step about to be taken, counted from 0: the updates done.
     """
     schedule, peak = config.schedule, config.optimizer.learning_rate
     if step < schedule.lr_warmup_steps:
-        return peak * (step + 1) / schedule.lr_warmup_steps
+        return peak * step / schedule.lr_warmup_steps
     if schedule.lr_decay_style == "constant":
         return peak
-    last_step = config.train.num_steps - 1
-    last_peak_step = max(schedule.lr_warmup_steps - 1, 0)
+    end = config.train.num_steps
+    begin = schedule.lr_warmup_steps
     if schedule.lr_decay_style == "warmup_stable_decay":
-        last_peak_step = last_step - schedule.lr_wsd_decay_steps
-    # A run of a single step has nothing to decay over: max(..., 1) avoids a division by zero.
-    progress = max(step - last_peak_step, 0) / max(last_step - last_peak_step, 1)
+        begin = end - schedule.lr_wsd_decay_steps
+    progress = max(step - begin, 0) / (end - begin)
     if schedule.lr_decay_style == "cosine":
         share_of_peak = (1 + math.cos(math.pi * progress)) / 2
     else:

@@ -48,6 +48,7 @@ abandoned/####/step-########/ | rank 0 | a checkpoint as above that the run does
 abandoned/####/metrics.jsonl | rank 0 | the lines of the steps after which the run turned away
 abandoned/####/evaluations/ | rank 0 | evaluations of those steps
 attempts/####/owner.json | launcher or rank 0 | who makes the attempt
+attempts/####/provenance.json | rank 0 | code, versions, machine and command line of the attempt
 attempts/####/heartbeat | launcher or rank 0 | empty; its modification time is the lease
 attempts/####/phases.jsonl | rank 0 | a line whenever the attempt begins another phase
 attempts/####/progress | rank 0 | the last sign of life of training

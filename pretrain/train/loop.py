@@ -224,11 +224,16 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
 
 
 def _differences(config: RunConfig, start_point: StartPoint) -> str:
-    """Return the lines about all that differs from the checkpoint; empty when nothing does."""
+    """Return the lines about all that differs from the checkpoint, and from the last start.
+
+    Empty when nothing does.
+    """
     found, checkpoint = start_point.differences, start_point.checkpoint
-    if not found or checkpoint is None:
-        return ""
-    return "\n" + describe_differences(found, config.directory, checkpoint.path)
+    lines = []
+    if found and checkpoint is not None:
+        lines.append(describe_differences(found, config.directory, checkpoint.path))
+    lines += start_point.provenance_changes
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _finished(step: int) -> str:

@@ -300,7 +300,7 @@ class ProgressBar:
 
 
 class Lines:
-    """A plain line on stderr every `interval` steps, for logs."""
+    """A plain line on stderr for the first step and every `interval` steps, for logs."""
 
     def __init__(self, num_steps: int, interval: int) -> None:
         self._num_steps, self._interval = num_steps, interval
@@ -309,11 +309,14 @@ class Lines:
     def step(self, record: Record) -> None:
         for line in _pass_lines(record):
             _say(line)
-        step = record["step"]
+        step, is_first = record["step"], not self._seconds
         self._seconds.append(record["step_seconds"])
         if step % self._interval == 0 or step == self._num_steps:
             left = round((self._num_steps - step) * sum(self._seconds) / len(self._seconds))
             _say(f"step {step}/{self._num_steps}  {_numbers(record)}  eta {_clock(left)}")
+        elif is_first:
+            # No estimate: it allocates, and may compile, what later steps use again.
+            _say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
 
     def evaluation(self, records: list[Record]) -> None:
         for line in _evaluation_lines(records):

@@ -45,9 +45,11 @@ from pretrain.rundir.history import (
 from pretrain.rundir.lineage import Branch, new_id
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.provenance import Provenance
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
+from pretrain.train.provenance import record_provenance
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.spikes import SpikeWatch
 from pretrain.train.stopping import Requests
@@ -83,11 +85,16 @@ class StartPoint:
     """The checkpoint was found by `auto`, so an earlier one may take its place."""
     damaged: Damaged = ()
     """Newer checkpoints that cannot be used, and why."""
+    provenance: Provenance | None = None
+    """What this attempt is made with; None if there is nothing left to do."""
+    provenance_changes: tuple[str, ...] = ()
+    """Lines that say what of it changed since the last start."""
 
     def origin(self) -> Origin:
         """Return what the next save records about where its state comes from."""
         if self.checkpoint is None:
-            return Origin(branches=(Branch(new_id(), 0),), data=self.data)
+            branch = Branch(new_id(), 0)
+            return Origin(branches=(branch,), data=self.data, provenance=self.provenance)
         before, lineage = self.checkpoint.origin, self.checkpoint.lineage
         branches = lineage.branches
         if self.begins_branch:
@@ -99,6 +106,7 @@ class StartPoint:
             data=self.data,
             changes=(*before.changes, *changes_of(self.differences, self.checkpoint.trainer_state)),
             validation_loss_nats=None,
+            provenance=self.provenance,
         )
 
     def is_finished(self, config: RunConfig) -> bool:
@@ -211,7 +219,8 @@ def take_run(
         config, resume, start_point.checkpoint, data, allowed, evaluations=tuple(evaluations)
     )
     _say_damaged(start_point)
-    return start_point
+    made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
+    return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
 
 
 def load_run(
@@ -302,7 +311,11 @@ def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> Start
         config, "auto", None, before.data, before.allowed, damaged, before.evaluations
     )
     _say_damaged(start_point)
-    return start_point
+    return dataclasses.replace(
+        start_point,
+        provenance=before.provenance,
+        provenance_changes=before.provenance_changes,
+    )
 
 
 def _say_damaged(start_point: StartPoint) -> None:

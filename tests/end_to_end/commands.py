@@ -104,6 +104,12 @@ def ranks(
         return [_end(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
 
 
+def sets(*settings: str) -> list[str]:
+    """Return settings as options, each key once: a later setting replaces an earlier one."""
+    last = {setting.partition("=")[0]: setting for setting in settings}
+    return [word for setting in last.values() for word in ("--set", setting)]
+
+
 class Started(NamedTuple):
     """The running ranks of a command."""
 

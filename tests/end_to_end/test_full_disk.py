@@ -23,6 +23,7 @@ from tests.end_to_end.commands import (
     fresh,
     metrics,
     pretrain,
+    sets,
     started,
     wait_for,
 )
@@ -53,7 +54,7 @@ def fill(disk: Path, leave: int) -> Path:
 
 
 def words(*settings: str) -> list[str]:
-    return [word for setting in (*SHORT, *settings) for word in ("--set", setting)]
+    return sets(*SHORT, *settings)
 
 
 def test_a_full_disk_ends_the_run_once(config, disk):
@@ -130,7 +131,7 @@ def test_a_rank_that_was_suspended_and_lost_the_run_publishes_nothing(workspace,
         taken = [*SHORT, f"run.directory={run}", "checkpoint.interval_steps=1000"]
         newest = int(complete_checkpoints(run)[-1].name[5:])
         taken.append(f"train.num_steps={newest + 2}")
-        done = pretrain("train", config, *(w for s in taken for w in ("--set", s)))
+        done = pretrain("train", config, *sets(*taken))
         assert done.code == 0, done.err
         before = sorted(os.listdir(run / "checkpoints"))
         manifests = {p: p.stat().st_mtime_ns for p in run.glob("checkpoints/*/manifest.json")}

@@ -13,7 +13,7 @@ from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.holds import hold
 from pretrain.rundir.lineage import read_lineage
 from tests.conftest import mark_torture
-from tests.end_to_end.commands import LAUNCHER, Done, explained, fresh, metrics, pretrain
+from tests.end_to_end.commands import LAUNCHER, Done, explained, fresh, metrics, pretrain, sets
 from tests.end_to_end.damage import flip
 
 SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.interval_steps=2")
@@ -40,7 +40,7 @@ def train(config: Path, copy: Path) -> Train:
     """Return train(*options, num_steps=8), which trains the copy."""
 
     def run(*options: object, settings: tuple[str, ...] = (), **limits: int) -> Done:
-        words = [w for s in (*SHORT, f"run.directory={copy}", *settings) for w in ("--set", s)]
+        words = sets(*SHORT, f"run.directory={copy}", *settings)
         return pretrain("train", config, *words, *options, **limits)
 
     return run

@@ -11,7 +11,7 @@ from pathlib import Path
 import tomli_w
 
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import LAUNCHER, ROOT, Done, wait_for
+from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run
 
@@ -124,7 +124,7 @@ class Script:
             "recovery.preflight_seconds=0",
             *settings,
         )
-        options = [word for each in given for word in ("--set", each)]
+        options = sets(*given)
         demo = ROOT / "configs/demo.toml"
         words = ("submit", demo, "--site", path, "--nodes", nodes, "--save-before", 1, *options)
         ran = self.cluster.run(*LAUNCHER, *words, cwd=self.folder)

@@ -1,18 +1,25 @@
 """Check what a config refuses and in which words, what it derives, and its parameter counts."""
 
+import itertools
 import math
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from pretrain.config import (
     ConfigError,
+    RunConfig,
     dump_config,
     load_config,
     num_parameters,
     num_parameters_of_rank,
 )
+from pretrain.config.keys import section_keys
+from pretrain.config.overrides import check_overrides, overridden
 
 BASE = """
 [run]
@@ -261,7 +268,17 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
             [],
             3,
             "batch.global_batch_size = 16: not divisible by batch.micro_batch_size = 2 x 3 "
-            "data-parallel ranks. Choose a multiple of 6",
+            "data-parallel ranks. Choose a multiple of 6, such as 12 or 18, or 2 processes",
+        ),
+        (
+            ["batch.micro_batch_size=16", "batch.global_batch_size=32"],
+            8,
+            "Choose a multiple of 128, such as 128, or batch.micro_batch_size = 4, or 2 processes",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=2", "batch.micro_batch_size=3"],
+            16,
+            "Choose a multiple of 24, such as 24, or batch.micro_batch_size = 2",
         ),
         (
             [
@@ -281,6 +298,31 @@ def test_what_cannot_work_is_refused_with_a_remedy(path, overrides, subject, rem
 )
 def test_processes_that_cannot_share_the_run_are_refused(path, overrides, world_size, expected):
     assert expected in message(path, *overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize("batch", [1, 6, 16, 30, 64, 97])
+def test_every_batch_that_a_refusal_names_works(path, batch):
+    """Whatever of the three is followed, the run can start."""
+    named = 0
+    for micro, tensor, world in itertools.product((1, 2, 3, 4, 16), (1, 2), (1, 2, 6, 8, 16)):
+        given = [f"batch.global_batch_size={batch}", f"batch.micro_batch_size={micro}"]
+        given.append(f"parallel.tensor_model_parallel_size={tensor}")
+        if world % tensor:
+            continue
+        try:
+            load_config(path, given).layout(world)
+            continue
+        except ConfigError as refused:
+            remedy = str(refused).partition("Choose ")[2]
+        for size in re.findall(r"\d+", remedy.partition("such as ")[2].partition(", ")[0]):
+            load_config(path, [*given, f"batch.global_batch_size={size}"]).layout(world)
+        for size in re.findall(r"micro_batch_size = (\d+)", remedy):
+            load_config(path, [*given, f"batch.micro_batch_size={size}"]).layout(world)
+            named += 1
+        for count in re.findall(r"(\d+) process", remedy):
+            load_config(path, given).layout(int(count))
+            named += 1
+    assert named or batch in (1, 97)
 
 
 def test_every_refusal_is_said_at_once(path):
@@ -313,7 +355,7 @@ def test_every_refusal_is_said_at_once(path):
         ),
         ("parallel.zero_stage=4", "parallel.zero_stage = 4: input should be 1, 2 or 3"),
         ("evaluation.lengths=[]", "evaluation.lengths"),
-        ("train.num_steps=none", "train.num_steps: missing, and it has no default. Set it in"),
+        ("train.num_steps=", "train.num_steps: missing, and it has no default. Set it in"),
         ("num_steps=4", "--set num_steps=4: expected section.key=value"),
         ("train.num_steps", "--set train.num_steps: expected section.key=value"),
         ("train.=4", "expected section.key=value"),
@@ -372,9 +414,7 @@ def test_overrides_take_toml_values_and_plain_words_and_the_last_wins(path):
         "train.num_steps=8",
         "optimizer.clip_grad=2",
     ]
-    config = load_config(
-        path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens=none"]
-    )
+    config = load_config(path, [*overrides, "evaluation.max_tokens=5", "evaluation.max_tokens="])
     assert (config.run.directory, config.train.num_steps, config.optimizer.clip_grad) == (
         "runs/a=b",
         8,
@@ -570,3 +610,205 @@ def test_parameter_count_of_a_rank_equals_the_sum_over_its_shards(
 def test_reading_a_config_does_not_import_torch():
     code = "import sys, pretrain.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- --set: what is typed is what is trained -----------------------------------------------------
+def literal_words() -> list[tuple[str, Any]]:
+    """Every (key, value) of a Literal in the schema, also where other types are allowed as well."""
+
+    def values(annotation: Any) -> Iterator[Any]:
+        if get_origin(annotation) is Literal:
+            yield from get_args(annotation)
+        elif get_origin(annotation) is not tuple:
+            for part in get_args(annotation):
+                yield from values(part)
+
+    return [
+        (f"{section}.{name}", value)
+        for section, field in RunConfig.model_fields.items()
+        if isinstance(field.annotation, type)
+        for name, key in field.annotation.model_fields.items()
+        for value in values(key.annotation)
+    ]
+
+
+def test_the_literals_of_the_schema_are_found():
+    words = literal_words()
+    assert ("position.method", "none") in words and ("model.embedding_scale", "auto") in words
+    assert ("parallel.zero_stage", 3) in words and ("train.fusion", "on") in words
+    assert len(words) > 40
+
+
+@pytest.mark.parametrize(("key", "value"), literal_words(), ids=str)
+def test_the_bare_word_of_a_literal_is_that_value(key, value):
+    section, name = key.split(".")
+    # Another value of the key stands in the file.
+    others = [other for k, other in literal_words() if k == key and other != value]
+    file = {section: {name: others[0]}} if others else {}
+    # A number in quotes is a text, and refused.
+    quoted = ['"{}"', "'{}'"] if isinstance(value, str) else []
+    for spelling in ["{}", " {} ", "{}\n", *quoted]:
+        found = overridden(file, [f"{key}={spelling.format(value)}"])[section][name]
+        assert found == value and type(found) is type(value)
+
+
+def test_none_is_a_method_and_not_the_default(path):
+    assert load_config(path, ["position.method=none"]).position.method == "none"
+    path.write_text(BASE + '[position]\nmethod = "rotary"\n')
+    assert load_config(path, ["position.method=none"]).position.method == "none"
+    assert load_config(path, ["position.method="]).position.method == "alibi"
+
+
+@pytest.mark.parametrize(
+    "spelling", ["position.method=", " position . method = ", "position.method=\n"]
+)
+def test_nothing_after_the_sign_removes_the_key(path, spelling):
+    path.write_text(BASE + '[position]\nmethod = "rotary"\n')
+    assert load_config(path, [spelling]).position.method == "alibi"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "evaluation.max_tokens=none",
+            "remove the key, write nothing: --set evaluation.max_tokens=",
+        ),
+        (
+            "evaluation.max_tokens=None",
+            "remove the key, write nothing: --set evaluation.max_tokens=",
+        ),
+        (
+            "evaluation.max_tokens=null",
+            "remove the key, write nothing: --set evaluation.max_tokens=",
+        ),
+        ("position.methd=", "position.methd: no such key, did you mean position.method?"),
+        ("positions.method=", "positions: no such key, did you mean position?"),
+        ("Position.Method=rotary", "Position: no such key, did you mean position?"),
+        ("position.METHOD=rotary", "position.METHOD: no such key, did you mean position.method?"),
+        ("position.METHOD=", "position.METHOD: no such key, did you mean position.method?"),
+        ("position.method=ALIBI", "position.method = 'ALIBI': input should be 'alibi'"),
+        (
+            "model.use_bias=True",
+            "model.use_bias = 'True': input should be a valid boolean (got str",
+        ),
+        ("model.use_bias=True", "Write true or false"),
+        ("run.seed=1e3", "Write it without a point and an exponent: 1000"),
+        ('run.seed="3"', "Write it without quotes"),
+        ("train.num_steps=", "train.num_steps: missing, and it has no default"),
+        ("run.directory=", "run.directory: missing, and it has no default"),
+        ('run.directory=""', "run.directory = '': is empty"),
+        ('data.directory="  "', "data.directory = '  ': is empty"),
+        ("train.num_steps=3 # three", "train.num_steps = '3 # three'"),
+        ("train.num_steps=3\nx=4", "train.num_steps = '3\\nx=4'"),
+        ("train.num_steps=3,", "train.num_steps = '3,'"),
+        ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: larger than"),
+        ("run.seed=9007199254740993", "larger than 9007199254740991, the largest that JSON keeps"),
+        ("train.num_steps=18446744073709551616", "train.num_steps = 18446744073709551616: larger"),
+        ("evaluation.lengths=[64, 18446744073709551616]", "18446744073709551616: larger than"),
+        (f"optimizer.learning_rate=1{'0' * 400}", "larger than"),
+        (f"optimizer.learning_rate=1{'0' * 5000}", "optimizer.learning_rate"),
+        ("optimizer.learning_rate=inf", "input should be a finite number"),
+        ("optimizer.clip_grad=nan", "input should be greater than or equal to 0"),
+    ],
+)
+def test_what_is_refused_says_how_to_write_it(path, override, expected):
+    assert expected in message(path, override)
+
+
+def test_a_text_keeps_what_looks_like_a_number_or_a_date(path):
+    for word in ("2024", "2024-01-01", "true", "1e3", "[1]", "a#b", "none", "nan"):
+        config = load_config(path, [f"logging.wandb_project= {word} "])
+        assert config.logging.wandb_project == word
+
+
+ODD = """none null auto 1 -1 1.0 1e400 inf nan true True '3' [] [1] [[1]] ['a'] {a=1} {} 2024-01-01
+a=b $ ~ é # 0x10 1, 9007199254740991 9007199254740991.0"""
+NASTY = [*ODD.split(), "", "9" * 400, "9" * 5000, "[" * 2000, "\udcff", "\0", " "]
+
+
+def test_whatever_is_set_is_a_config_that_reads_back_or_a_refusal(path, tmp_path):
+    copy, before, kept = tmp_path / "resolved.toml", load_config(path), 0
+    for section, names in section_keys().items():
+        for name, odd in itertools.product(names, NASTY):
+            try:
+                config = load_config(path, [f"{section}.{name}={odd}"])
+            except ConfigError:
+                continue
+            if config == before:
+                continue
+            copy.write_text(dump_config(config))
+            assert load_config(copy) == config, (section, name, odd)
+            kept += 1
+    assert kept > 200
+
+
+def test_a_key_that_is_given_twice_is_refused():
+    check_overrides(["train.num_steps=7", "train.precision=bf16"])
+    with pytest.raises(
+        ConfigError, match=r"--set train.num_steps=8: train.num_steps is given twice"
+    ):
+        check_overrides(["train . num_steps=7", "train.precision=bf16", "train.num_steps=8"])
+
+
+# ---- ~ and $VARIABLE in paths --------------------------------------------------------------------
+CORPORA = """
+[data.corpora.own]
+paths = ["$CORPUS/*.txt", "~/more.txt", "s3://bucket/$OWNER/*.txt"]
+"""
+
+
+def test_paths_are_expanded_when_a_config_is_read_and_stay_so(path, tmp_path, monkeypatch):
+    for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch/me", "CORPUS": "a b"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OWNER", "me")
+    overrides = [
+        "run.directory=${SCRATCH}/runs",
+        "data.directory=~/data",
+        "data.source=",
+        "data.tokenizer=~/$CORPUS/t.model",
+        'data.validation_paths=["$SCRATCH/held $(out).txt", "~"]',
+        "checkpoint.upload_to=s3://bucket/$OWNER",
+        "data.cache_directory=$TMPDIR/shards",
+    ]
+    path.write_text(BASE + CORPORA)
+    config = load_config(path, overrides)
+    assert config.run.directory == "/scratch/me/runs" and config.data.directory == "/home/me/data"
+    assert config.data.tokenizer == "/home/me/a b/t.model"
+    assert config.data.validation_paths == ("/scratch/me/held $(out).txt", "/home/me")
+    assert config.checkpoint.upload_to == "s3://bucket/me"
+    assert config.data.corpora["own"].paths == (
+        "a b/*.txt",
+        "/home/me/more.txt",
+        "s3://bucket/me/*.txt",
+    )
+    # Each process expands this one for itself.
+    assert config.data.cache_directory == "$TMPDIR/shards"
+    # What a run records is read elsewhere, with other values and without any.
+    for name in ("HOME", "SCRATCH", "CORPUS", "OWNER"):
+        monkeypatch.setenv(name, "/elsewhere")
+    copy = tmp_path / "resolved.toml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.directory=$UNSET/runs", "run.directory = $UNSET/runs: the variable UNSET is not set"),
+        ("run.directory=${UNSET}", "the variable UNSET is not set. Set it (export UNSET=...)"),
+        ("run.directory=$EMPTY/runs", "the variable EMPTY is not set"),
+        ("run.directory=$NAMES/runs", "a variable in it holds the name of another variable"),
+        ("data.directory=~nobody-of-this-name/x", "there is no such home directory"),
+        ('data.paths=["a", "$UNSET"]', "data.paths = $UNSET: the variable UNSET is not set"),
+        ('run.directory="a\\u0000b"', "no path holds a NUL character"),
+        ("run.directory=$LATIN/runs", "holds bytes that are no UTF-8"),
+    ],
+)
+def test_a_path_that_cannot_be_expanded_is_refused(path, monkeypatch, override, expected):
+    monkeypatch.delenv("UNSET", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("NAMES", "$UNSET")
+    monkeypatch.setenv("LATIN", "\udce9")
+    assert expected in message(path, override)
+    assert message(path, override).startswith(f"{path}: ")

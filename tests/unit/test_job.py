@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -621,3 +622,36 @@ def test_a_sweep_s_configs_differ_in_what_is_swept(tmp_path):
         Path(directory).parent == tmp_path / "s" for directory in seen.values()
     )
     assert load_config("configs/demo.toml").train == runs[0].config.train
+
+
+@pytest.mark.parametrize(
+    ("axis", "values"),
+    [
+        ("position.method=alibi, none", ["alibi", "none"]),
+        ('position.method="none","rotary"', ["none", "rotary"]),
+        ("train.recompute_granularity=none,full", ["none", "full"]),
+        ("model.embedding_scale=auto,1.0", ["auto", 1.0]),
+        ("logging.wandb_project=2024,none", ["2024", "none"]),
+        ("optimizer.learning_rate=1e-3,2e-3", [1e-3, 2e-3]),
+    ],
+)
+def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
+    axes, site = sweep.parse_axes([axis]), parse_site(CPU | {"tasks_per_node": 2}, "s")
+    runs = sweep._runs(Path("configs/demo.toml"), site, axes, [], str(tmp_path / "s"), None)
+    key = axes[0].key
+    assert [sweep._value(run.config, key) for run in runs] == values
+    assert [run.over for run in runs] == [{key: value} for value in values]
+    assert len({run.directory for run in runs}) == len(values)
+    if key == "position.method":
+        assert [run.directory.name for run in runs] == values
+
+
+def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
+    site = parse_site(CPU | {"tasks_per_node": 2}, "s")
+    plan = partial(sweep.sweep, Path("configs/demo.toml"), site, dry_run=True)
+    with pytest.raises(ConfigError, match=r"--set evaluation\.max_tokens="):
+        plan(["evaluation.max_tokens=none,1000"])
+    with pytest.raises(ConfigError, match="a value is missing"):
+        plan(["evaluation.max_tokens=,1000"])
+    with pytest.raises(ConfigError, match=r"--set position . method=t5: --over gives"):
+        plan(["position.method=alibi,none"], ["position . method=t5"])

@@ -155,12 +155,13 @@ def test_numbers_that_json_lacks_become_null_with_a_note(tmp_path):
 
 
 # ---- console -------------------------------------------------------------------------------------
-def test_a_plain_line_every_interval_and_at_the_end(capsys):
+def test_a_plain_line_at_the_start_every_interval_and_at_the_end(capsys):
     lines = Lines(num_steps=125, interval=10)
     for step in range(101, 126):
         lines.step(step_record(step))
     numbers = "loss 4.812  lr 1.9e-03  grad 0.81  21.3k tokens/s"
     assert capsys.readouterr().err.splitlines() == [
+        f"step 101/125  {numbers}  (the first is the slowest)",
         f"step 110/125  {numbers}  eta 0:08",  # 15 steps left at 0.5 s: 7.5 s, rounded to even
         f"step 120/125  {numbers}  eta 0:02",
         f"step 125/125  {numbers}  eta 0:00",
@@ -231,7 +232,8 @@ writer.close()
 def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(tmp_path):
     command = writing_program(tmp_path)
     piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(piped.stderr.splitlines()) == 12 and piped.stdout == ""
+    # The first step and every tenth one.
+    assert len(piped.stderr.splitlines()) == 13 and piped.stdout == ""
     for columns, has_bar in ((120, True), (0, False)):
         shown = stderr_on_a_terminal(command, columns)
         assert ("120/120 [" in shown) == has_bar and ("step 10/120  loss" in shown) != has_bar
@@ -421,8 +423,10 @@ def test_a_wait_for_data_is_shown_from_a_twentieth_of_a_step_on(tmp_path, capsys
 
 
 def test_the_end_of_a_corpus_is_said_at_its_step(tmp_path, capsys):
-    """Although the log shows every tenth step alone."""
+    """Although the log shows the first step and every tenth one alone."""
     writer = MetricsWriter(make_config(), tmp_path, 0)
+    writer.step(step_record(1))
+    assert capsys.readouterr().err.startswith("step 1/")
     writer.step(step_record(3, begun_pass_of_books=2))
     writer.step(step_record(4))
     writer.step(step_record(7, begun_pass_of_books=3, begun_pass_of_news=12))

@@ -15,7 +15,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluate.checkpoints import report_run
-from pretrain.rundir import attempts, jobs, states
+from pretrain.rundir import attempts, jobs, provenance, states
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -375,6 +375,7 @@ def test_the_page_and_the_code_have_the_same_paths():
 def test_the_page_and_the_code_have_the_same_keys():
     kinds = {
         attempts.OWNER: attempts.Owner,
+        provenance.PROVENANCE: provenance.Provenance,
         attempts.PHASES: attempts.PhaseChange,
         attempts.PROGRESS: attempts.Progress,
         attempts.SUSPENSIONS: attempts.Suspension,

@@ -1,15 +1,17 @@
-"""The learning rate against hand numbers and torch's own schedulers."""
+"""The learning rate against Megatron's and transformers' own schedulers, and hand numbers."""
 
+import random
 from itertools import pairwise
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from transformers import get_scheduler
 
 from pretrain.config import RunConfig, parse_config
 from pretrain.optim.schedule import learning_rate
 
-# Relative: a dozen double-precision operations. torch multiplies factors step by step, 1e-16 each.
+# Relative to the peak of 1: a dozen double-precision operations, 1e-16 each.
 ROUND_OFF = 1e-12
 
 
@@ -35,70 +37,108 @@ def rates(config: RunConfig) -> list[float]:
     return [learning_rate(config, step) for step in range(config.train.num_steps)]
 
 
-def torch_rates(make_scheduler, steps: int) -> list[float]:
+def stepped(make_scheduler, steps: int, *increment: int) -> list[float]:
+    """The rate of every update of an optimizer whose scheduler is stepped after each update."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make_scheduler(optimizer)
-    result = []
+    scheduler, result = make_scheduler(optimizer), []
     for _ in range(steps):
         result.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        scheduler.step()
+        scheduler.step(*increment)
     return result
+
+
+def megatron_rates(config: RunConfig) -> list[float]:
+    """The rates of Megatron's training loop: train_step calls step(samples) after each update."""
+    schedule, steps, batch = config.schedule, config.train.num_steps, 8
+
+    def make(optimizer):
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=config.optimizer.learning_rate,
+            min_lr=schedule.min_learning_rate,
+            lr_warmup_steps=schedule.lr_warmup_steps * batch,
+            lr_decay_steps=steps * batch,
+            lr_decay_style=MEGATRONS.get(schedule.lr_decay_style, schedule.lr_decay_style),
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=steps * batch,
+            wd_incr_style="constant",
+            wsd_decay_steps=schedule.lr_wsd_decay_steps * batch,
+            lr_wsd_decay_style="linear",
+        )
+
+    return stepped(make, steps, batch)
+
+
+def random_config(style: str, generator: random.Random) -> RunConfig:
+    """Any schedule that the rules allow, with its borders more often than chance has them."""
+    steps = generator.choice([1, 2, 3, generator.randint(4, 300)])
+    warmup = generator.choice([0, 0, min(1, steps - 1), steps - 1, generator.randint(0, steps - 1)])
+    decay = 0
+    if style == "warmup_stable_decay":
+        decay = generator.choice([1, steps - warmup, generator.randint(1, steps - warmup)])
+    minimum = generator.choice([0.0, 1.0, generator.random()])
+    return make_config(style, steps, warmup, minimum, decay)
+
+
+MEGATRONS = {"warmup_stable_decay": "WSD"}
+STYLES = ("linear", "cosine", "constant", "warmup_stable_decay")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_rates_are_those_of_megatrons_scheduler(style):
+    generator = random.Random(style)
+    for _ in range(100):
+        config = random_config(style, generator)
+        assert rates(config) == pytest.approx(
+            megatron_rates(config), rel=ROUND_OFF, abs=ROUND_OFF
+        ), (config.schedule, config.train.num_steps)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_the_rates_are_those_of_transformers(style):
+    generator = random.Random(style)
+    for _ in range(50):
+        config = random_config(style, generator)
+        steps, warmup = config.train.num_steps, config.schedule.lr_warmup_steps
+        # Its schedules end at 0.
+        config = make_config(style, steps, warmup)
+        expected = stepped(lambda o, w=warmup, n=steps: get_scheduler(style, o, w, n), steps)
+        assert rates(config) == pytest.approx(expected, rel=ROUND_OFF, abs=ROUND_OFF)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_last_update_is_no_waste(style):
+    """A decay to 0 ends after the last step, which still learns."""
+    decay = 100 if style == "warmup_stable_decay" else 0
+    values = rates(make_config(style, 600, warmup=50, decay=decay))
+    assert values[-1] > 0 and values[0] == 0.0
+    assert max(values) == values[50] == 1.0 > values[49]
+    assert all(later <= earlier for earlier, later in pairwise(values[50:]))
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (make_config("linear", 9, warmup=4), [0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2, 0]),
-        (make_config("linear", 5, minimum=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
-        (make_config("constant", 5, warmup=2), [0.5, 1, 1, 1, 1]),
+        (make_config("linear", 9, warmup=4), [0, 0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2]),
+        (make_config("linear", 4, minimum=0.2), [1, 0.8, 0.6, 0.4]),
+        (make_config("constant", 5, warmup=2), [0, 0.5, 1, 1, 1]),
         (
-            make_config("cosine", 5, warmup=1, minimum=0.5),
-            [1, 0.75 + 2**0.5 / 8, 0.75, 0.75 - 2**0.5 / 8, 0.5],
+            make_config("cosine", 4, minimum=0.5),
+            [1, 0.75 + 2**0.5 / 8, 0.75, 0.75 - 2**0.5 / 8],
         ),
         (
             make_config("warmup_stable_decay", 8, warmup=2, decay=4),
-            [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0],
+            [0, 0.5, 1, 1, 1, 0.75, 0.5, 0.25],
         ),
-        (make_config("warmup_stable_decay", 4, decay=4, minimum=0.2), [0.8, 0.6, 0.4, 0.2]),
-        (make_config("warmup_stable_decay", 6, warmup=2, decay=4), [0.5, 1, 0.75, 0.5, 0.25, 0]),
-        (make_config("linear", 3, warmup=2), [0.5, 1, 0]),
+        (make_config("warmup_stable_decay", 4, decay=4, minimum=0.2), [1, 0.8, 0.6, 0.4]),
+        (make_config("warmup_stable_decay", 6, warmup=2, decay=4), [0, 0.5, 1, 0.75, 0.5, 0.25]),
+        (make_config("linear", 3, warmup=2), [0, 0.5, 1]),
         (make_config("linear", 1), [1]),
     ],
     ids=lambda value: value.schedule.lr_decay_style if isinstance(value, RunConfig) else "",
 )
 def test_hand_numbers(config, expected):
     assert rates(config) == pytest.approx(expected, rel=ROUND_OFF, abs=ROUND_OFF)
-
-
-@pytest.mark.parametrize("minimum", [0.0, 0.1])
-def test_cosine_equals_torch(minimum):
-    expected = torch_rates(lambda o: CosineAnnealingLR(o, T_max=49, eta_min=minimum), 50)
-    assert rates(make_config("cosine", 50, minimum=minimum)) == pytest.approx(
-        expected, rel=ROUND_OFF, abs=ROUND_OFF
-    )
-
-
-def test_linear_equals_torch():
-    expected = torch_rates(
-        lambda o: LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=49), 50
-    )
-    assert rates(make_config("linear", 50, minimum=0.1)) == pytest.approx(expected, rel=ROUND_OFF)
-
-
-def test_warm_up_equals_torch():
-    expected = torch_rates(
-        lambda o: LinearLR(o, start_factor=0.1, end_factor=1.0, total_iters=9), 20
-    )
-    assert rates(make_config("constant", 20, warmup=10)) == pytest.approx(expected, rel=ROUND_OFF)
-
-
-@pytest.mark.parametrize("style", ["linear", "cosine", "warmup_stable_decay"])
-def test_the_last_step_takes_the_minimum_and_the_peak_is_reached_once_warm(style):
-    config = make_config(
-        style, 600, warmup=50, minimum=0.05, decay=100 if style == "warmup_stable_decay" else 0
-    )
-    values = rates(config)
-    assert values[-1] == pytest.approx(0.05, rel=ROUND_OFF)
-    assert values.index(max(values)) == 49 and values[49] == 1.0
-    assert all(later <= earlier for earlier, later in pairwise(values[49:]))

@@ -7,7 +7,7 @@ import pytest
 from pretrain.checkpoint.changes import trained_tokens
 from pretrain.checkpoint.content import Change, TrainerState
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.load import section_keys
+from pretrain.config.keys import section_keys
 from pretrain.config.trajectory import (
     EFFECTS,
     Effect,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 from pretrain.checkpoint.content import MASTER, MOMENTS
@@ -12,6 +13,7 @@ from pretrain.checkpoint.tools.table import moment, size, table
 from pretrain.config.describe import describe
 from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
 from pretrain.rundir.holds import hold
+from pretrain.rundir.provenance import printable
 
 
 def show_source(source: Path, tensors: bool = False) -> str:
@@ -33,6 +35,7 @@ def show_source(source: Path, tensors: bool = False) -> str:
         _identity(checkpoint, saved_at),
         describe(checkpoint.config).replace("# ", ""),
         _history(checkpoint),
+        _made_with(checkpoint),
         _tensors(checkpoint, norms),
         _files(checkpoint),
     ]
@@ -72,6 +75,21 @@ def _history(checkpoint: Checkpoint) -> str:
     for name, sha256 in origin.data.items():
         lines.append(f"{name:<16} SHA-256 {sha256}")
     return "\n".join(lines)
+
+
+def _made_with(checkpoint: Checkpoint) -> str:
+    """Return the code, versions, machine and command line of the attempt that saved it."""
+    made = checkpoint.origin.provenance
+    if made is None:
+        return "made with        not recorded"
+    rows = {
+        "started at": moment(made.at),
+        "command": shlex.join(made.command),
+        "in": made.directory,
+        **made.facts(),
+        "Slurm job": made.slurm_job_id or "none",
+    }
+    return "\n".join(f"{name:<16} {printable(text)}" for name, text in rows.items())
 
 
 def _tensors(checkpoint: Checkpoint, norms: dict[str, float]) -> str:

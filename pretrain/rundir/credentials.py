@@ -1,14 +1,14 @@
 """Tell secrets from other settings, by the names of variables and by what their values look like.
 
-A site file, the job's script and RUN/launch are read by others, so no secret may stand in them. The
-filter errs on both sides: it is a safety net under the rule to export secrets in the shell. No
-message of it has a value.
+A site file, the job's script and all that lies in a run's directory are read by others, so no
+secret may stand in them. The filter errs on both sides: it is a safety net under the rule to export
+secrets in the shell. No message of it has a value.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 WORDS = {
     "APIKEY",
@@ -67,6 +67,8 @@ PLACES = {"DIR", "DIRECTORY", "FILE", "FILES", "HOME", "PATH", "SIZE", "SOCK", "
 """A name that ends with one of these words says where a secret is, or how long: SSH_AUTH_SOCK."""
 NO_SECRETS = {"PWD", "OLDPWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "MAX_TOKEN", "NUM_TOKEN"}
 """The working directory and others that the words above do not tell apart."""
+HIDDEN = "***"
+"""Stands in a record in place of a secret."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """A word of a name: of MY_PASS, of my-pass and of myPass."""
 _ASSIGNED = re.compile(r"([A-Za-z][\w.-]*)=(?=.)")
@@ -127,6 +129,25 @@ def credential_among(words: Iterable[str]) -> str | None:
                 return before
         before = word
     return None
+
+
+def redacted(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with *** in place of each that holds a secret.
+
+    A word that sets a name keeps the name. An option's value may also be the next word.
+    """
+    result, before = [], ""
+    for word in words:
+        if before and not word.startswith("-") and is_credential(before.removeprefix("--")):
+            result.append(HIDDEN)
+        elif credential_in(word):
+            name, separator, _ = word.partition("=")
+            keeps = separator and not credential_in(name)
+            result.append(f"{name}={HIDDEN}" if keeps else HIDDEN)
+        else:
+            result.append(word)
+        before = word if word.startswith("--") and "=" not in word else ""
+    return result
 
 
 def refusal(key: str, what: str) -> str:

@@ -1,0 +1,196 @@
+"""Record what a run is made with: code, versions, machine and command line, for each attempt.
+
+Rank 0 writes attempts/####/provenance.json when an attempt begins, and every checkpoint carries it.
+A start prints what has changed since the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.credentials import redacted
+from pretrain.rundir.files import Json, from_json, read_json, replace_json
+from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
+from pretrain.rundir.source import read_source
+
+PROVENANCE = "provenance.json"
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "deepspeed",
+    "transformers",
+    "tokenizers",
+    "sentencepiece",
+    "safetensors",
+    "numpy",
+    "triton",
+)
+"""The packages whose version is recorded, where they are installed."""
+SHOWN_HASH = 12
+"""How much of a hash is shown."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What an attempt was made with (provenance.json)."""
+
+    at: float = 0.0
+    """Unix seconds."""
+    version: str = ""
+    """This project's version."""
+    commit: str | None = None
+    dirty: bool | None = None
+    diff_sha256: str | None = None
+    """As in `source.Source`."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Python, packages, CUDA, NCCL and driver -> version."""
+    device: str = ""
+    """The vendor's name of rank 0's device, or "cpu"."""
+    num_processes: int = 1
+    """Ranks, of which each has a GPU where there are any."""
+    host: str = ""
+    """Rank 0's host."""
+    nodes: str = ""
+    """Slurm's node list, or the host."""
+    slurm_job_id: str | None = None
+    command: tuple[str, ...] = ()
+    """The command line of rank 0, with *** for what looks like a secret."""
+    directory: str = ""
+    """The directory in which it was started, where the config's relative paths begin."""
+
+    @staticmethod
+    def here(
+        owner: Owner, command: Sequence[str], versions: Mapping[str, str], device: str
+    ) -> Provenance:
+        """Describe this process. It never fails, and takes some 50 milliseconds.
+
+        Args:
+            owner: The owner of the attempt, with its Slurm job.
+            command: sys.argv.
+            versions: Versions that are not a package's: CUDA's, NCCL's, the driver's.
+            device: Name of this process's device.
+        """
+        source = read_source()
+        return Provenance(
+            at=time.time(),
+            version=version_of("pretrain") or "not installed",
+            **dataclasses.asdict(source),
+            versions={"python": platform.python_version(), **_packages(), **versions},
+            device=device,
+            num_processes=owner.num_processes,
+            host=socket.gethostname(),
+            nodes=owner.nodes,
+            slurm_job_id=owner.slurm_job_id,
+            command=tuple(_text(word) for word in (_program(command[0]), *redacted(command[1:]))),
+            directory=_working_directory(),
+        )
+
+    @staticmethod
+    def of_json(content: Json | None) -> Provenance | None:
+        """Return what was recorded; None where nothing was, or it is damaged."""
+        found = from_json(Provenance, content or {})
+        if found is None or not all(isinstance(v, str) for v in found.versions.values()):
+            return None
+        return found
+
+    def to_json(self) -> Json:
+        """Return it as a JSON object."""
+        return dataclasses.asdict(self) | {"command": list(self.command)}
+
+    @property
+    def code(self) -> str:
+        """Return the code in words: the commit and if it was changed, or the version."""
+        if self.commit is None:
+            return f"version {self.version}"
+        text = self.commit[:SHOWN_HASH]
+        if self.dirty and self.diff_sha256:
+            return f"{text} and changes {self.diff_sha256[:SHOWN_HASH]}"
+        return f"{text} (git does not say if it was changed)" if self.dirty is None else text
+
+    def facts(self) -> dict[str, str]:
+        """Return what may change from one start to the next, by name."""
+        return {
+            "code": self.code,
+            **self.versions,
+            "device": self.device,
+            "nodes": self.nodes or self.host,
+            "processes": str(self.num_processes),
+        }
+
+
+def _text(word: str) -> str:
+    r"""Return a word as UTF-8, with \xff for what is none: a strict reader refuses such JSON."""
+    return os.fsencode(word).decode(errors="backslashreplace")
+
+
+def _working_directory() -> str:
+    try:
+        return _text(os.getcwd())
+    except OSError:
+        # It was removed.
+        return ""
+
+
+def _program(path: str) -> str:
+    """Return a program's name as a user types it, also for `python -m pretrain`."""
+    name = os.path.basename(path)
+    return "pretrain" if name in ("__main__.py", "-c", "-m") else name
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> dict[str, str]:
+    """Return the versions of the packages that are installed."""
+    found = {name: version_of(name) for name in PACKAGES}
+    return {name: version for name, version in found.items() if version}
+
+
+def write_provenance(attempt: Path, provenance: Provenance) -> None:
+    """Write attempts/####/provenance.json. Raises OSError when the disk refuses."""
+    replace_json(attempt / PROVENANCE, provenance.to_json(), indent=1)
+
+
+def last_provenance(run: Path, before: int | None = None) -> tuple[str, Provenance] | None:
+    """Return the newest attempt that recorded its provenance, as "attempt N", and that.
+
+    Args:
+        run: The run's directory.
+        before: Only attempts with a smaller number.
+    """
+    for number in sorted(attempt_numbers(RunPaths(run).attempts), reverse=True):
+        if before is None or number < before:
+            found = Provenance.of_json(read_json(attempt_directory(run, number) / PROVENANCE))
+            if found is not None:
+                return f"attempt {number}", found
+    return None
+
+
+def provenance_changes(before: Provenance, after: Provenance) -> list[str]:
+    """Return a line for each fact that changed; none where nothing did."""
+    old, new = before.facts(), after.facts()
+    names = [*new, *(name for name in old if name not in new)]
+    return [
+        printable(f"{name} = {old.get(name) or 'none'} -> {new.get(name) or 'none'}")
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def printable(text: str) -> str:
+    """Return a text that another process recorded without control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,55 @@
+"""What a run is made with: recorded by every attempt and checkpoint, and said when it changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.tools.show import show_source
+from pretrain.rundir.provenance import Provenance
+from tests.end_to_end.commands import pretrain, sets
+
+
+def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
+    record = run / "attempts/0001/provenance.json"
+    first = Provenance.of_json(json.loads(record.read_text()))
+    assert first.command[0] and first.num_processes == 1 and first.versions["torch"]
+    assert open_checkpoint(run / "checkpoints/step-00000008").origin.provenance == first
+    copy = shutil.copytree(run, workspace / "runs/copy")
+    train = ["train", config, *sets(f"run.directory={copy}")]
+    done = pretrain(*train, *sets("train.num_steps=9"))
+    assert done.code == 0, done.err
+    # Nothing changed, so nothing is said; the first step is printed, and not only the second.
+    assert "not made with" not in done.err and "step 9/9" in done.err
+    # As if the machine and torch had been others then.
+    last = copy / "attempts/0002/provenance.json"
+    before = json.loads(last.read_text())
+    before["versions"]["torch"] = "1.0"
+    last.write_text(json.dumps(before | {"nodes": "gpu7", "num_processes": 8}))
+    done = pretrain(*train, *sets("train.num_steps=11"))
+    assert done.code == 0, done.err
+    said = done.err.splitlines()
+    begin = said.index(f"{copy}: not made with the same as attempt 2:")
+    host = first.nodes
+    assert said[begin + 1 : begin + 4] == [
+        f"  torch = 1.0 -> {first.versions['torch']}",
+        f"  nodes = gpu7 -> {host}",
+        "  processes = 8 -> 1",
+    ]
+    assert any(line.startswith("step 10/11 ") for line in said)
+    shown = show_source(copy)
+    assert f"nodes            {host}\n" in shown and "train.num_steps=11" in shown
+    # Into another run: compared with the checkpoint's.
+    there = workspace / "runs/there"
+    done = pretrain("train", config, "--resume", run, *sets(f"run.directory={there}"))
+    assert done.code == 0 and "not made with" not in done.err, done.err
+
+
+def test_a_checkpoint_of_an_earlier_release_says_that_nothing_was_recorded(run):
+    state = json.loads((run / "checkpoints/step-00000008/state.json").read_text())
+    assert state["provenance"]["num_processes"] == 1
+    del state["provenance"]
+    from pretrain.checkpoint.content import StateContent
+
+    assert StateContent.model_validate_json(json.dumps(state)).provenance is None

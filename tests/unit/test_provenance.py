@@ -1,0 +1,294 @@
+"""What an attempt records of code, versions and machine, in repositories of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.tools.show import show_source
+from pretrain.rundir import source
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.credentials import redacted
+from pretrain.rundir.lock import Attempt
+from pretrain.rundir.provenance import (
+    PROVENANCE,
+    Provenance,
+    last_provenance,
+    provenance_changes,
+    write_provenance,
+)
+from pretrain.rundir.source import Source, read_source
+from tests.unit.saved import first_origin, save
+
+NOBODY = 65534
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git as a user does, with a name to commit under."""
+    name = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(
+        ["git", *name, *words], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A repository with a package as this one's lies in its clone."""
+    root = tmp_path / "clone"
+    (root / "pretrain").mkdir(parents=True)
+    (root / "kernels").mkdir()
+    (root / "pretrain/cli.py").write_text("print(1)\n")
+    (root / "pretrain/kernels").symlink_to("../kernels")
+    (root / "README.md").write_text("text\n")
+    (root / ".gitignore").write_text("__pycache__\n")
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "one")
+    return root
+
+
+def head(clone: Path) -> str:
+    return git(clone, "rev-parse", "HEAD")
+
+
+# ---- the source code -----------------------------------------------------------------------------
+def test_a_clean_clone_is_its_commit(clone):
+    assert read_source(clone) == Source(head(clone), False, None)
+    # What does not run is no change: text, runs, and what git ignores.
+    (clone / "README.md").write_text("other\n")
+    (clone / "runs").mkdir()
+    (clone / "runs/log").write_text("")
+    (clone / "pretrain/__pycache__").mkdir()
+    (clone / "pretrain/__pycache__/cli.pyc").write_text("")
+    # A file that was written anew with the same content has another time alone.
+    (clone / "pretrain/cli.py").write_text("print(1)\n")
+    assert read_source(clone) == Source(head(clone), False, None)
+
+
+def test_every_change_of_the_code_is_seen_and_has_a_hash_of_its_own(clone):
+    seen = [read_source(clone)]
+
+    def changed() -> None:
+        seen.append(read_source(clone))
+        assert seen[-1].commit == head(clone) and seen[-1].dirty, seen[-1]
+
+    (clone / "pretrain/cli.py").write_text("print(2)\n")
+    changed()
+    (clone / "pretrain/cli.py").write_text("print(3)\n")
+    changed()
+    git(clone, "add", "-A")
+    assert read_source(clone) == seen[-1]
+    (clone / "kernels/new.py").write_text("a = 1\n")
+    changed()
+    (clone / "kernels/new.py").write_text("a = 2\n")
+    changed()
+    (clone / "pretrain/cli.py").unlink()
+    changed()
+    assert len({each.diff_sha256 for each in seen}) == len(seen)
+    git(clone, "add", "-A")
+    git(clone, "commit", "-qm", "two")
+    assert read_source(clone) == Source(head(clone), False, None)
+
+
+def test_branches_tags_packed_references_and_worktrees(clone, tmp_path):
+    git(clone, "checkout", "-qb", "topic/new")
+    assert read_source(clone).commit == head(clone)
+    git(clone, "pack-refs", "--all")
+    git(clone, "gc", "-q")
+    assert not (clone / ".git/refs/heads/topic/new").exists()
+    assert read_source(clone) == Source(head(clone), False, None)
+    git(clone, "checkout", "-q", "--detach")
+    assert read_source(clone) == Source(head(clone), False, None)
+    git(clone, "worktree", "add", "-qb", "other", str(tmp_path / "tree"))
+    (tmp_path / "tree/pretrain/cli.py").write_text("print(9)\n")
+    git(tmp_path / "tree", "commit", "-qam", "three")
+    assert read_source(tmp_path / "tree") == Source(head(tmp_path / "tree"), False, None)
+    assert head(tmp_path / "tree") != head(clone) == read_source(clone).commit
+
+
+def test_without_git_or_a_repository_nothing_fails(clone, tmp_path, monkeypatch):
+    # As a wheel in an environment that lies in a clone of something else.
+    packages = clone / "venv/lib"
+    packages.mkdir(parents=True)
+    shutil.copytree(clone / "pretrain", packages / "pretrain", symlinks=True)
+    assert read_source(packages) == Source()
+    commit = head(clone)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_source(clone) == Source(commit, None, None)
+    (tmp_path / "git").write_text("#!/bin/sh\nexit 128\n")
+    (tmp_path / "git").chmod(0o755)
+    assert read_source(clone) == Source(commit, None, None)
+    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(source, "GIT_SECONDS", 0.2)
+    assert read_source(clone) == Source(commit, None, None)
+    for text in ("", "ref: refs/../../etc/passwd\n", "ref: refs/heads/none\n", "\0" * 100):
+        (clone / ".git/HEAD").write_text(text)
+        assert read_source(clone) == Source()
+    shutil.rmtree(clone / ".git")
+    (clone / ".git").write_text("gitdir: /nowhere\n")
+    assert read_source(clone) == Source()
+
+
+def test_a_hostile_repository_runs_nothing(clone, tmp_path):
+    canary = tmp_path / "canary"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho ran >> {canary}\ncat\n")
+    program.chmod(0o755)
+    for key in (
+        "core.fsmonitor",
+        "core.sshCommand",
+        "core.pager",
+        "pager.diff",
+        "diff.external",
+        "diff.evil.textconv",
+        "diff.evil.command",
+        "filter.evil.clean",
+        "filter.evil.smudge",
+        "filter.evil.process",
+    ):
+        git(clone, "config", key, str(program))
+    for folder in (clone, clone / ".git/info"):
+        name = "attributes" if folder.name == "info" else ".gitattributes"
+        (folder / name).write_text("* filter=evil diff=evil\n")
+    for hook in ("post-index-change", "fsmonitor-watchman", "pre-commit"):
+        shutil.copy(program, clone / ".git/hooks" / hook)
+    (clone / "pretrain/cli.py").write_text("print(2)\n")
+    # The trap works: git itself walks into it.
+    subprocess.run(["git", "diff"], cwd=clone, capture_output=True, check=False)
+    assert canary.exists()
+    canary.unlink()
+    found = read_source(clone)
+    assert found.dirty and found.commit and not canary.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+def test_the_repository_of_somebody_else_is_read_all_the_same(clone):
+    commit = head(clone)
+    for path in (clone, *clone.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    done = subprocess.run(["git", "status"], cwd=clone, capture_output=True, text=True, check=False)
+    assert "dubious ownership" in done.stderr
+    assert read_source(clone) == Source(commit, False, None)
+
+
+def test_the_repository_stays_as_it_is_and_git_is_asked_twice(clone, tmp_path, monkeypatch):
+    log, real = tmp_path / "log", shutil.which("git")
+    (tmp_path / "git").write_text(f'#!/bin/sh\necho "$2" >> {log}\nexec {real} "$@"\n')
+    (tmp_path / "git").chmod(0o755)
+    (clone / "pretrain/cli.py").write_text("print(1)\n")
+
+    def state() -> dict[Path, tuple[int, int]]:
+        return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in clone.rglob("*")}
+
+    before = state()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert read_source(clone).dirty is False
+    assert state() == before
+    assert log.read_text().split() == ["diff", "ls-files"]
+
+
+# ---- the record ----------------------------------------------------------------------------------
+def made(**facts) -> Provenance:
+    owner = Owner.here(num_processes=2)
+    here = Provenance.here(owner, ["/bin/pretrain", "train", "a.toml"], {"cuda": "12.8"}, "cpu")
+    return Provenance.of_json(here.to_json() | facts)
+
+
+def test_the_record_reads_back_and_says_what_is_installed(tmp_path):
+    here = made()
+    write_provenance(tmp_path, here)
+    written = json.loads((tmp_path / PROVENANCE).read_text())
+    assert Provenance.of_json(written) == here
+    assert here.command == ("pretrain", "train", "a.toml") and here.num_processes == 2
+    assert here.versions["cuda"] == "12.8"
+    for package in ("torch", "megatron-core", "deepspeed", "transformers", "numpy"):
+        code = f"from importlib.metadata import version; print(version('{package}'))"
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert here.versions[package] == said.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"at": "x"}, {"versions": {"torch": 3}}, {"versions": []}, {"command": "ls"}, {"commit": 5}],
+)
+def test_a_damaged_record_is_none(wrong):
+    assert Provenance.of_json(None) is None and Provenance.of_json({}) is None
+    assert Provenance.of_json(made().to_json() | wrong) is None
+    # A key of a later version is passed over.
+    assert made(later=1) is not None
+
+
+def test_odd_words_make_no_damaged_checkpoint(tmp_path, monkeypatch):
+    """A strict reader of JSON refuses half a surrogate, which Python writes without a word."""
+    latin = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(latin)
+    monkeypatch.chdir(os.fsdecode(latin))
+    words = ["pretrain", "train", os.fsdecode(b"caf\xe9.toml"), "a\0b", "é"]
+    made = Provenance.here(Owner.here(), words, {}, "cpu")
+    assert made.command[2:] == (r"caf\xe9.toml", "a\0b", "é")
+    assert made.directory.endswith(r"/caf\xe9")
+    saved = save(tmp_path / "run", 1, first_origin(provenance=made))
+    assert open_checkpoint(saved.path).origin.provenance == made
+    assert r"caf\xe9.toml" in show_source(saved.path)
+    os.rmdir(latin)
+    assert Provenance.here(Owner.here(), words, {}, "cpu").directory == ""
+
+
+def test_what_changed_is_a_line_each_and_nothing_is_none():
+    before = made(commit="a" * 40, dirty=False, diff_sha256=None, nodes="gpu[1-2]")
+    assert provenance_changes(before, before) == []
+    versions = before.versions | {"torch": "9.9", "nccl": "2.27"}
+    after = made(
+        at=before.at + 5,
+        commit="b" * 40,
+        dirty=True,
+        diff_sha256="c" * 64,
+        versions=versions,
+        nodes="gpu[3-4]",
+        num_processes=16,
+        slurm_job_id="8",
+        command=["pretrain", "train", "b.toml"],
+    )
+    assert provenance_changes(before, after) == [
+        f"code = {'a' * 12} -> {'b' * 12} and changes {'c' * 12}",
+        f"torch = {before.versions['torch']} -> 9.9",
+        "nccl = none -> 2.27",
+        "nodes = gpu[1-2] -> gpu[3-4]",
+        "processes = 2 -> 16",
+    ]
+    assert "nccl = 2.27 -> none" in provenance_changes(after, before)
+    odd = made(nodes="a\x1b]0;b\n")
+    assert provenance_changes(before, odd)[-1].endswith(r"-> a\x1b]0;b\n")
+
+
+def test_the_last_start_is_the_newest_that_recorded_it(tmp_path):
+    assert last_provenance(tmp_path) is None
+    for number in (1, 2, 3):
+        attempt = Attempt.begin(tmp_path)
+        if number != 2:
+            write_provenance(attempt.directory, made(at=float(number)))
+        attempt.end("failed", 1, "", 0)
+    assert last_provenance(tmp_path) == ("attempt 3", made(at=3.0))
+    which, before = last_provenance(tmp_path, before=3)
+    assert (which, before.at) == ("attempt 1", 1.0)
+    assert last_provenance(tmp_path, before=1) is None
+
+
+def test_secrets_are_left_out_of_the_command_line():
+    words = [
+        "train", "a.toml", "--set", "checkpoint.upload_to=s3://me:hunter2@host/x",
+        "--api-key", "hunter2", "--resume", "https://u:hunter2@host/run", "WANDB_API_KEY=hunter2",
+        "--token=hunter2", "--set", "data.tokenizer=t.json",
+    ]  # fmt: skip
+    shown = redacted(words)
+    assert "hunter2" not in " ".join(shown) and len(shown) == len(words)
+    assert shown[:3] == words[:3] and shown[-2:] == words[-2:]
+    assert shown[3] == "checkpoint.upload_to=***" and shown[8] == "WANDB_API_KEY=***"

@@ -1,0 +1,62 @@
+"""The README's walk for one's own text, as somebody who copies it would take it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import load_config, num_parameters
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SHIPPED = sorted((ROOT / "configs").rglob("*.toml"))
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """The README's config in a file, with nothing added."""
+    [text] = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_config_is_whole_and_lands_on_no_other_run(mine):
+    config, values = load_config(mine), tomllib.loads(mine.read_text())
+    assert values["run"]["directory"] == config.run.directory
+    own = {Path(config.run.directory), Path(config.data.directory)}
+    assert len(SHIPPED) > 1
+    for path in SHIPPED:
+        other = load_config(path)
+        for directory in (Path(other.run.directory), Path(other.data.directory)):
+            assert not any(
+                directory == each or directory in each.parents or each in directory.parents
+                for each in own
+            ), path
+    # No example sends its reader to another file in which a directory stays as it is.
+    assert "copy this file" not in (ROOT / "configs/demo.toml").read_text()
+
+
+def test_what_the_config_says_about_itself_is_so(mine):
+    config, text = load_config(mine), mine.read_text()
+    millions = round(num_parameters(config) / 1e6)
+    embedding = round(config.padded_vocab_size * config.model.hidden_size / 1e6)
+    assert f"{millions} million parameters, {embedding} of them in the embedding" in text
+    assert f"{round(config.planned_tokens / 1e6)} million" in text
+
+
+def test_every_command_of_the_walk_fits_the_config(mine):
+    commands = [
+        shlex.split(line.replace("\\\n", " "), comments=True)
+        for line in re.findall(r"^launcher local mine\.toml(?:.*\\\n)*.*$", README, re.MULTILINE)
+    ]
+    assert len(commands) >= 3
+    for words in commands:
+        settings = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        load_config(mine, settings).layout(int(words[words.index("--nproc") + 1]))
+    for processes in (1, 2, 4, 8, 16):
+        load_config(mine).layout(processes)
