@@ -32,6 +32,7 @@ from pretrain.data_cli import data
 from pretrain.exits import leave
 from pretrain.preflight import preflight
 from pretrain.rundir.states import ExitCode
+from pretrain.tasks_cli import evaluate_tasks
 from pretrain.train.stopping import Requests
 
 app = typer.Typer(
@@ -316,6 +317,9 @@ def evaluate(
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
     evaluate_sources(sources, request, overrides, out)
+
+
+app.command("evaluate-tasks")(evaluate_tasks)
 
 
 @app.command()

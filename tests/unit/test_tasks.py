@@ -1,4 +1,4 @@
-"""The long-context tasks against models whose answer is known: a copier, and one that knows nothing."""
+"""The long-context tasks, against a model that copies perfectly and one that knows nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks.results import FEWEST, MEASURES, interval, measure
+from pretrain.evaluate.tasks.results import measure
 from pretrain.evaluate.tasks.rows import (
-    DEPTHS,
-    PLANTED,
-    QUERY,
     Arm,
     Cell,
     Text,

@@ -17,8 +17,8 @@ after the first. Nothing but copying helps here; models learn it early, with hea
 copy is compared with the first, here with the same tokens at the same positions where they have
 not been seen before, so that a model that is worse at later positions does not seem to copy less.
 
-documents: validation documents are cut into pieces of `length` tokens. The second half of a piece is
-scored twice: after the piece's first half, and after the last L tokens before each token alone.
+documents: validation documents are cut into pieces of `length` tokens. The second half of a piece
+is scored twice: after all of the piece before it, and after the last L tokens of that alone.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 
 from pretrain.data.stream import TokenStream
 
-TASKS = ("needle", "induction", "documents")
-"""The names of the tasks, in the order of reports."""
 PLANTED = 32
 """Tokens of a needle, and of a random sequence that is to be copied."""
 QUERY = 8
@@ -144,7 +142,7 @@ def make_cell(task: str, text: Text, length: int, samples: int, cut: int) -> Cel
     """Return a task at one length, or the reason why it cannot be measured there.
 
     Args:
-        task: A name out of TASKS.
+        task: A name out of `request.TASKS`.
         text: The text to draw from.
         length: Inputs of the longest sequences.
         samples: Sequences to measure; fewer where the text has no more.
@@ -156,6 +154,7 @@ def make_cell(task: str, text: Text, length: int, samples: int, cut: int) -> Cel
         return f"{2 * PLANTED} tokens are the least, to plant {PLANTED} and to repeat them"
     if length >= len(text.stream):
         return f"the validation text has only {len(text.stream)} tokens"
+    places: dict[int, float | None]
     if task == "needle":
         contents = _needles(text, samples)
         last = length + 1 - 2 * PLANTED

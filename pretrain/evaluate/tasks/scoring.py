@@ -25,8 +25,8 @@ from pretrain.model.forward import is_reporting_rank, run_schedule
 from pretrain.topology import Topology
 
 Score = Callable[[Arm], NDArray[np.float64]]
-"""A function of an arm that returns [rows, 2]: of each sequence the mean loss in nats, and the share
-of its scored targets that the model holds for the most probable token."""
+"""A function of an arm that returns [rows, 2]: of each sequence the mean loss in nats, and the
+share of its scored targets that the model holds for the most probable token."""
 
 
 class Scorer:
