@@ -77,7 +77,7 @@ def make_hooks(run: Run) -> list[Hook]:
     tokenizer = load_tokenizer(run.validation_stream.tokenizer_path)
     writer = None
     if run.topology.is_main:
-        writer = MetricsWriter(run.config, run.config.directory, run.state.step)
+        writer = MetricsWriter(run.config, run.config.directory, run.state.step, run.origin.changes)
     saver = CheckpointHook(run, writer, tokenizer)
     return [
         LoggingHook(run, writer),

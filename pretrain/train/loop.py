@@ -31,6 +31,7 @@ from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
 from pretrain.train.stopping import EXIT_CODES, Requests
 from pretrain.train.upload import bring, check_store
+from pretrain.train.weights_and_biases import check_wandb
 
 
 def train(
@@ -56,6 +57,7 @@ def train(
         ConfigError: The input is wrong; nothing has been written then.
         RunFailed: The run cannot go on, for example because its gradients are no longer finite.
     """
+    check_wandb(config)
     check_store(config, resume)
     streams, topology, checkpoint = prepare(config, resume, allowed)
     data = data_hashes(streams)
