@@ -6,11 +6,28 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pretrain.rundir.metrics import Record
 
 if TYPE_CHECKING:
     # Importing matplotlib takes a second, which a run that draws nothing should not pay.
     from matplotlib.figure import Figure
+
+
+def length_picture(records: Sequence[Record], train_length: int) -> NDArray[np.uint8]:
+    """Return the figure of `length_curve` as pixels [height, width, RGB].
+
+    W&B and TensorBoard both take figures as well, but by way of matplotlib.pyplot, which chooses a
+    backend by what is installed and shown on this machine.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(length_curve(records, train_length))
+    canvas.draw()  # type: ignore[no-untyped-call]  # matplotlib declares no types here
+    pixels = np.array(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    return pixels[:, :, :3]
 
 
 def length_curve(records: Sequence[Record], train_length: int) -> Figure:
@@ -20,13 +37,10 @@ def length_curve(records: Sequence[Record], train_length: int) -> Figure:
         records: One evaluation; a perplexity that is not finite leaves a gap.
         train_length: Training length L in tokens, which is marked.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(7, 4.2), dpi=110, layout="constrained")
-    # Chosen here, so that no display is needed whatever backend matplotlib is configured for.
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     by_protocol: dict[str, dict[int, float]] = {}
     for record in records:

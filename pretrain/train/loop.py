@@ -122,6 +122,8 @@ def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) 
     """Take steps on these batches, as `_train_from_here` does."""
     begin, unread = platform.Moment(), None
     while run.state.step < run.config.train.num_steps and not run.requests.agreed:
+        for hook in hooks:
+            hook.before_step(run)
         queued = queue_step(run, steps, begin)
         if unread is not None:
             _report(run, hooks, unread)

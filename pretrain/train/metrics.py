@@ -23,7 +23,7 @@ from pretrain.config import RunConfig
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.metrics import MetricsFile, Record
 from pretrain.rundir.paths import RunPaths
-from pretrain.train.figures import length_curve
+from pretrain.train.figures import length_picture
 from pretrain.train.tags import FIGURE, Axes, evaluation_tags, step_tags
 from pretrain.train.weights_and_biases import INSTALL, Wandb, is_installed
 
@@ -156,6 +156,10 @@ class Guarded:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        # wandb loses what it has buffered unless it is closed.
+        if self._destination is not None:
+            with contextlib.suppress(Exception):
+                self._destination.close()
         self._destination = None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         _say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
@@ -208,7 +212,8 @@ class TensorBoard:
     def evaluation(self, records: list[Record]) -> None:
         step = records[0]["step"]
         self._add(evaluation_tags(records), step)
-        self._writer.add_figure(FIGURE, length_curve(records, self._train_length), step)
+        picture = length_picture(records, self._train_length)
+        self._writer.add_image(FIGURE, picture, step, dataformats="HWC")
 
     def go_back(self, step: int) -> None:
         self._writer.close()

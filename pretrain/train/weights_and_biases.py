@@ -11,7 +11,7 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.metrics import Record
 from pretrain.rundir.paths import RunPaths
-from pretrain.train.figures import length_curve
+from pretrain.train.figures import length_picture
 from pretrain.train.tags import (
     FIGURE,
     GROUPS,
@@ -89,7 +89,7 @@ class Wandb:
     def evaluation(self, records: list[Record]) -> None:
         import wandb
 
-        figure = wandb.Image(length_curve(records, self._train_length))
+        figure = wandb.Image(length_picture(records, self._train_length))
         self._log(records[0]["step"], {**evaluation_tags(records), FIGURE: figure})
 
     def _log(self, step: int, values: Record) -> None:

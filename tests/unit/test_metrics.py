@@ -371,18 +371,21 @@ def test_tensorboard_that_cannot_write_is_said_once_and_the_run_goes_on(tmp_path
 
 def test_a_destination_that_fails_later_is_left_alone(capsys):
     class Closed(Lines):
-        calls = 0
+        calls = closed = 0
 
         def step(self, record):
             Closed.calls += 1
             Path("/dev/full").write_text("no space")
+
+        def close(self):
+            Closed.closed += 1
 
     guarded = Guarded("disk", lambda: Closed(1, 1))
     guarded.step(step_record(1))
     guarded.step(step_record(2))
     guarded.evaluation(evaluation_records(2))
     guarded.close()
-    assert Closed.calls == 1
+    assert (Closed.calls, Closed.closed) == (1, 1)
     assert capsys.readouterr().err == (
         "disk: OSError: [Errno 28] No space left on device; continuing without it; "
         "metrics.jsonl has every number\n"
