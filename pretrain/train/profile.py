@@ -13,6 +13,7 @@ import gzip
 import os
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,16 +143,15 @@ class Recording:
         return paths
 
     def _write_trace(self, partial: Path) -> None:
-        plain = partial.with_name(f"{partial.name}.json")
-        try:
+        # A folder, because the library writes under a name of its own first.
+        with tempfile.TemporaryDirectory(prefix=".trace.", dir=partial.parent) as folder:
+            plain = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(plain))
-            # The library that writes it says nothing of a disk that is full.
+            # It says nothing of a disk that is full.
             if not _is_whole(plain):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
             with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target)
-        finally:
-            plain.unlink(missing_ok=True)
 
     def __enter__(self) -> Recording:
         return self

@@ -75,6 +75,7 @@ def test_other_ranks_record_nothing_and_part_the_steps_alike(tmp_path):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_its_memory_is_written_as_well(tmp_path):
     tried = profiler(tmp_path, [])
     tried.begin_step(2)
