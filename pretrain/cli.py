@@ -38,6 +38,7 @@ from pretrain.data_cli import data
 from pretrain.exits import leave
 from pretrain.preflight import preflight
 from pretrain.rundir.states import ExitCode
+from pretrain.tasks_cli import evaluate_tasks
 from pretrain.train.stopping import Requests
 
 app = typer.Typer(
@@ -333,6 +334,9 @@ def evaluate(
         return
     with text_data_set(sources, text) as folder:
         evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
+
+
+app.command("evaluate-tasks")(evaluate_tasks)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitti
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
+from pretrain.config.train_rules import check_profile
 
 if TYPE_CHECKING:
     # RunConfig.layout applies these rules, so importing it at run time would be a circle.
@@ -34,6 +35,7 @@ def check(config: RunConfig) -> None:
         *check_rampup(config),
         *_schedule(config),
         *_spikes(config),
+        *check_profile(config),
         *_checkpoint(config),
         *_upload(config),
         *_evaluation(config),

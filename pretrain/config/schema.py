@@ -286,6 +286,12 @@ class TrainSection(Section):
     and weights equal wherever several ranks hold the same. It is also done before every save; 0
     does it only then. A check costs less than half a step."""
 
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    """[first, last]: steps (the first step is 1) that torch's profiler records on rank 0. Writes a
+    trace to RUN/profile, which https://ui.perfetto.dev opens, and on a GPU a snapshot of its
+    memory, for https://pytorch.org/memory_viz. Recorded steps are slower, and a trace of many is
+    large: two or three say enough. Losses do not change. Default: none."""
+
     spike_policy: Literal["none", "skip", "rollback", "stop"] = "none"
     """What follows a step whose loss or gradient norm is a spike. none: nothing. skip: its update
     is left out and training goes on, as OLMo does; needs zero_stage = 1. rollback: the run goes

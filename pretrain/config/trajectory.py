@@ -98,6 +98,7 @@ EFFECTS: dict[str, Effect] = {
     "train.consistency_interval_steps": FREE,
     "train.recompute_granularity": FREE,
     "train.fusion": FREE,
+    "train.profile_steps": FREE,
     "checkpoint": FREE,
     "evaluation": FREE,
     "logging": FREE,

@@ -6,7 +6,6 @@ schedule and all, if it still describes the folder's model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,12 +64,6 @@ def _exported_values(folder: Path, source: Source, out: Path) -> dict[str, Any]:
     """Return the sections of the run that the folder was exported from."""
     config = load_config(folder / MARKER)
     values = config.model_dump(mode="json", exclude_none=True)
-    if "embedding_scale" not in config.model.model_fields_set:
-        # Written by a release in which sinusoidal positions alone scaled the embeddings.
-        is_scaled = config.position.method == "sinusoidal"
-        values["model"]["embedding_scale"] = (
-            math.sqrt(config.model.hidden_size) if is_scaled else 1.0
-        )
     if config.position.method == "learned":
         # By default it follows data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length

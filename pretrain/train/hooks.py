@@ -35,6 +35,7 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
 from pretrain.train.health import check_health
 from pretrain.train.metrics import PASS, MetricsWriter
+from pretrain.train.profile import Profiler
 from pretrain.train.start import Run, is_evaluated_after
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
@@ -46,6 +47,9 @@ class Hook:
 
     def at_start(self, run: Run) -> None:
         """Finish the work that the previous attempt left undone at this step."""
+
+    def before_step(self, run: Run) -> None:
+        """Act right before the step after `run.state.step` is queued."""
 
     def after_step(self, run: Run, record: Record) -> None:
         """Act on a step's numbers (`QueuedStep.read`), while the next step may be under way."""
@@ -81,9 +85,11 @@ def make_hooks(run: Run) -> list[Hook]:
     tokenizer = load_tokenizer(run.validation_stream.tokenizer_path)
     writer = None
     if run.topology.is_main:
-        writer = MetricsWriter(run.config, run.config.directory, run.state.step)
+        writer = MetricsWriter(run.config, run.config.directory, run.state.step, run.origin.changes)
     saver = CheckpointHook(run, writer, tokenizer)
     return [
+        # First, so that what follows the last step that it records is not in the trace.
+        ProfileHook(run),
         LoggingHook(run, writer),
         EvaluationHook(run, writer),
         HealthHook(saver),
@@ -144,6 +150,34 @@ class LoggingHook(Hook):
         """Close the writer, which the evaluation hook shares."""
         if self.writer is not None:
             self.writer.close()
+
+
+class ProfileHook(Hook):
+    """Record the steps of train.profile_steps; on rank 0 alone."""
+
+    def __init__(self, run: Run) -> None:
+        self.profiler = Profiler(run.config, run.topology.is_main, run.reporter.warn)
+
+    def before_step(self, run: Run) -> None:
+        """Begin to record, if the next step is to be, and mark where it begins."""
+        self.profiler.begin_step(run.state.step + 1)
+
+    def is_due(self, run: Run) -> bool:
+        """Return True around the steps, so that they are recorded whole and no others."""
+        return run.state.step in self.profiler.borders
+
+    def between_steps(self, run: Run) -> None:
+        """Write what was recorded after the last of the steps."""
+        if run.state.step == max(self.profiler.borders, default=None):
+            self.profiler.end()
+
+    def before_rollback(self, run: Run) -> None:
+        """Write what was recorded: the steps that follow are others."""
+        self.profiler.end()
+
+    def close(self) -> None:
+        """Write what was recorded of a run that is stopped meanwhile."""
+        self.profiler.end()
 
 
 class EvaluationHook(Hook):

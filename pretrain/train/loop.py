@@ -38,6 +38,7 @@ from pretrain.train.start import (
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
 from pretrain.train.stopping import EXIT_CODES, Requests
 from pretrain.train.upload import bring, check_store
+from pretrain.train.weights_and_biases import check_wandb
 
 
 def train(
@@ -63,6 +64,7 @@ def train(
         ConfigError: The input is wrong; nothing has been written then.
         RunFailed: The run cannot go on, for example because its gradients are no longer finite.
     """
+    check_wandb(config)
     check_store(config, resume)
     streams, topology, checkpoint = prepare(config, resume, allowed)
     data = data_hashes(streams)
@@ -130,6 +132,8 @@ def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) 
     """Take steps on these batches, as `_train_from_here` does."""
     begin, unread = platform.Moment(), None
     while run.state.step < run.config.train.num_steps and not run.requests.agreed:
+        for hook in hooks:
+            hook.before_step(run)
         queued = queue_step(run, steps, begin)
         if unread is not None:
             _report(run, hooks, unread)

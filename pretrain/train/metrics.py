@@ -10,24 +10,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
 
+from pretrain.checkpoint.content import Change
 from pretrain.config import RunConfig
-from pretrain.rundir.files import make_directory, replace_file
+from pretrain.rundir.files import make_directory
 from pretrain.rundir.metrics import MetricsFile, Record
 from pretrain.rundir.paths import RunPaths
+from pretrain.train.figures import length_picture
+from pretrain.train.tags import FIGURE, Axes, evaluation_tags, step_tags
+from pretrain.train.weights_and_biases import INSTALL, Wandb, is_installed
 
-WANDB_INIT_SECONDS = 15
-"""With an API key and no network, wandb would block far longer before it raises."""
-WANDB_FINISH_SECONDS = 60
-"""What is not uploaded by then stays on disk for `wandb sync`."""
 PASS = "begun_pass_of_"
 """A step in which a corpus has been read to its end has a key of this and the corpus's name: the
 number of the pass that begins, from 2."""
@@ -52,7 +51,13 @@ class Destination(Protocol):
 class MetricsWriter:
     """Passes records to every destination that `config.logging` names. Make one, on rank 0."""
 
-    def __init__(self, config: RunConfig, run_directory: Path, resume_step: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_directory: Path,
+        resume_step: int,
+        changes: Sequence[Change] = (),
+    ) -> None:
         """Open every destination.
 
         Args:
@@ -60,16 +65,26 @@ class MetricsWriter:
             run_directory: Where the files go. Made when missing.
             resume_step: Steps done; 0 for a fresh start. What an earlier attempt wrote about later
                 steps is dropped, because they are made again.
+            changes: What `--allow-changed` has changed so far.
         """
         make_directory(run_directory)
         paths = RunPaths(run_directory)
         self._lines = JsonLines(paths.metrics, resume_step)
+        self._axes = axes = Axes(paths.metrics, config, changes)
         self._destinations: list[Destination] = [self._lines]
-        if config.logging.wandb != "disabled":
-            self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory)))
+        if config.logging.wandb != "disabled" and not is_installed():
+            _say(
+                "wandb: not installed, so nothing is written for W&B; metrics.jsonl has every "
+                f'number. Install it with {INSTALL}, or set logging.wandb = "disabled"'
+            )
+        elif config.logging.wandb != "disabled":
+            self._destinations.append(Guarded("wandb", lambda: Wandb(config, run_directory, axes)))
         if config.logging.tensorboard:
+            length = config.data.sequence_length
             self._destinations.append(
-                Guarded("TensorBoard", lambda: TensorBoard(run_directory, resume_step))
+                Guarded(
+                    "TensorBoard", lambda: TensorBoard(run_directory, resume_step, axes, length)
+                )
             )
         # The console comes last: its progress bar starts after whatever the others had to say.
         num_steps, interval = config.train.num_steps, config.logging.interval_steps
@@ -79,6 +94,7 @@ class MetricsWriter:
 
     def step(self, record: Record) -> None:
         """Write the record of one training step."""
+        self._axes.step(record)
         for destination in self._destinations:
             destination.step(record)
 
@@ -95,6 +111,7 @@ class MetricsWriter:
         """Drop the records of the steps after `step`, which are taken again."""
         for destination in self._destinations:
             destination.go_back(step)
+        self._axes.read()
 
     def flush(self) -> None:
         """Flush metrics.jsonl to the disk. Raises RunFailed when the disk refuses."""
@@ -139,6 +156,10 @@ class Guarded:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        # wandb loses what it has buffered unless it is closed.
+        if self._destination is not None:
+            with contextlib.suppress(Exception):
+                self._destination.close()
         self._destination = None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         _say(f"{self._name}: {reason}; continuing without it; metrics.jsonl has every number")
@@ -168,73 +189,31 @@ class JsonLines:
         self._file.close()
 
 
-class Wandb:
-    """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
-
-    def __init__(self, config: RunConfig, run_directory: Path) -> None:
-        # Importing wandb takes about a second, which a run that does not use it should not pay.
-        import wandb
-
-        mode = config.logging.wandb
-        self._run = wandb.init(
-            project=config.logging.wandb_project,
-            name=run_directory.name,
-            dir=str(run_directory),
-            id=_wandb_id(RunPaths(run_directory).wandb_run_id),
-            mode=mode,
-            resume="allow" if mode == "online" else None,
-            config=config.model_dump(mode="json"),
-            settings=wandb.Settings(
-                silent=True,
-                # Capturing the terminal would break the progress bar.
-                console="off",
-                init_timeout=WANDB_INIT_SECONDS,
-                login_timeout=WANDB_INIT_SECONDS,
-                finish_timeout=WANDB_FINISH_SECONDS,
-            ),
-        )
-        # The x axis is our own step. wandb's must only grow, and a resume may go back a few steps.
-        self._run.define_metric("*", step_metric="step")
-        if mode == "online":
-            _say(f"wandb: {self._run.url}")
-
-    def step(self, record: Record) -> None:
-        self._run.log(record)
-
-    def evaluation(self, records: list[Record]) -> None:
-        self._run.log({"step": records[0]["step"], **_evaluation_scalars(records)})
-
-    def go_back(self, step: int) -> None:
-        """Do nothing: as after a resume, the curves show both."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _wandb_id(path: Path) -> str:
-    """Return the run's id, which `path` keeps from the first start on: one directory is one run.
-
-    A run that ended before its first checkpoint starts from scratch, and still keeps its id.
-    """
-    if path.exists() and (identifier := path.read_text().strip()):
-        return identifier
-    identifier = uuid.uuid4().hex[:12]
-    replace_file(path, identifier + "\n")
-    return identifier
-
-
 class TensorBoard:
     """TensorBoard event files. A resume purges the steps that will be made again."""
 
-    def __init__(self, run_directory: Path, resume_step: int) -> None:
-        self._run_directory = run_directory
+    def __init__(
+        self, run_directory: Path, resume_step: int, axes: Axes, train_length: int
+    ) -> None:
+        """Open a file.
+
+        Args:
+            run_directory: The run's directory.
+            resume_step: Steps done.
+            axes: How far training has come, which is written as well.
+            train_length: Training length L in tokens.
+        """
+        self._run_directory, self._axes, self._train_length = run_directory, axes, train_length
         self._open(resume_step)
 
     def step(self, record: Record) -> None:
-        self._add(record, record["step"])
+        self._add({**step_tags(record), **self._axes.values()}, record["step"])
 
     def evaluation(self, records: list[Record]) -> None:
-        self._add(_evaluation_scalars(records), records[0]["step"])
+        step = records[0]["step"]
+        self._add(evaluation_tags(records), step)
+        picture = length_picture(records, self._train_length)
+        self._writer.add_image(FIGURE, picture, step, dataformats="HWC")
 
     def go_back(self, step: int) -> None:
         self._writer.close()
@@ -254,17 +233,7 @@ class TensorBoard:
 
     def _add(self, scalars: Record, step: int) -> None:
         for name, value in scalars.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, global_step=step)
-
-
-def _evaluation_scalars(records: list[Record]) -> Record:
-    """Return an evaluation as scalars: evaluation/<protocol>/<length>/{loss_nats,perplexity}."""
-    return {
-        f"evaluation/{record['protocol']}/{record['length']}/{name}": record[name]
-        for record in records
-        for name in ("loss_nats", "perplexity")
-    }
+            self._writer.add_scalar(name, value, global_step=step)
 
 
 def _can_show_bar() -> bool:

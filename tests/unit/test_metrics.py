@@ -25,7 +25,6 @@ from pretrain.train.metrics import (
     Lines,
     MetricsWriter,
     ProgressBar,
-    TensorBoard,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -263,18 +262,28 @@ def scalars(directory: Path, tag: str) -> dict[int, float]:
 
 
 def test_tensorboard_reads_what_was_written_and_resumed(tmp_path):
+    config = make_config("logging.tensorboard=true")
     for first, last, resume_step, loss in ((1, 6, 0, 1.0), (5, 8, 4, 2.0)):
-        writer = TensorBoard(tmp_path, resume_step)
+        writer = MetricsWriter(config, tmp_path, resume_step)
         for step in range(first, last + 1):
-            writer.step(step_record(step, loss_nats=loss))
+            writer.step(step_record(step, loss_nats=loss, consumed_samples=32 * step))
         writer.evaluation(evaluation_records(last))
         writer.close()
     # 183.1 is stored in single precision: 24 bits, 6e-8 relative.
-    assert scalars(tmp_path / "tensorboard", "evaluation/nonoverlapping/128/perplexity")[
+    assert scalars(tmp_path / "tensorboard", "eval/perplexity_nonoverlapping/128")[
         8
     ] == pytest.approx(183.1, rel=6e-8)
     expected = {step: 1.0 if step <= 4 else 2.0 for step in range(1, 9)}
-    assert scalars(tmp_path / "tensorboard", "loss_nats") == expected
+    assert scalars(tmp_path / "tensorboard", "train/loss") == expected
+    # 32 samples of 128 tokens and half a second a step, each counted once.
+    tokens = {step: 32.0 * 128 * step for step in range(1, 9)}
+    assert scalars(tmp_path / "tensorboard", "tokens") == tokens
+    seconds = {step: 0.5 * step for step in range(1, 9)}
+    assert scalars(tmp_path / "tensorboard", "elapsed_seconds") == seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    # That after step 6 belongs to the steps which were lost.
+    assert [event.step for event in events.Images("eval/length_curve")] == [8]
 
 
 # ---- wandb ---------------------------------------------------------------------------------------
@@ -335,8 +344,7 @@ def test_wandb_offline_writes_every_step_and_a_resume_continues_the_same_run(tmp
     rows = wandb_history(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
     assert (
-        rows[0]["loss_nats"] == 4.8123
-        and rows[2]["evaluation/nonoverlapping/128/perplexity"] == 183.1
+        rows[0]["train/loss"] == 4.8123 and rows[2]["eval/perplexity_nonoverlapping/128"] == 183.1
     )
 
 
@@ -368,18 +376,21 @@ def test_tensorboard_that_cannot_write_is_said_once_and_the_run_goes_on(tmp_path
 
 def test_a_destination_that_fails_later_is_left_alone(capsys):
     class Closed(Lines):
-        calls = 0
+        calls = closed = 0
 
         def step(self, record):
             Closed.calls += 1
             Path("/dev/full").write_text("no space")
+
+        def close(self):
+            Closed.closed += 1
 
     guarded = Guarded("disk", lambda: Closed(1, 1))
     guarded.step(step_record(1))
     guarded.step(step_record(2))
     guarded.evaluation(evaluation_records(2))
     guarded.close()
-    assert Closed.calls == 1
+    assert (Closed.calls, Closed.closed) == (1, 1)
     assert capsys.readouterr().err == (
         "disk: OSError: [Errno 28] No space left on device; continuing without it; "
         "metrics.jsonl has every number\n"

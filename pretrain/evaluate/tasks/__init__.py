@@ -1,0 +1,1 @@
+"""Long-context checks beyond perplexity: needles, copies at a distance, and long documents."""

@@ -1,0 +1,112 @@
+"""Turn losses of sequences into records: means over samples, with their confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.evaluate.tasks.rows import Arm, Cell
+from pretrain.evaluate.tasks.scoring import Score
+
+FIELDS = (
+    "run",
+    "step",
+    "method",
+    "seed",
+    "train_length",
+    "tokenizer",
+    "validation",
+    "task",
+    "length",
+    "depth",
+    "distance",
+    "measure",
+    "value",
+    "low",
+    "high",
+    "n",
+    "documents",
+    "tokens",
+    "checkpoint",
+)
+"""Keys of a record in tasks.json and columns of tasks.csv."""
+MEASURES = ("gain_nats", "loss_nats", "accuracy")
+"""What is measured of every cell: the gain from the context, the loss with it, and the share of
+scored tokens that the model then holds for the most probable ones. In nats per token."""
+RESAMPLES = 10_000
+"""Resamples of a bootstrap."""
+FEWEST = 5
+"""Samples from which on an interval is given: a bootstrap over fewer is too narrow by far."""
+
+Record = Mapping[str, Any]
+Samples = NDArray[np.float64]
+
+
+def measure(cell: Cell, score: Score, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of a cell, with the keys of FIELDS from "task" to "tokens".
+
+    Args:
+        cell: A task at one length.
+        score: Scores one arm.
+        seed: Seed of the bootstrap.
+    """
+    losses = {name: _by_sample(arm, score(arm), cell.samples) for name, arm in cell.arms.items()}
+    for place in cell.places:
+        helped, alone = losses[place.helped], losses[place.alone]
+        # The gain is a mean of differences within samples, which share all but the context.
+        values = dict(zip(MEASURES, (alone[:, 0] - helped[:, 0], helped[:, 0], helped[:, 1])))
+        arm = cell.arms[place.helped]
+        for name, samples in values.items():
+            low, high = interval(samples, seed)
+            yield {
+                "task": cell.task,
+                "length": cell.length,
+                "depth": place.depth,
+                "distance": place.distance,
+                "measure": name,
+                "value": float(samples.mean()),
+                "low": low,
+                "high": high,
+                "n": len(samples),
+                "documents": cell.documents,
+                "tokens": len(arm.rows) * arm.scored,
+            }
+
+
+def _by_sample(arm: Arm, scores: NDArray[np.float64], samples: int) -> Samples:
+    """Return the means [samples, 2] of [rows, 2], whose rows all score as many tokens."""
+    sums, counts = np.zeros((samples, 2)), np.zeros(samples)
+    owners = np.array([row.sample for row in arm.rows])
+    np.add.at(sums, owners, scores)
+    np.add.at(counts, owners, 1)
+    return sums / counts[:, None]
+
+
+def interval(samples: Samples, seed: int) -> tuple[float | None, float | None]:
+    """Return the 95 % confidence interval of the mean, by a percentile bootstrap over samples.
+
+    Args:
+        samples: [n] values.
+        seed: Seed of the resamples.
+
+    Returns:
+        (low, high); (None, None) with fewer than FEWEST samples, and (nan, nan) if one is nan.
+    """
+    if len(samples) < FEWEST:
+        return None, None
+    if not np.isfinite(samples).all():
+        return math.nan, math.nan
+    random = np.random.default_rng(seed)
+    means = np.empty(RESAMPLES)
+    # In blocks, because the indices of all resamples of many samples would fill the memory.
+    block = max(1, 2**22 // len(samples))
+    for first in range(0, RESAMPLES, block):
+        count = min(block, RESAMPLES - first)
+        drawn = random.integers(0, len(samples), (count, len(samples)))
+        means[first : first + count] = samples[drawn].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)

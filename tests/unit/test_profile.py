@@ -1,0 +1,86 @@
+"""train.profile_steps in configs, and a profiler that fails."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretrain.config import ConfigError, dump_config
+from pretrain.config.load import parse_config
+from pretrain.config.trajectory import Effect, effect_of
+from pretrain.train import profile
+from tests.conftest import tiny_config
+
+
+@pytest.mark.parametrize("steps", [[3, 2], [0, 1], [20, 21], [1], [1, 2, 3]])
+def test_steps_that_a_run_does_not_take_are_refused(steps):
+    with pytest.raises(ConfigError, match=r"train.profile_steps"):
+        tiny_config(train={"profile_steps": steps})
+
+
+@pytest.mark.parametrize("steps", [[1, 1], [19, 20], [1, 20]])
+def test_steps_stay_as_they_are_in_the_file(steps):
+    import tomllib
+
+    config = tiny_config(train={"profile_steps": steps})
+    again = parse_config(tomllib.loads(dump_config(config)), "again")
+    assert again.train.profile_steps == tuple(steps)
+    assert effect_of("train.profile_steps") is Effect.FREE
+
+
+def profiler(tmp_path, said, is_main=True):
+    config = tiny_config(
+        run={"directory": str(tmp_path)}, train={"profile_steps": [2, 3], "num_steps": 20}
+    )
+    return profile.Profiler(config, is_main, lambda kind, message: said.append(message))
+
+
+def test_a_profiler_that_fails_warns_and_is_left_alone(tmp_path, monkeypatch):
+    """As on a GPU whose counters the user may not read."""
+    said: list[str] = []
+
+    def fails(first):
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    monkeypatch.setattr(profile, "Recording", fails)
+    tried = profiler(tmp_path, said)
+    for step in range(1, 5):
+        tried.begin_step(step)
+    tried.end()
+    assert len(said) == 1 and "INSUFFICIENT_PRIVILEGES" in said[0] and "goes on" in said[0]
+
+
+def test_a_run_that_is_stopped_within_the_steps_keeps_what_was_recorded(tmp_path, capsys):
+    tried = profiler(tmp_path, [])
+    tried.begin_step(1)
+    tried.begin_step(2)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    tried.end()
+    tried.begin_step(3)
+    tried.end()
+    [trace] = (tmp_path / "profile").iterdir()
+    assert trace.name == "step-00000002-00000002.rank0.json.gz"
+    assert capsys.readouterr().err.startswith(f"profile of step 2: {trace}; open it at ")
+
+
+def test_other_ranks_record_nothing_and_part_the_steps_alike(tmp_path):
+    main, other = profiler(tmp_path, []), profiler(tmp_path, [], is_main=False)
+    assert main.borders == other.borders == (1, 3)
+    other.begin_step(2)
+    other.end()
+    assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_its_memory_is_written_as_well(tmp_path):
+    tried = profiler(tmp_path, [])
+    tried.begin_step(2)
+    kept = torch.ones(1 << 20, device="cuda")
+    tried.end()
+    [memory] = (tmp_path / "profile").glob("*.pickle")
+    found = SimpleNamespace(**pickle.loads(memory.read_bytes()))
+    assert any(e["size"] >= kept.nbytes for trace in found.device_traces for e in trace)
