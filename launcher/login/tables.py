@@ -66,6 +66,8 @@ def show(given: Sequence[Path], watch: bool) -> None:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
     records = Records()
+    # Once, and not for each page: what is no run is named there.
+    given = find_runs(given) if given else given
     text = _page(given, records)
     if not watch:
         print(text)
@@ -88,7 +90,7 @@ def show(given: Sequence[Path], watch: bool) -> None:
 def _page(given: Sequence[Path], records: Records | None = None) -> str:
     """Return what `launcher status` prints once; `records` is the same for all pages of --watch."""
     now = time.time()
-    statuses, away = read_statuses(find_runs(given), now, records)
+    statuses, away = read_statuses(given or find_runs([]), now, records)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     if away is None or not any(status.state in ("running", "unknown") for status in statuses):

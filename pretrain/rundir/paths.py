@@ -189,13 +189,23 @@ class RunPaths:
         return self.evaluations / "claims" / checkpoint
 
 
-RUN_MARKS = ("jobs.jsonl", "attempts", "launch", "metrics.jsonl")
+RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")
 """A directory that holds one of these is a run's."""
+OWN_FOLDERS = frozenset(entry.path.split("/")[0] for entry in LAYOUT if "/" in entry.path)
+"""The folders that a run's directory has for itself. No other run lies in them."""
 
 
 def is_run(directory: Path) -> bool:
-    """Return True for the directory of a run that was submitted or started."""
-    return any((directory / name).exists() for name in RUN_MARKS)
+    """Return True for the directory of a run that was submitted, started or imported.
+
+    By what the files are, since other programs have folders named attempts and launch too.
+    """
+    paths = RunPaths(directory)
+    return (
+        "run_directory_version" in read_json(paths.version)
+        or any(path.is_file() for path in (paths.jobs, paths.launch_record, paths.metrics))
+        or bool(attempt_numbers(paths.attempts))
+    )
 
 
 def claim_version(run: Path) -> None:

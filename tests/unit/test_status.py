@@ -212,6 +212,29 @@ def test_what_is_no_run():
                 command(Path(path))
 
 
+def test_a_run_is_known_by_its_files_and_not_by_names(capfd):
+    """A source tree beside the runs, with folders named as a run's, is none."""
+    base, _ = make_run("base")
+    nested, _ = make_run("base/alibi-64")
+    # As evaluations make it: who evaluates a checkpoint of the run, and no run of its own.
+    claim = base / "evaluations/claims/step-00000100/attempts/0001"
+    claim.mkdir(parents=True)
+    imported = Path("runs/imported")
+    imported.mkdir()
+    (imported / "run.json").write_text('{"run_directory_version": 1}')
+    package = Path("runs/package")
+    for name in ("attempts/old", "launch", "logs"):
+        (package / name).mkdir(parents=True)
+    (package / "run.json").write_text('{"name": "another program\'s"}')
+    assert find_runs([]) == [base, nested, imported]
+    given = sorted(Path("runs").iterdir())
+    assert find_runs([*given, Path("runs/none")]) == [base, imported, Path("runs/none")]
+    assert capfd.readouterr().err == "no runs: runs/package\n"
+    for paths in ([package], [package, Path("empty")]):
+        with pytest.raises(ConfigError, match="not a run's directory"):
+            find_runs(paths)
+
+
 def test_a_local_run_has_no_job_to_cancel_or_requeue():
     run, _ = make_run("a")
     with pytest.raises(ConfigError, match=f"kill {os.getpid()}` lets it save and stop"):
