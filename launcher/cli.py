@@ -46,6 +46,7 @@ from pretrain.launcher.options import (
     TimeLimit,
 )
 from pretrain.launcher.request import SlurmRequest
+from pretrain.launcher.starts import already_done, check_data, is_done
 from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
@@ -119,6 +120,10 @@ def local(
     check_allowed(allow_changed)
     # Refuse a layout that does not fit `nproc` here, once, before every process does.
     run.layout(nproc)
+    if resume in (None, "auto") and is_done(run, allow_changed):
+        print(already_done(run), file=sys.stderr)
+        return
+    check_data(run)
     settings = [word for override in overrides for word in ("--set", override)]
     # Part of the command and not of the config's arguments, which a restart replaces.
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]

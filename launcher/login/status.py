@@ -22,7 +22,13 @@ from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import PROGRESS, AttemptRecord, Suspension, last_heartbeat
+from pretrain.rundir.attempts import (
+    PROGRESS,
+    AttemptRecord,
+    Suspension,
+    is_idle,
+    last_heartbeat,
+)
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
@@ -266,7 +272,9 @@ def _status(
         reason=reason,
         nodes=job.nodes if job else attempts[-1].owner.nodes if alive else "",
         # Slurm's count includes starts that ended before an attempt began.
-        restarts=max(len(attempts) - 1, job.restarts if job else 0),
+        restarts=max(
+            sum(not is_idle(each) for each in attempts) - 1, job.restarts if job else 0
+        ),
         num_steps=num_steps,
         rates=rates,
         ends_at=_estimated_end(rates, num_steps, splits, now) if running else None,

@@ -22,7 +22,7 @@ from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.submit import print_dry_run, send, training_job
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.rundir.attempts import is_finished
+from pretrain.launcher.starts import is_done
 from pretrain.rundir.files import read_json
 from pretrain.rundir.paths import LAYOUT, RunPaths
 
@@ -82,7 +82,7 @@ def sweep(
     site = request.site(site)
     base = str(load_config(path, overrides).directory)
     runs = _runs(path, site, parse_axes(axes), overrides, base, nodes)
-    finished = [run for run in runs if is_finished(run.directory, run.config.train.num_steps)]
+    finished = [run for run in runs if is_done(run.config, allow_changed)]
     for run in finished:
         print(f"{run.config.run.directory}: finished, left out")
     runs = [

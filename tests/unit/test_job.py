@@ -22,6 +22,7 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import signal_seconds, start_seconds
 from pretrain.launcher.node import job as node_job
 from pretrain.launcher.slurm_options import OUR_OPTIONS
+from pretrain.launcher.starts import is_done
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -323,17 +324,57 @@ def test_what_the_site_has_not_is_refused(world_size, nodes, sections, says):
     assert all(words in str(error.value) for words in says), str(error.value)
 
 
-def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
-    config = run_config(
-        run={"directory": str(tmp_path / "run")}, data={"directory": str(built_data(tmp_path))}
-    )
-    attempt = Attempt.begin(tmp_path / "run")
-    attempt.phase("ending", 20)
-    attempt.end("finished", 0, "all steps done", 20)
-    with pytest.raises(ConfigError, match="finished"):
-        check_runs([allocate(config, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
-    longer = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 30})})
-    check_runs([allocate(longer, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
+def finish(config):
+    """Leave what a run leaves that has done all its steps, and nothing of its metrics."""
+    attempt = Attempt.begin(config.directory)
+    for phase in ("training", "ending"):
+        attempt.phase(phase, config.train.num_steps)
+    attempt.end("finished", 0, "all steps done", config.train.num_steps)
+    (config.directory / "config.toml").write_text(dump_config(config))
+
+
+def test_a_run_is_done_when_nothing_is_left_to_train_or_to_evaluate(tmp_path):
+    config = run_config(run={"directory": str(tmp_path)})
+    assert not is_done(config)
+    finish(config)
+
+    def changed(section, **values):
+        changed = getattr(config, section).model_copy(update=values)
+        return config.model_copy(update={section: changed})
+
+    longer = changed("train", num_steps=30)
+    more, fewer = (changed("evaluation", lengths=lengths) for lengths in ((64, 999), (64,)))
+    assert is_done(config) and is_done(fewer) and not is_done(longer) and not is_done(more)
+    # An attempt that has only begun to evaluate them proves nothing, though its config is there.
+    killed = Attempt.begin(tmp_path)
+    killed.phase("evaluating", 20)
+    (tmp_path / "config.toml").write_text(dump_config(more))
+    killed.end("failed", 1, "killed", 20)
+    assert not is_done(more)
+    records = [
+        {"step": 20, "evaluation": True, "protocol": name, "stride": stride, "length": length}
+        for length in (64, 999)
+        for name, stride in (("nonoverlapping", length), ("sliding", more.evaluation_stride))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert is_done(more)
+
+
+def test_a_finished_run_is_not_sent_and_that_is_said(tmp_path, monkeypatch, capsys):
+    """Slurm is not even asked: there is none here."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run, config = tmp_path / "run", tmp_path / "run.toml"
+    sections = {"run": {"directory": str(run)}, "data": {"directory": str(built_data(tmp_path))}}
+    config.write_text(dump_config(run_config(**sections)))
+    (tmp_path / "site.toml").write_text(tomli_w.dumps(CPU))
+    finish(run_config(**sections))
+    before = sorted(run.rglob("*"))
+    submit = ["submit", str(config), "--site", str(tmp_path / "site.toml")]
+    launcher(submit, standalone_mode=False)
+    assert f"{run}: finished already, at step 20; nothing to do" in capsys.readouterr().out
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(ConfigError, match="no such command"):
+        launcher([*submit, "--set", "train.num_steps=30"], standalone_mode=False)
 
 
 def test_a_run_that_cannot_go_on_from_its_checkpoint_is_refused(tmp_path):
