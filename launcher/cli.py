@@ -7,7 +7,9 @@ its function, to keep the others quick.
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -97,18 +99,19 @@ def local(
 ) -> None:
     """Train on this machine.
 
-    Rank 0 writes to this terminal, the other ranks to RUN/logs/rank-<rank>.log.
+    Rank 0 writes to this terminal. What every rank writes is kept in RUN/logs/rank-<rank>.log.
 
     When a rank fails or hangs, all ranks are ended and started again from the newest checkpoint.
     [recovery] in the config sets how often, and after what time without progress.
 
     \b
     Signals, to this command:
-      SIGINT    (Ctrl-C) end the run at once, without saving; exit with code 130
+      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once, with
+                code 130, and so does the first one as long as there is nothing to save
       SIGTERM   (kill PID) save a checkpoint, then exit with code 80
       SIGHUP    the same, when the terminal is closed
       SIGUSR1   save a checkpoint and start the ranks again
-    A second SIGINT, SIGTERM or SIGHUP ends ranks that do not stop.
+    A second SIGTERM or SIGHUP ends ranks that do not stop.
 
     \b
     Examples:
@@ -129,6 +132,9 @@ def local(
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     code = run_locally(run, nproc, train, [str(config), *settings], resume)
     _print_summary(run.directory, code)
+    # Without --resume: from here on the run has its own checkpoint to go on from.
+    again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
+    _print_goes_on(run.directory, code, [*again, *allow_options(allow_changed)])
     raise typer.Exit(code)
 
 
@@ -362,7 +368,7 @@ def logs(
 ) -> None:
     """Print what the ranks of a run have printed.
 
-    Under `launcher local` rank 0 prints to its terminal and has no log; the other ranks have.
+    Under `launcher local` each rank has a log of its own; without --rank, that of rank 0 is printed.
 
     \b
     Example:
@@ -478,6 +484,20 @@ def _refuse_evaluation_options(options: dict[str, object]) -> None:
                 f"{option} {value}: has no effect without --evaluate-checkpoints. Add that option, "
                 f"or leave {option} out"
             )
+
+
+def _print_goes_on(run: Path, code: int, command: Sequence[str]) -> None:
+    """Print what a run that was stopped has saved, and the command that goes on from there.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+        command: The command, without --resume.
+    """
+    from pretrain.launcher.login.tables import stopped
+
+    if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        print(f"{stopped(run)}; go on with:\n  {shlex.join(command)}", file=sys.stderr, flush=True)
 
 
 def _print_summary(run: Path, code: int) -> None:

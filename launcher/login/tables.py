@@ -22,6 +22,7 @@ from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ENDED_WELL, in_words
+from pretrain.rundir.unsaved import steps_lost
 
 WATCH_SECONDS = 5.0
 """Between two pages of --watch. Each page calls squeue once."""
@@ -165,6 +166,16 @@ def summary(run: Path) -> str:
             goodput_line(whole),
         ]
     )
+
+
+def stopped(run: Path) -> str:
+    """Return one line on what a run that was stopped has saved and what it has lost."""
+    saved = newest_checkpoint_step(run)
+    attempts = read_attempts(run)
+    ended = attempts[-1].ended if attempts else None
+    lost = steps_lost(ended.step, saved) if ended else ""
+    words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
+    return plain(f"{run}: {words}" + (f", and {lost} lost" if lost else ""))
 
 
 def goodput_line(whole: TimeSplit) -> str:

@@ -57,7 +57,7 @@ attempts/####/preflight.json | launcher | what the check of the nodes before the
 attempts/####/preflight.log | launcher | what that check's processes printed
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
-logs/rank-<rank>.log | launcher local | what a rank other than 0 prints
+logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts
 logs/attempt-####.log | launcher | what all ranks of an attempt print, under Slurm
 logs/slurm-<job>.log | Slurm | what the job's batch script prints
 logs/evaluate-step-########.log | launcher | what the evaluation of a checkpoint prints
