@@ -232,9 +232,9 @@ def test_a_start_with_nothing_to_do_or_a_mistake_leaves_no_trace(workspace, conf
     ):
         explained(fresh([*launch(config, directory), *options(setting)]), 2, says)
     explained(
-        fresh([*launch(config, workspace / "runs/new"), *options("data.directory=none")]),
+        fresh([*launch(config, workspace / "runs/new"), *options("data.directory=nowhere")]),
         2,
-        "data.directory = none: no built data set",
+        "data.directory = nowhere: no built data set",
     )
     assert contents(directory) == before and not (workspace / "runs/new").exists()
 
