@@ -18,7 +18,7 @@ import typer
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.trajectory import allow_options, check_allowed
-from pretrain.launcher import run_cli
+from pretrain.launcher import run_cli, sweep_cli
 from pretrain.launcher.cluster import load_site
 from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
@@ -221,63 +221,7 @@ def submit(
     )
 
 
-@app.command()
-def sweep(
-    config: Config,
-    site: SiteFile,
-    over: Annotated[
-        list[str],
-        typer.Option(
-            metavar="SECTION.KEY=VALUE,VALUE",
-            help="A key of the config and the values to try. Can be repeated.",
-        ),
-    ],
-    overrides: Overrides = [],  # noqa: B006  typer copies it
-    concurrent: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="The most runs that train at the same time. Default: all."
-        ),
-    ] = None,
-    nodes: Nodes = None,
-    time: TimeLimit = None,
-    save_before: SaveBefore = None,
-    dry_run: DryRun = False,
-    allow_changed: AllowChanged = [],  # noqa: B006
-    partition: Partition = None,
-    account: Account = None,
-    qos: Qos = None,
-    sbatch: Sbatch = [],  # noqa: B006
-    dependency: Dependency = None,
-    mail: Mail = None,
-) -> None:
-    """Train one run for each combination of values.
-
-    Submits one job array to a Slurm cluster. Each run has a directory below the config's
-    run.directory, named after its values, such as RUN/alibi-512. Runs that are finished are left
-    out, so the same command submits what is missing.
-
-    \b
-    Example:
-      launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
-          --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
-    """
-    from pretrain.launcher.login import sweep as sweeps
-
-    check_allowed(allow_changed)
-    sweeps.sweep(
-        config,
-        load_site(site),
-        over,
-        overrides,
-        nodes=nodes,
-        time_limit=time,
-        save_before=save_before,
-        concurrent=concurrent,
-        dry_run=dry_run,
-        allow_changed=allow_changed,
-        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
-    )
+app.command()(sweep_cli.sweep)
 
 
 @app.command()

@@ -272,9 +272,7 @@ def _status(
         reason=reason,
         nodes=job.nodes if job else attempts[-1].owner.nodes if alive else "",
         # Slurm's count includes starts that ended before an attempt began.
-        restarts=max(
-            sum(not is_idle(each) for each in attempts) - 1, job.restarts if job else 0
-        ),
+        restarts=max(sum(not is_idle(each) for each in attempts) - 1, job.restarts if job else 0),
         num_steps=num_steps,
         rates=rates,
         ends_at=_estimated_end(rates, num_steps, splits, now) if running else None,

@@ -182,7 +182,7 @@ def _from_workers(
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in a worker: a terminal sends it to all, and the rank goes on until it saved."""
+    """Ignore Ctrl-C in a worker: a terminal sends it to all, and the rank trains until it saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -644,21 +644,36 @@ def test_names_of_different_values_differ():
 
 def test_a_sweep_s_configs_differ_in_what_is_swept(tmp_path):
     axes = sweep.parse_axes(["position.method=alibi,rotary", "evaluation.lengths=[128, 256],[128]"])
-    base = str(tmp_path / "s")
-    runs = sweep._runs(
-        Path("configs/demo.toml"),
-        parse_site(CPU | {"tasks_per_node": 2}, "s"),
-        axes,
-        [],
-        base,
-        None,
-    )
+    runs = sweep.sweep_runs(Path("configs/demo.toml"), axes, [], tmp_path / "s")
     seen = {
         (run.config.position.method, run.config.evaluation.lengths): run.config.run.directory
         for run in runs
     }
     assert set(seen) == {(m, n) for m in ("alibi", "rotary") for n in ((128, 256), (128,))}
     assert len(set(seen.values())) == 4 and all(
-        Path(directory).parent == tmp_path / "s" for directory in seen.values()
+        Path(directory).parent == tmp_path / "s-sweep" for directory in seen.values()
     )
     assert load_config("configs/demo.toml").train == runs[0].config.train
+    assert all(load_config("configs/demo.toml", run.settings) == run.config for run in runs)
+
+
+def test_runs_of_a_sweep_lie_beside_the_run_and_those_of_earlier_releases_stay(tmp_path):
+    base = tmp_path / "mine"
+    Attempt.begin(base)
+    for name, over in (("alibi", {"position.method": "alibi"}), ("64", {"model.hidden_size": 64})):
+        (base / name / "launch").mkdir(parents=True)
+        (base / name / "launch/launch.json").write_text(json.dumps({"over": over}))
+
+    def directories(axis):
+        runs = sweep.sweep_runs(Path("configs/demo.toml"), sweep.parse_axes([axis]), [], base)
+        return [run.config.directory for run in runs]
+
+    beside = tmp_path / "mine-sweep"
+    assert directories("position.method=alibi,rotary") == [base / "alibi", beside / "rotary"]
+    # The one of this name that lies inside is another sweep's.
+    assert directories("data.sequence_length=64") == [beside / "64"]
+    (beside / "64/launch").mkdir(parents=True)
+    (beside / "64/launch/launch.json").write_text('{"over": {"model.hidden_size": 64}}')
+    with pytest.raises(ConfigError, match="mine-sweep/64: is the run of"):
+        directories("data.sequence_length=64")
+    assert sweep.sweep_folder(Path(".")) == Path("sweep")
