@@ -106,8 +106,8 @@ def local(
 
     \b
     Signals, to this command:
-      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once, with
-                code 130, and so does the first one as long as there is nothing to save
+      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once,
+                with code 130, and so does the first one before training has begun
       SIGTERM   (kill PID) save a checkpoint, then exit with code 80
       SIGHUP    the same, when the terminal is closed
       SIGUSR1   save a checkpoint and start the ranks again
@@ -312,7 +312,7 @@ def logs(
 ) -> None:
     """Print what the ranks of a run have printed.
 
-    Under `launcher local` each rank has a log of its own; without --rank, that of rank 0 is printed.
+    Under `launcher local` each rank has a log of its own; without --rank, rank 0's is printed.
 
     \b
     Example:

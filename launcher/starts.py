@@ -44,8 +44,8 @@ def is_done(config: RunConfig, allow_changed: Collection[str] = ()) -> bool:
         try:
             missing -= _evaluations(load_config(RunPaths(run).config))
         except ConfigError:
-            # Damaged, or of another release.
-            pass
+            # Damaged, or of another release. That the attempt finished is all that is known.
+            return True
     if missing:
         missing -= evaluations_at(RunPaths(run).metrics, num_steps)
     return not missing

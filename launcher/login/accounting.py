@@ -37,9 +37,9 @@ JUMP_SECONDS = 60.0
 
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
-    "its nodes (the wall time without the waiting and without suspensions of its job). Idle time "
-    "counts neither for the run nor against it: while it is finished, and attempts that were refused "
-    "or found every step done."
+    "its nodes (the wall time without the waiting and without suspensions of its job). Time in "
+    "which nothing was to be trained does not count: while the run is finished, and attempts that "
+    "were refused or found every step done."
 )
 
 

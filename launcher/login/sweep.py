@@ -130,8 +130,8 @@ def sweep(
         f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "
         f"most {job.concurrent} at the same time"
     )
-    directories = [each.config.run.directory for each in combinations]
-    print(f"next: launcher status {shlex.join(directories)}")
+    folders = sorted({str(Path(each.config.run.directory).parent) for each in combinations})
+    print("next: launcher status", *(f"{shlex.quote(folder)}/*" for folder in folders))
 
 
 def parse_axes(axes: Sequence[str]) -> list[Axis]:

@@ -186,7 +186,7 @@ class LocalRanks:
                         log = open_own(paths.rank_log(rank), "ab", buffering=0)
                         if rank:
                             stack.enter_context(log)
-                            streams = log.fileno(), log.fileno()
+                            streams: tuple[int, ...] = (log.fileno(), log.fileno())
                         else:
                             self._output = RankOutput(log)
                             streams = self._output.ends
