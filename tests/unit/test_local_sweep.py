@@ -149,7 +149,11 @@ def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
     words = ["--nproc", "2", "--over", "position.method=alibi,rotary", "--set", "run.seed=7"]
     metrics = desk.folder / BASE / "alibi/metrics.jsonl"
     process = desk.start(*words)
-    wait_for(lambda: process.poll() is not None or metrics.exists() and "3" in metrics.read_text())
+
+    def waits() -> bool:
+        return metrics.exists() and "3" in metrics.read_text()
+
+    wait_for(lambda: process.poll() is not None or waits())
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 80, out + err
