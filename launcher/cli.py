@@ -19,10 +19,8 @@ from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.arguments import AllowChanged, Config, Overrides
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher import run_cli, sweep_cli
-from pretrain.launcher.cluster import load_site
 from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
-from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
     Account,
@@ -47,8 +45,6 @@ from pretrain.launcher.options import (
     Stride,
     TimeLimit,
 )
-from pretrain.launcher.request import SlurmRequest
-from pretrain.launcher.starts import already_done, check_data, is_done
 from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
@@ -119,6 +115,9 @@ def local(
       launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
           --set run.directory=runs/try
     """
+    from pretrain.launcher.node.local import run_locally
+    from pretrain.launcher.starts import already_done, check_data, is_done
+
     run = load_config(config, overrides)
     check_allowed(allow_changed)
     # Refuse a layout that does not fit `nproc` here, once, before every process does.
@@ -185,8 +184,10 @@ def submit(
       launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
           --mail me@example.org --sbatch exclude=node07
     """
+    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import evaluations
     from pretrain.launcher.login import submit as jobs
+    from pretrain.launcher.request import SlurmRequest
 
     run, plan = load_config(config, overrides), None
     check_allowed(allow_changed)
@@ -254,6 +255,7 @@ def evaluate_checkpoints(
     Example:
       launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
     """
+    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import evaluations
 
     directory = Path.cwd() / run
