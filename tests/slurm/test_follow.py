@@ -300,7 +300,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     assert f"submitted again as job {again}" in sent and again != second and again.endswith("_1")
     desk.wait_for_step(two, 1)
     assert desk.cluster.job(again)["JobName"] == read_jobs(desk.folder / two)[0].name
-    assert desk.cluster.job(first)["JobName"] == "a"
+    assert desk.cluster.job(first)["JobName"] == "a-sweep"
     assert desk.job_states().keys() == {first, again}
     assert "cancelled; it may save" in desk.launcher("cancel", one).out
     wait_for(lambda: desk.job_states().keys() == {again})
