@@ -7,7 +7,9 @@ its function, to keep the others quick.
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +24,9 @@ from pretrain.config.arguments import (
     version_of,
 )
 from pretrain.config.trajectory import allow_options, check_allowed
-from pretrain.launcher import run_cli
-from pretrain.launcher.cluster import load_site
+from pretrain.launcher import run_cli, sweep_cli
 from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
-from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
     Account,
@@ -51,7 +51,6 @@ from pretrain.launcher.options import (
     Stride,
     TimeLimit,
 )
-from pretrain.launcher.request import SlurmRequest
 from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
@@ -111,18 +110,19 @@ def local(
 ) -> None:
     """Train on this machine.
 
-    Rank 0 writes to this terminal, the other ranks to RUN/logs/rank-<rank>.log.
+    Rank 0 writes to this terminal. What every rank writes is kept in RUN/logs/rank-<rank>.log.
 
     When a rank fails or hangs, all ranks are ended and started again from the newest checkpoint.
     [recovery] in the config sets how often, and after what time without progress.
 
     \b
     Signals, to this command:
-      SIGINT    (Ctrl-C) end the run at once, without saving; exit with code 130
+      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once,
+                with code 130, and so does the first one before training has begun
       SIGTERM   (kill PID) save a checkpoint, then exit with code 80
       SIGHUP    the same, when the terminal is closed
       SIGUSR1   save a checkpoint and start the ranks again
-    A second SIGINT, SIGTERM or SIGHUP ends ranks that do not stop.
+    A second SIGTERM or SIGHUP ends ranks that do not stop.
 
     \b
     Examples:
@@ -130,15 +130,25 @@ def local(
       launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
           --set run.directory=runs/try
     """
+    from pretrain.launcher.node.local import run_locally
+    from pretrain.launcher.starts import already_done, check_data, is_done
+
     run = load_config(config, overrides)
     check_allowed(allow_changed)
     # Refuse a layout that does not fit `nproc` here, once, before every process does.
     run.layout(nproc)
+    if resume in (None, "auto") and is_done(run, allow_changed):
+        print(already_done(run), file=sys.stderr)
+        return
+    check_data(run)
     settings = [word for override in overrides for word in ("--set", override)]
     # Part of the command and not of the config's arguments, which a restart replaces.
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     code = run_locally(run, nproc, train, [str(config), *settings], resume)
     _print_summary(run.directory, code)
+    # Without --resume: from here on the run has its own checkpoint to go on from.
+    again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
+    _print_goes_on(run.directory, code, [*again, *allow_options(allow_changed)])
     raise typer.Exit(code)
 
 
@@ -189,8 +199,10 @@ def submit(
       launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
           --mail me@example.org --sbatch exclude=node07
     """
+    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import evaluations
     from pretrain.launcher.login import submit as jobs
+    from pretrain.launcher.request import SlurmRequest
 
     run, plan = load_config(config, overrides), None
     check_allowed(allow_changed)
@@ -225,63 +237,7 @@ def submit(
     )
 
 
-@app.command()
-def sweep(
-    config: Config,
-    site: SiteFile,
-    over: Annotated[
-        list[str],
-        typer.Option(
-            metavar="SECTION.KEY=VALUE,VALUE",
-            help="A key of the config and the values to try. Can be repeated.",
-        ),
-    ],
-    overrides: Overrides = [],  # noqa: B006  typer copies it
-    concurrent: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="The most runs that train at the same time. Default: all."
-        ),
-    ] = None,
-    nodes: Nodes = None,
-    time: TimeLimit = None,
-    save_before: SaveBefore = None,
-    dry_run: DryRun = False,
-    allow_changed: AllowChanged = [],  # noqa: B006
-    partition: Partition = None,
-    account: Account = None,
-    qos: Qos = None,
-    sbatch: Sbatch = [],  # noqa: B006
-    dependency: Dependency = None,
-    mail: Mail = None,
-) -> None:
-    """Train one run for each combination of values.
-
-    Submits one job array to a Slurm cluster. Each run has a directory below the config's
-    run.directory, named after its values, such as RUN/alibi-512. Runs that are finished are left
-    out, so the same command submits what is missing.
-
-    \b
-    Example:
-      launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
-          --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
-    """
-    from pretrain.launcher.login import sweep as sweeps
-
-    check_allowed(allow_changed)
-    sweeps.sweep(
-        config,
-        load_site(site),
-        over,
-        overrides,
-        nodes=nodes,
-        time_limit=time,
-        save_before=save_before,
-        concurrent=concurrent,
-        dry_run=dry_run,
-        allow_changed=allow_changed,
-        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
-    )
+app.command()(sweep_cli.sweep)
 
 
 @app.command()
@@ -314,6 +270,7 @@ def evaluate_checkpoints(
     Example:
       launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
     """
+    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import evaluations
 
     directory = Path.cwd() / run
@@ -372,7 +329,7 @@ def logs(
 ) -> None:
     """Print what the ranks of a run have printed.
 
-    Under `launcher local` rank 0 prints to its terminal and has no log; the other ranks have.
+    Under `launcher local` each rank has a log of its own; without --rank, rank 0's is printed.
 
     \b
     Example:
@@ -488,6 +445,20 @@ def _refuse_evaluation_options(options: dict[str, object]) -> None:
                 f"{option} {value}: has no effect without --evaluate-checkpoints. Add that option, "
                 f"or leave {option} out"
             )
+
+
+def _print_goes_on(run: Path, code: int, command: Sequence[str]) -> None:
+    """Print what a run that was stopped has saved, and the command that goes on from there.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+        command: The command, without --resume.
+    """
+    from pretrain.launcher.login.tables import stopped
+
+    if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        print(f"{stopped(run)}; go on with:\n  {shlex.join(command)}", file=sys.stderr, flush=True)
 
 
 def _print_summary(run: Path, code: int) -> None:

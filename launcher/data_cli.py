@@ -9,7 +9,6 @@ import typer
 
 from pretrain.config import load_config
 from pretrain.config.arguments import Config, Overrides
-from pretrain.launcher.cluster import load_site
 from pretrain.launcher.options import SiteFile, TimeLimit
 
 data = typer.Typer(no_args_is_help=True, help="Build a data set on a Slurm cluster.")
@@ -52,6 +51,7 @@ def data_build(
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
     """
+    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import data as builds
 
     run = load_config(config, overrides)
@@ -72,6 +72,7 @@ def data_array(
 
     `launcher data build` has this command run by the process that builds.
     """
+    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import data as builds
 
     builds.run_array(builds.data_job(load_site(site), name, pickle, tasks, concurrent, time), stop)

@@ -15,6 +15,14 @@ SiteFile = Annotated[
         help="TOML file that describes your cluster. Copy one of the examples slurm/site.*.toml.",
     ),
 ]
+OptionalSiteFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="SITE",
+        help="TOML file that describes your Slurm cluster. Copy one of the examples "
+        "slurm/site.*.toml.",
+    ),
+]
 Nodes = Annotated[
     int | None,
     typer.Option(

@@ -20,6 +20,11 @@ _AWAY = re.compile(
     re.IGNORECASE,
 )
 """What Slurm's commands print when slurmctld does not answer. They have no exit code for it."""
+_NO_CLUSTER = re.compile(
+    r"could not establish a configuration source|unable to process configuration file",
+    re.IGNORECASE,
+)
+"""What Slurm's commands print on a machine that belongs to no cluster."""
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -41,7 +46,7 @@ class SlurmError(RunFailed):
 
 
 class NoSlurm(ConfigError):
-    """This machine has no Slurm commands."""
+    """This machine has no Slurm commands, or they know of no cluster."""
 
 
 class SlurmAway(SlurmError):
@@ -63,7 +68,7 @@ def run_command(
         script: What it reads from stdin.
 
     Raises:
-        NoSlurm: There is no such command here.
+        NoSlurm: There is no such command here, or no cluster.
         SlurmAway: slurmctld does not answer.
         SlurmInterrupted: SIGTERM ended the command.
         SlurmError: The command failed otherwise.
@@ -87,7 +92,7 @@ def run_command(
     except FileNotFoundError:
         raise NoSlurm(
             f"{program}: no such command here. Slurm's commands are on the login nodes of a "
-            "cluster; `launcher local` trains on this machine"
+            "cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
@@ -95,6 +100,13 @@ def run_command(
         raise SlurmInterrupted(f"{program}: ended by SIGTERM")
     if answer.returncode:
         words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
+        # In a job there is a cluster, so its configuration is missing for a moment only.
+        if _NO_CLUSTER.search(words) and "SLURM_JOB_ID" not in os.environ:
+            raise NoSlurm(
+                f"{program}: there is no Slurm cluster here. Slurm's commands are installed, but "
+                "find no configuration (slurm.conf, or the file that SLURM_CONF names). Log in to "
+                "a cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
+            )
         raise (SlurmAway if _AWAY.search(words) else SlurmError)(f"{program}: {words}")
     return answer
 

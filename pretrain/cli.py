@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,7 @@ from pretrain.config.arguments import (
     version_of,
 )
 from pretrain.config.shipped import list_shipped
-from pretrain.config.trajectory import check_allowed
+from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.data_cli import data
 from pretrain.exits import leave
 from pretrain.preflight import preflight
@@ -231,6 +232,8 @@ def train(
 
     \b
     Signals, to any of the processes:
+      SIGINT    (Ctrl-C) the same as SIGTERM while the run trains; a second one leaves at once, with
+                code 130
       SIGTERM   save, then exit with code 80
       SIGUSR1   save, then exit with code 75, which asks to be started again
       SIGUSR2   write the stacks of the process's threads to stderr and go on
@@ -244,6 +247,9 @@ def train(
     # Before the slow imports, so that a signal that comes during them is not lost.
     requests = Requests()
     requests.listen()
+    settings = [word for override in overrides for word in ("--set", override)]
+    words = ["pretrain", "train", str(config), *settings, *allow_options(allow_changed)]
+    requests.command = shlex.join(words)
     # Also before them, so that a typing mistake shows at once.
     run = load_config(config, overrides)
     check_allowed(allow_changed)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pretrain.rundir.attempts import AttemptRecord, Suspension
+from pretrain.rundir.attempts import AttemptRecord, Suspension, is_idle
 from pretrain.rundir.states import WORK as WORK
 from pretrain.rundir.states import Outcome, Phase
 
-WAITING, SUSPENDED, LOST = "waiting", "suspended", "lost"
+WAITING, SUSPENDED, LOST, IDLE = "waiting", "suspended", "lost", "idle"
 """Parts that are no phase of an attempt."""
 PARTS = {
     WAITING: "before an attempt: in the queue, or between two attempts without a job",
@@ -28,6 +28,8 @@ PARTS = {
     Phase.ENDING: "the processes shut down",
     SUSPENDED: "Slurm had suspended the job, and its processes stood still",
     LOST: "training, evaluating and saving after the checkpoint that the next attempt resumed from",
+    IDLE: "while nothing was to be trained: the run was finished and no later start was submitted, "
+    "or an attempt was refused its input or found every step done",
 }
 """The parts of the wall time, in the order in which an attempt goes through them."""
 JUMP_SECONDS = 60.0
@@ -35,7 +37,9 @@ JUMP_SECONDS = 60.0
 
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
-    "its nodes (the wall time without the waiting and without suspensions of its job)."
+    "its nodes (the wall time without the waiting and without suspensions of its job). Time in "
+    "which nothing was to be trained does not count: while the run is finished, and attempts that "
+    "were refused or found every step done."
 )
 
 
@@ -65,13 +69,18 @@ class TimeSplit:
     @property
     def goodput(self) -> float | None:
         """Training that was kept / time in which nodes were held, 0 to 1; None if none were."""
-        held = self.wall - self.parts[WAITING] - self.parts[SUSPENDED]
+        held = self._meant - self.parts[WAITING] - self.parts[SUSPENDED]
         return self.parts[Phase.TRAINING] / held if held else None
 
     @property
     def goodput_of_wall(self) -> float | None:
-        """Training that was kept / wall time, 0 to 1; None for an empty wall time."""
-        return self.parts[Phase.TRAINING] / self.wall if self.wall else None
+        """Training that was kept / wall time without idle time, 0 to 1; None if that is empty."""
+        return self.parts[Phase.TRAINING] / self._meant if self._meant else None
+
+    @property
+    def _meant(self) -> int:
+        """Milliseconds in which the run was meant to train."""
+        return self.wall - self.parts[IDLE]
 
 
 def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> list[TimeSplit]:
@@ -92,6 +101,7 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
     attempts, now = _on_one_clock(attempts, now)
     # The end of what is accounted for: each attempt gets the time from here to its own end.
     free_from = _first_moment(attempts)
+    is_finished = False
     for index, attempt in enumerate(attempts):
         last = index == len(attempts) - 1
         running = last and now is not None
@@ -107,12 +117,20 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         parts = dict.fromkeys(PARTS, 0)
         # Between two attempts of one start of a job its nodes are held.
         held = index > 0 and _is_same_start(attempts[index - 1], attempt)
-        parts[Phase.STARTING if held else WAITING] += begin - free_from
+        wanted = _wanted_from(attempt, free_from, begin) if is_finished else free_from
+        parts[IDLE] += wanted - free_from
+        parts[Phase.STARTING if held else WAITING] += begin - wanted
+        if is_idle(attempt):
+            parts[IDLE] += end - begin
+            intervals = []
         for interval in intervals:
             lost = interval.phase in WORK and interval.begin >= kept_until
             suspended = _suspended(interval, attempt.suspensions)
             parts[SUSPENDED] += suspended
             parts[LOST if lost else interval.phase] += interval.end - interval.begin - suspended
+        if not is_idle(attempt):
+            ended = attempt.ended
+            is_finished = ended is not None and ended.outcome == Outcome.FINISHED
         splits.append(TimeSplit(parts))
         free_from = end
     return splits
@@ -183,6 +201,20 @@ def _first_moment(attempts: Sequence[AttemptRecord]) -> int:
         return 0
     submitted, began = attempts[0].owner.submitted_at, _begin(attempts[0])
     return began if submitted is None else min(_milliseconds(submitted), began)
+
+
+def _wanted_from(attempt: AttemptRecord, free_from: int, begin: int) -> int:
+    """Return when a run that was finished is meant to train again: at the submission, if known.
+
+    Args:
+        attempt: The first attempt since.
+        free_from: The end of the time that is accounted for.
+        begin: When the attempt began.
+    """
+    submitted = attempt.owner.submitted_at
+    if submitted is None or is_idle(attempt):
+        return begin
+    return min(max(free_from, _milliseconds(submitted)), begin)
 
 
 def _begin(attempt: AttemptRecord) -> int:

@@ -14,22 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.config.run import is_url
-from pretrain.config.trajectory import check_differences, differences
+from pretrain.config import ConfigError, RunConfig
 from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import check_path, job_name
 from pretrain.launcher.login.build import check_build
-from pretrain.rundir.attempts import is_finished
-from pretrain.rundir.checkpoints import complete_checkpoints
+from pretrain.launcher.starts import check_data, check_goes_on, missing_data
 from pretrain.rundir.jobs import read_jobs
-from pretrain.rundir.paths import check_version
 from pretrain.rundir.states import JobKind
-from pretrain.rundir.trust import check_trusted
-
-DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
-"""The files that `pretrain data build` writes last, so a data set that has them is complete."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ def allocate(
 
 
 def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -> None:
-    """Check that runs may be submitted: unfinished, in no other job, and with their data built.
+    """Check that runs may be submitted: they can go on, are in no job, and their data is built.
 
     Args:
         runs: The runs.
@@ -129,9 +121,9 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             or torch was built for other GPUs, because a dry run is useful before all is there.
 
     Raises:
-        ConfigError: torch was not built for the site's GPUs, a run is finished or in a job already,
-            another user may write to its directory, its newest checkpoint was trained with a config
-            from which it cannot go on, or its data is not built.
+        ConfigError: torch was not built for the site's GPUs, a run is in a job already, another user
+            may write to its directory, its newest checkpoint was trained with a config from which it
+            cannot go on, or its data is not built.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
@@ -143,14 +135,7 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             raise
         print(f"warning: {error}", file=sys.stderr)
     for run in runs:
-        check_trusted(run.directory)
-        check_version(run.directory)
-        if is_finished(run.directory, run.config.train.num_steps):
-            raise ConfigError(
-                f"run.directory = {run.config.run.directory}: this run is finished. To train it "
-                "further, increase train.num_steps; for a new run, choose another directory"
-            )
-        _check_goes_on(run)
+        check_goes_on(run.config, run.allow_changed)
     try:
         _check_not_in_a_job(runs)
     except slurm.SlurmAway as error:
@@ -158,37 +143,15 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             raise
         print(f"warning: {error}", file=sys.stderr)
     # Usually one data set, which all runs of a sweep share.
-    # What lies at a URL is looked at by the run, which may have rights that the login node lacks.
-    local = [run.config for run in runs if not is_url(run.config.data.directory)]
-    for data in dict.fromkeys(config.data_directory for config in local):
-        missing = [data / name for name in DATA_MANIFESTS if not (data / name).is_file()]
-        if missing and not dry_run:
-            raise ConfigError(
-                f"data.directory = {data}: no built data set ({missing[0]} is missing). Build it "
-                "first with `pretrain data build CONFIG`"
-            )
-        if missing:
+    for config in {run.config.data.directory: run.config for run in runs}.values():
+        if not dry_run:
+            check_data(config)
+        elif missing_data(config):
             print(
-                f"warning: data.directory = {data}: not built yet; run `pretrain data build "
-                "CONFIG` before you submit",
+                f"warning: data.directory = {config.data_directory}: not built yet; run `pretrain "
+                "data build CONFIG` before you submit",
                 file=sys.stderr,
             )
-
-
-def _check_goes_on(run: TrainingRun) -> None:
-    """Raise ConfigError when the run differs from its newest checkpoint in what may not change.
-
-    The ranks check it again, together with the data, for the checkpoint that they resume from.
-    """
-    found = complete_checkpoints(run.directory)
-    if not found:
-        return
-    try:
-        before = load_config(found[-1] / "config.toml")
-    except ConfigError:
-        # Damaged, which only reading all of it can tell; the ranks do.
-        return
-    check_differences(differences(before, run.config), found[-1], run.allow_changed)
 
 
 def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:

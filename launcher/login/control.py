@@ -86,7 +86,7 @@ def requeue(run: Path) -> None:
         run: The run's directory.
 
     Raises:
-        ConfigError: The run is finished, was never submitted, or is trained outside Slurm.
+        ConfigError: The run was never submitted, or is trained outside Slurm.
         RunFailed: Slurm refused or does not answer, or the job is held.
     """
     _check_readable(run)
@@ -99,9 +99,11 @@ def requeue(run: Path) -> None:
     if training:
         return
     if is_finished(run):
-        raise ConfigError(
-            f"{run}: is finished. To train it further, increase train.num_steps and submit it again"
+        print(
+            f"{run}: is finished; nothing to do. To train it further, increase train.num_steps and "
+            "submit it again"
         )
+        return
     attempts = read_attempts(run)
     sent = [record for record in records if record.kind == JobKind.TRAIN]
     # The attempt of a job that has left the queue is over, even if its lease has not expired yet.

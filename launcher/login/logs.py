@@ -1,7 +1,7 @@
 """Print what a run's ranks print: the log of an attempt, or follow all attempts until the run ends.
 
 Under Slurm all ranks of an attempt share one log, in which srun --label begins each line with the
-rank. `launcher local` writes a log for each rank but rank 0, which has the terminal.
+rank. `launcher local` writes a log for each rank, to which all attempts append.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError
+from pretrain.launcher import rank_logs
 from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.launcher.terminal import plain, plain_output
@@ -86,13 +87,19 @@ def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
                 f"{attempts[-1].number}"
             )
         attempt = found[0]
-    path, label = _find_log(run, attempt, rank, number is not None)
+    path, label = _find_log(run, attempt, rank)
     if not path.is_file():
         raise ConfigError(
             f"{path}: no such file, because the attempt's ranks have not started. "
             f"{_why_no_log(run)}"
         )
-    log = LogReader(path, label)
+    part = None if attempt.owner.slurm_job_id else rank_logs.find_attempt(path, attempt.number)
+    if part is None and number is not None and not attempt.owner.slurm_job_id:
+        raise ConfigError(
+            f"--attempt {number}: an earlier release wrote {path}, which does not say where an "
+            "attempt begins. Remove --attempt"
+        )
+    log = LogReader(path, label, part=part or (0, None))
     while lines := log.read():
         _write(lines)
     _write(log.last_line())
@@ -132,7 +139,7 @@ def follow(run: Path, rank: int | None = None) -> str:
         _write(lines)
         # The old log is read to its end before the next attempt's is begun.
         if newest and (attempt is None or (newest.number > attempt.number and not lines)):
-            path, label = _find_log(run, newest, rank, False)
+            path, label = _find_log(run, newest, rank)
             # Without Slurm, a rank has one log of all attempts, which is simply read on.
             if log is None or path != log.path:
                 if log is not None:
@@ -152,19 +159,27 @@ def follow(run: Path, rank: int | None = None) -> str:
 class LogReader:
     """Read a growing log in whole lines, of all ranks or of one."""
 
-    def __init__(self, path: Path, rank: int | None, last_lines: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rank: int | None,
+        last_lines: int | None = None,
+        part: tuple[int, int | None] = (0, None),
+    ) -> None:
         """Prepare to read a log, which need not exist yet.
 
         Args:
             path: The log.
             rank: Only lines with this rank's label are returned, without the label; None: all.
             last_lines: Begin with this many of the last lines; None: begin with the first line.
+            part: Where to begin, and where to end; None: at the end of the file.
         """
         self.path, self._rank = path, rank
         # The beginning of a line of which the end has not been written yet.
         self._rest = b""
         self._file: IO[bytes] | None = None
         self._first: list[bytes] = []
+        self._begin, self._left = part[0], None if part[1] is None else part[1] - part[0]
         if last_lines is not None and self._open():
             self._first = list(self._last(last_lines))
 
@@ -174,7 +189,7 @@ class LogReader:
             lines, self._first = self._first, []
             return lines
         # A chunk may hold lines of other ranks only: [] would be taken for the end.
-        while self._open() and self._file is not None and (chunk := self._file.read(CHUNK_BYTES)):
+        while self._open() and (chunk := self._chunk()):
             if lines := list(self._select(chunk)):
                 return lines
         return []
@@ -186,10 +201,19 @@ class LogReader:
         """
         return list(self._select(b"\n")) if self._rest else []
 
+    def _chunk(self) -> bytes:
+        assert self._file is not None
+        size = CHUNK_BYTES if self._left is None else min(CHUNK_BYTES, self._left)
+        chunk = self._file.read(size)
+        if self._left is not None:
+            self._left -= len(chunk)
+        return chunk
+
     def _open(self) -> bool:
         """Open the log if it exists; return True if it is open."""
         if self._file is None and self.path.is_file():
             self._file = open_regular(self.path)
+            self._file.seek(self._begin)
         return self._file is not None
 
     def _last(self, count: int) -> list[bytes]:
@@ -242,22 +266,19 @@ class _EndOfRun:
         return answer if confirmed else ""
 
 
-def _find_log(
-    run: Path, attempt: AttemptRecord, rank: int | None, one_attempt: bool
-) -> tuple[Path, int | None]:
+def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path, int | None]:
     """Find the log of an attempt.
 
     Args:
         run: The run's directory.
         attempt: The attempt.
-        rank: The rank whose lines are wanted; None: all.
-        one_attempt: The user asked for this attempt alone.
+        rank: The rank whose lines are wanted; None: all, and without Slurm those of rank 0.
 
     Returns:
         The log, and the rank whose label to look for in it; None if all its lines are wanted.
 
     Raises:
-        ConfigError: The attempt has no such rank, or the rank no log of its own.
+        ConfigError: The attempt has no such rank.
     """
     paths, num_ranks = RunPaths(run), attempt.owner.num_processes
     if rank is not None and rank >= num_ranks:
@@ -267,18 +288,7 @@ def _find_log(
         )
     if attempt.owner.slurm_job_id is not None:
         return paths.attempt_log(attempt.number), rank
-    if not rank:
-        others = f"; --rank 1 to {num_ranks - 1} have logs" if num_ranks > 1 else ""
-        raise ConfigError(
-            f"{run}: attempt {attempt.number} runs without Slurm, and its rank 0 prints to the "
-            f"terminal where it was started{others}"
-        )
-    if one_attempt:
-        raise ConfigError(
-            f"--attempt: without Slurm, all attempts share one log per rank, "
-            f"{paths.rank_log(rank)}. Remove --attempt"
-        )
-    return paths.rank_log(rank), None
+    return paths.rank_log(rank or 0), None
 
 
 def _why_no_log(run: Path) -> str:

@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import EvaluationRequest, RunConfig, RunFailed, load_config
-from pretrain.config.run import is_url
 from pretrain.launcher.cluster import Site, load_site
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.job import launcher_command
 from pretrain.launcher.login import evaluations, logs
-from pretrain.launcher.login.allocation import DATA_MANIFESTS, allocate
+from pretrain.launcher.login.allocation import allocate
 from pretrain.launcher.login.limits import check_with_slurm
 from pretrain.launcher.login.status import RunStatus, read_statuses
 from pretrain.launcher.login.submit import submit, training_job
 from pretrain.launcher.slurm_command import run_command
+from pretrain.launcher.starts import is_done, missing_data
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
 from pretrain.rundir.paths import RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode
@@ -58,7 +57,7 @@ class Experiment:
     @property
     def is_finished(self) -> bool:
         """Return True if all steps of the config are done."""
-        return is_finished(self.directory, self.config.train.num_steps)
+        return is_done(self.config)
 
 
 def run(
@@ -123,9 +122,7 @@ def _build_data(experiment: Experiment, nodes: int) -> None:
         SystemExit: The build ended with an error, which it has printed.
     """
     config = experiment.config
-    if is_url(config.data.directory) or all(
-        (config.data_directory / name).is_file() for name in DATA_MANIFESTS
-    ):
+    if missing_data(config) is None:
         return
     say(f"{config.data_directory}: not built yet; building it with {nodes} nodes")
     settings = [word for override in experiment.overrides for word in ("--set", override)]

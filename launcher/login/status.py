@@ -21,13 +21,20 @@ from pretrain.launcher import slurm
 from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
-from pretrain.rundir.attempts import PROGRESS, AttemptRecord, Suspension, last_heartbeat
+from pretrain.launcher.terminal import say
+from pretrain.rundir.attempts import (
+    PROGRESS,
+    AttemptRecord,
+    Suspension,
+    is_idle,
+    last_heartbeat,
+)
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
 from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
-from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
+from pretrain.rundir.paths import OWN_FOLDERS, RUN_MARKS, RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
 LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
@@ -171,26 +178,32 @@ def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
 def find_runs(given: Sequence[Path]) -> list[Path]:
     """Return the runs in `given`, or if it is empty all runs below runs/ or the current directory.
 
+    Of several, what is there and is no run is left out, and named on stderr: a shell's `*` gives
+    everything that lies beside the runs.
+
     Raises:
-        ConfigError: One of `given` is not a run's directory, or no run was found.
+        ConfigError: A single one of `given` is not a run's directory, or no run was found.
     """
     if len(given) == 1:
-        # Of several, one that is no run gets a line of its own: they may come from runs/*.
         check_run(given[0])
     if given:
-        return list(given)
+        others = [path for path in given if path.exists() and not is_run(path)]
+        if len(others) == len(given):
+            check_run(others[0])
+        if others:
+            say(f"no runs: {', '.join(map(str, others))}")
+        return [path for path in given if path not in others]
     root = Path("runs") if Path("runs").is_dir() else Path()
     found = []
-    for folder, folders, files in os.walk(root):
+    for folder, folders, _ in os.walk(root):
         path = Path(folder)
-        paths = RunPaths(path)
-        if paths.jobs.name in files or paths.attempts.name in folders:
+        is_deep = len(path.relative_to(root).parts) >= SEARCH_DEPTH
+        names = {name for name in folders if not name.startswith(".") and not is_deep}
+        if is_run(path):
             found.append(path)
-            # Not searched any deeper: a run may hold thousands of files.
-            folders.clear()
-        elif len(path.relative_to(root).parts) >= SEARCH_DEPTH:
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+            # A run may hold thousands of files, and also the runs of a sweep of earlier releases.
+            names -= OWN_FOLDERS
+        folders[:] = sorted(names)
     if not found:
         raise ConfigError(
             f"{root.resolve()}: no runs here. Name a run, as in `launcher status "
@@ -259,7 +272,7 @@ def _status(
         reason=reason,
         nodes=job.nodes if job else attempts[-1].owner.nodes if alive else "",
         # Slurm's count includes starts that ended before an attempt began.
-        restarts=max(len(attempts) - 1, job.restarts if job else 0),
+        restarts=max(sum(not is_idle(each) for each in attempts) - 1, job.restarts if job else 0),
         num_steps=num_steps,
         rates=rates,
         ends_at=_estimated_end(rates, num_steps, splits, now) if running else None,

@@ -26,6 +26,7 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import check_times, check_with_slurm, signal_seconds
 from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
+from pretrain.launcher.starts import already_done, is_done
 from pretrain.rundir.access import let_nobody_write
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.files import make_directory, replace_file
@@ -52,6 +53,8 @@ def submit(
 ) -> None:
     """Submit one run as one job, or with `dry_run` print what would be sent and write nothing.
 
+    Nothing is sent for a run that is finished, which is said.
+
     Args:
         config: The run.
         site: The cluster.
@@ -71,6 +74,9 @@ def submit(
     """
     site = request.site(site)
     run = dataclasses.replace(allocate(config, site, nodes), allow_changed=tuple(allow_changed))
+    if is_done(config, allow_changed):
+        print(already_done(config))
+        return
     check_runs([run], site, dry_run)
     job = training_job([run], site, time_limit, save_before, request=request)
     if after is not None:

@@ -1,4 +1,7 @@
-"""Sweep over config keys: submit one run for each combination of values, as one job array."""
+"""Sweep over config keys: submit one run for each combination of values, as one job array.
+
+`launcher.local_sweep` trains the same runs on this machine.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,28 @@ from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.submit import print_dry_run, send, training_job
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.rundir.attempts import is_finished
+from pretrain.launcher.starts import is_done
 from pretrain.rundir.files import read_json
-from pretrain.rundir.paths import LAYOUT, RunPaths
+from pretrain.rundir.paths import LAYOUT, RunPaths, is_run
 
 NAME_LENGTH = 80
 """Longest name of a run's directory, before its hash."""
 LOGS = ".logs"
 """Folder of the array's logs, beside the runs; hidden, so that a shell's `*` gives only runs."""
 _RESERVED_NAMES = {entry.path.split("/")[0] for entry in LAYOUT} | {"data"}
-"""Names that a run's own directory uses. The sweep's base directory may itself be a run, so no run
-of the sweep may have one of them."""
+"""Names that a run's own directory uses. In earlier releases the runs of a sweep lay in it, so none
+of them has one of these."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One combination of the values, and the run that it gives."""
+
+    config: RunConfig
+    over: dict[str, Any]
+    """The keys of the sweep with this run's values, as the config resolves them."""
+    settings: tuple[str, ...]
+    """What gives this run from the config file, as --set takes it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ def sweep(
     allow_changed: Sequence[str] = (),
     request: SlurmRequest = NO_REQUEST,
 ) -> None:
-    """Submit one run for each combination of values, below the config's run.directory.
+    """Submit one run for each combination of values, beside the config's run.directory.
 
     Finished runs are left out, so a sweep may be repeated with more values. All other runs are
     checked before anything is sent.
@@ -81,11 +95,10 @@ def sweep(
         SlurmError: Slurm refused the array; nothing is left of it on disk.
     """
     site = request.site(site)
-    base = str(load_config(path, overrides).directory)
-    parsed = parse_axes(axes)
-    _check_apart(parsed, overrides)
-    runs = _runs(path, site, parsed, overrides, base, nodes)
-    finished = [run for run in runs if is_finished(run.directory, run.config.train.num_steps)]
+    folder = Path.cwd() / sweep_folder(base := load_config(path, overrides).directory)
+    combinations = sweep_runs(path, parse_axes(axes), overrides, base)
+    runs = [allocate(each.config, site, nodes, each.over) for each in combinations]
+    finished = [run for run in runs if is_done(run.config, allow_changed)]
     for run in finished:
         print(f"{run.config.run.directory}: finished, left out")
     runs = [
@@ -97,7 +110,6 @@ def sweep(
         return
     _check_same_size(runs)
     check_runs(runs, site, dry_run)
-    folder = Path.cwd() / base
     job = training_job(
         runs,
         site,
@@ -119,7 +131,8 @@ def sweep(
         f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "
         f"most {job.concurrent} at the same time"
     )
-    print(f"next: launcher status {shlex.quote(base)}/*")
+    folders = sorted({str(Path(each.config.run.directory).parent) for each in combinations})
+    print("next: launcher status", *(f"{shlex.quote(folder)}/*" for folder in folders))
 
 
 def parse_axes(axes: Sequence[str]) -> list[Axis]:
@@ -211,47 +224,78 @@ def run_name(over: dict[str, Any]) -> str:
     return f"{name[:NAME_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _runs(
-    path: Path,
-    site: Site,
-    axes: Sequence[Axis],
-    overrides: Sequence[str],
-    base: str,
-    nodes: int | None,
-) -> list[TrainingRun]:
-    """Return one run for each combination of values. Raises ConfigError when two are the same."""
-    runs: dict[str, TrainingRun] = {}
+def sweep_folder(base: Path) -> Path:
+    """Return the folder of the runs of a sweep: runs/mine-sweep for the run.directory runs/mine."""
+    return Path(f"{base}-sweep") if base.name not in ("", "..") else base / "sweep"
+
+
+def sweep_runs(
+    path: Path, axes: Sequence[Axis], overrides: Sequence[str], base: Path
+) -> list[SweepRun]:
+    """Return one run for each combination of values.
+
+    Args:
+        path: The config that the runs have in common.
+        axes: The keys and their values.
+        overrides: Settings of all runs, as --set takes them.
+        base: The config's run.directory.
+
+    Raises:
+        ConfigError: A value is wrong, --set gives a key that is swept over, two combinations are the same run, or a run's directory is
+            that of another combination.
+    """
+    _check_apart(axes, overrides)
+    runs: dict[Path, SweepRun] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
         settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
         # Loaded twice: the run's directory is named by the values as the config resolves them.
         config = load_config(path, [*overrides, *settings])
         over = {axis.key: _value(config, axis.key) for axis in axes}
-        directory = f"{base}/{run_name(over)}"
+        directory = _directory(base, over)
         if directory in runs:
             raise ConfigError(
-                f"--over {' '.join(settings)}: gives the same run as {dict(runs[directory].over)}"
+                f"--over {' '.join(settings)}: gives the same run as {runs[directory].over}"
             )
-        config = load_config(path, [*overrides, *settings, "run.directory=" + _toml(directory)])
-        runs[directory] = allocate(config, site, nodes, over)
-        _check_same_run(runs[directory])
+        settings = [*overrides, *settings, f"run.directory={_toml(str(directory))}"]
+        runs[directory] = SweepRun(load_config(path, settings), over, tuple(settings))
+        _check_same_run(directory, over)
     return list(runs.values())
 
 
-def _check_same_run(run: TrainingRun) -> None:
+def _directory(base: Path, over: dict[str, Any]) -> Path:
+    """Return the directory of the run with these values.
+
+    Beside that of the config, which may be a run itself, and where another sweep finds it. A run
+    that an earlier release made inside that directory stays there.
+    """
+    inside = base / run_name(over)
+    if is_run(inside) and _recorded(inside) == _as_json(over):
+        return inside
+    return sweep_folder(base) / inside.name
+
+
+def _check_same_run(directory: Path, over: dict[str, Any]) -> None:
     """Raise ConfigError when an earlier sweep over other keys or values used this directory.
 
     Otherwise "alibi-64" of a sweep over the hidden size would resume "alibi-64" of a sweep over
     the sequence length.
     """
-    before = read_json(RunPaths(run.directory).launch_record).get("over")
-    if before is None:
-        return
-    # Through JSON, as the record was: tuples become lists.
-    if before != json.loads(json.dumps(run.over)):
+    before = _recorded(directory)
+    if before is not None and before != _as_json(over):
         raise ConfigError(
-            f"{run.directory}: is the run of {before}, not of {dict(run.over)}. Choose another "
-            "directory for this sweep with --set run.directory=DIRECTORY"
+            f"{directory}: is the run of {before}, not of {over}. Choose another directory for "
+            "this sweep with --set run.directory=DIRECTORY"
         )
+
+
+def _recorded(directory: Path) -> Any:
+    """Return the keys and values of the sweep that sent the run; None if it is of no sweep."""
+    return read_json(RunPaths(directory).launch_record).get("over") or None
+
+
+def _as_json(over: dict[str, Any]) -> Any:
+    """Return the keys and values as launch.json has them: tuples become lists."""
+    return json.loads(json.dumps(over))
 
 
 def _check_same_size(runs: Sequence[TrainingRun]) -> None:

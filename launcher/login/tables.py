@@ -22,6 +22,7 @@ from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ENDED_WELL, in_words
+from pretrain.rundir.unsaved import steps_lost
 
 WATCH_SECONDS = 5.0
 """Between two pages of --watch. Each page calls squeue once."""
@@ -66,6 +67,8 @@ def show(given: Sequence[Path], watch: bool) -> None:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
     records = Records()
+    # Once, and not for each page: what is no run is named there.
+    given = find_runs(given) if given else given
     text = _page(given, records)
     if not watch:
         print(text)
@@ -88,7 +91,7 @@ def show(given: Sequence[Path], watch: bool) -> None:
 def _page(given: Sequence[Path], records: Records | None = None) -> str:
     """Return what `launcher status` prints once; `records` is the same for all pages of --watch."""
     now = time.time()
-    statuses, away = read_statuses(find_runs(given), now, records)
+    statuses, away = read_statuses(given or find_runs([]), now, records)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     if away is None or not any(status.state in ("running", "unknown") for status in statuses):
@@ -163,6 +166,16 @@ def summary(run: Path) -> str:
             goodput_line(whole),
         ]
     )
+
+
+def stopped(run: Path) -> str:
+    """Return one line on what a run that was stopped has saved and what it has lost."""
+    saved = newest_checkpoint_step(run)
+    attempts = read_attempts(run)
+    ended = attempts[-1].ended if attempts else None
+    lost = steps_lost(ended.step, saved) if ended else ""
+    words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
+    return plain(f"{run}: {words}" + (f", and {lost} lost" if lost else ""))
 
 
 def goodput_line(whole: TimeSplit) -> str:

@@ -23,6 +23,7 @@ from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.node.supervise import End, Supervisor
 from pretrain.launcher.node.verdict import NotStarted
+from pretrain.launcher.starts import already_done, is_done
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner, is_finished, read_attempt
 from pretrain.rundir.jobs import LaunchRecord, job_id_of, read_launch
@@ -76,9 +77,9 @@ def attempt(run: Path) -> int:
             "launcher attempt: SLURM_JOB_ID is not set; this command runs inside a Slurm job. Use "
             "`launcher submit`, or on this machine `launcher local`"
         )
-    if is_finished(run, config.train.num_steps):
+    if is_finished(run, config.train.num_steps) and is_done(config, launch.allow_changed):
         # A user may requeue the job of a finished run.
-        say(f"{run}: finished already, at step {config.train.num_steps}; nothing to do")
+        say(already_done(config))
         return 0
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes

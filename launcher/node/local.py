@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config
+from pretrain.launcher import rank_logs
+from pretrain.launcher.node.output import RankOutput
 from pretrain.launcher.node.signals import Signals, signals_blocked
 from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
 from pretrain.launcher.terminal import say
@@ -53,7 +54,7 @@ def run_locally(
     Ranks that fail or hang are started again from the newest checkpoint, at most
     recovery.max_restarts times without progress. Ranks that saved on SIGUSR1 are started again as
     well. SIGINT, SIGTERM and SIGHUP are passed on, so that the run can save and stop; a second one
-    ends the ranks.
+    ends the ranks, at once if it is SIGINT.
 
     Args:
         config: The run.
@@ -102,7 +103,7 @@ def run_locally(
                     "PRETRAIN_ATTEMPT": str(attempt.directory),
                     "PRETRAIN_RENDEZVOUS": str(attempt.directory),
                 },
-                append=again,
+                attempt.number,
             )
 
         supervisor = Supervisor(config, signals, lambda record: record.number >= first, local=True)
@@ -145,7 +146,8 @@ class _ResumeOption:
 class LocalRanks:
     """The ranks of one attempt as processes of this machine; an implementation of `Ranks`.
 
-    Rank 0 writes to the stdout and stderr of this process, the others to RUN/logs/rank-<rank>.log.
+    Every rank writes to RUN/logs/rank-<rank>.log, to which all attempts append; rank 0 also to the
+    stdout and stderr of this process.
     When a rank fails, the others get SIGTERM and, 10 s later, SIGKILL. No process is left behind,
     on Linux not even when this process is killed.
     """
@@ -156,7 +158,7 @@ class LocalRanks:
         nproc: int,
         paths: RunPaths,
         environment: Mapping[str, str] | None = None,
-        append: bool = False,
+        attempt: int = 1,
     ) -> None:
         """Start the ranks.
 
@@ -165,13 +167,14 @@ class LocalRanks:
             nproc: Number of ranks.
             paths: The run's paths. RUN/logs must exist.
             environment: Environment variables to add, the same for all ranks.
-            append: Append to the logs of an earlier attempt instead of replacing them.
+            attempt: The attempt's number, which its part of the logs begins with.
         """
         self.failure = ""
         # One machine: there is no other node to choose.
         self.nodes: tuple[str, ...] = ()
-        self._paths = paths
+        self._paths, self._attempt = paths, attempt
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._output: RankOutput | None = None
         self._asked_to_end, self._deadline = False, 0.0
         self._failed_rank: int | None = None
         die_with_parent = _die_with_parent()
@@ -179,14 +182,21 @@ class LocalRanks:
             with signals_blocked():
                 for rank in range(nproc):
                     variables = _rank_environment(rank, nproc) | dict(environment or {})
-                    # Rank 0 has no log: it writes to the terminal.
                     with contextlib.ExitStack() as stack:
-                        log = None
+                        log = open_own(paths.rank_log(rank), "ab", buffering=0)
                         if rank:
-                            name, mode = paths.rank_log(rank), "ab" if append else "wb"
-                            log = stack.enter_context(open_own(name, mode))
-                        process = _start(command, variables, log, die_with_parent)
+                            stack.enter_context(log)
+                            streams: tuple[int, ...] = (log.fileno(), log.fileno())
+                        else:
+                            self._output = RankOutput(log)
+                            streams = self._output.ends
+                        # A full disk is found by what the run needs.
+                        with contextlib.suppress(OSError):
+                            log.write(rank_logs.head(attempt))
+                        process = _start(command, variables, streams, die_with_parent)
                     self._processes.append(process)
+            assert self._output is not None
+            self._output.start()
         except BaseException:
             self.kill()
             raise
@@ -249,6 +259,9 @@ class LocalRanks:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        if self._output is not None:
+            self._output.close()
+            self._output = None
 
     def _report(self, rank: int, code: int) -> None:
         """Print which rank failed first, and the end of its log.
@@ -274,7 +287,9 @@ class LocalRanks:
             return
         log = self._paths.rank_log(rank)
         say(f"{self.failure}; the end of {log}:")
-        lines = log.read_text(errors="replace").splitlines()
+        found = rank_logs.find_attempt(log, self._attempt)
+        text = log.read_bytes()[found[0] if found else 0 :].decode(errors="replace")
+        lines = text.splitlines()
         say("\n".join(lines[-LOG_LINES_SHOWN:]))
 
 
@@ -301,6 +316,8 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
     safe_path = {} if here else {"PYTHONSAFEPATH": "1"}
     return {
         "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        # Python keeps back what it prints to a file or a pipe, and a killed rank would lose it.
+        "PYTHONUNBUFFERED": "1",
         **safe_path,
         **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         **{name: str(value) for name, value in distributed.items()},
@@ -310,7 +327,7 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
 def _start(
     command: Sequence[str],
     environment: Mapping[str, str],
-    log: IO[bytes] | None,
+    streams: tuple[int, ...],
     before_exec: Callable[[], None] | None,
 ) -> subprocess.Popen[bytes]:
     """Start a rank.
@@ -318,7 +335,7 @@ def _start(
     Args:
         command: What it runs.
         environment: All of its environment variables.
-        log: Takes its stdout and stderr; None leaves it those of this process.
+        streams: The descriptors that become its stdout and stderr.
         before_exec: Called in the new process before `command` replaces it.
     """
     # A process group of its own, for two reasons. Ctrl-C on the terminal then reaches the launcher
@@ -328,8 +345,8 @@ def _start(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
+        stdout=streams[0],
+        stderr=streams[1],
         process_group=0,
         preexec_fn=before_exec,
     )

@@ -54,6 +54,7 @@ from pretrain.rundir.states import (
     in_words,
     outcome_of,
 )
+from pretrain.rundir.unsaved import saving_then_stopping
 
 POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
@@ -245,10 +246,13 @@ class Supervisor:
             # Only on a single machine. Under Slurm SIGTERM may be repeated while the ranks save (by
             # `launcher cancel --save`, or by Slurm itself), which must not cut the save short.
             if self.local and self.signals.stops > 1:
-                return Verdict(Outcome.STOPPED, ranks.end(), "ended by a second signal")
+                if signal.SIGINT not in self.signals.received[1:]:
+                    return Verdict(Outcome.STOPPED, ranks.end(), "ended by a second signal")
+                ranks.kill()
+                return Verdict(Outcome.STOPPED, ExitCode.INTERRUPTED, "left at once on Ctrl-C")
             if verdict := self._end_before_work(attempt, ranks):
                 return verdict
-            self._pass_on_signals(ranks)
+            self._pass_on_signals(attempt, ranks)
             code = ranks.poll()
             # Looked at first: ranks that have ended are judged by their exit code, even when the
             # run was lost or nothing moved at the same moment.
@@ -293,29 +297,36 @@ class Supervisor:
         """End ranks that are asked to stop or to start again before they have begun to work.
 
         Under Slurm a rank that starts has no handlers yet, and srun passes nothing on before its
-        tasks run, so a signal would kill ranks or be lost. They have nothing to save.
+        tasks run, so a signal would kill ranks or be lost. They have nothing to save. Nor have they
+        until training begins; who presses Ctrl-C does not wait for that.
         """
         waiting = self.signals.received[self._passed_on :]
-        if self.local or not waiting:
+        if not waiting or (self.local and signal.SIGINT not in waiting):
             return None
-        if any(mark.phase != Phase.STARTING for mark in read_attempt(attempt.directory).phases):
+        early = (Phase.STARTING, Phase.LOADING) if self.local else (Phase.STARTING,)
+        if any(mark.phase not in early for mark in read_attempt(attempt.directory).phases):
             return None
         self._passed_on += len(waiting)
         ranks.kill()
         reason = "asked while the ranks started; nothing to save"
+        if self.local:
+            return Verdict(Outcome.STOPPED, ExitCode.INTERRUPTED, reason)
         if self.signals.stops:
             return Verdict(Outcome.STOPPED, ExitCode.STOPPED, reason)
         return Verdict(Outcome.RESTART, ExitCode.RESTART, reason)
 
-    def _pass_on_signals(self, ranks: Ranks) -> None:
+    def _pass_on_signals(self, attempt: Attempt, ranks: Ranks) -> None:
         """Pass on the signals that this process received since the last call."""
         for number in self.signals.received[self._passed_on :]:
             self._passed_on += 1
-            if number in STOP_SIGNALS:
+            if number == signal.SIGINT:
+                step, saved = steps_done(attempt.directory), newest_checkpoint_step(attempt.run)
+                say(saving_then_stopping(step, saved))
+            elif number in STOP_SIGNALS:
                 hint = "; a second signal ends them" if self.local else ""
                 say(f"{signal.Signals(number).name}: asked the processes to stop{hint}")
-            # Ranks have no handler for SIGHUP, which would end them without a checkpoint.
-            ranks.signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            # The one signal on which ranks save and stop, whatever they are started by.
+            ranks.signal(signal.SIGTERM if number in STOP_SIGNALS else number)
 
     # ---- when the ranks have ended ---------------------------------------------------------------
     def _conclude(self, attempt: Attempt, verdict: Verdict) -> End:

@@ -7,6 +7,7 @@ that starts at that count continues the stream.
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -169,6 +170,7 @@ def _from_workers(
         ),
         collate_fn=_to_tensor,
         num_workers=num_workers,
+        worker_init_fn=_ignore_interrupts,
         # A private generator: DataLoader draws a base seed when iteration starts. Drawn from
         # torch's default generator, it would shift the dropout masks of a resumed run against an
         # uninterrupted one.
@@ -177,6 +179,11 @@ def _from_workers(
     micro_batches = _unless_failed(iter(loader))
     for step in steps():
         yield list(islice(micro_batches, len(step) // micro_batch_size))
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ignore Ctrl-C in a worker: a terminal sends it to all, and the rank trains until it saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _to_tensor(read: Any) -> torch.Tensor | Exception:

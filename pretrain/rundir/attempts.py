@@ -27,7 +27,7 @@ from pretrain.rundir.files import (
 )
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
-from pretrain.rundir.states import Outcome, Phase
+from pretrain.rundir.states import WORK, Outcome, Phase
 
 OWNER = "owner.json"
 HEARTBEAT = "heartbeat"
@@ -284,6 +284,19 @@ def said_done(attempt: AttemptRecord, num_steps: int) -> bool:
     """Return True if the last word of an attempt's ranks is that all steps are done."""
     last = attempt.phases[-1] if attempt.phases else None
     return last is not None and last.phase == Phase.ENDING and last.step >= num_steps
+
+
+def is_idle(attempt: AttemptRecord) -> bool:
+    """Return True for an attempt that ended before any work, because there was none for it.
+
+    Its input was refused, or every step was done before. The run stands as if it had not been made.
+    """
+    ended = attempt.ended
+    return (
+        ended is not None
+        and ended.outcome in (Outcome.REFUSED, Outcome.FINISHED)
+        and not any(mark.phase in WORK for mark in attempt.phases)
+    )
 
 
 def is_finished(run: Path, num_steps: int | None = None) -> bool:

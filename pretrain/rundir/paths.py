@@ -60,7 +60,7 @@ attempts/####/preflight.json | launcher | what the check of the nodes before the
 attempts/####/preflight.log | launcher | what that check's processes printed
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
-logs/rank-<rank>.log | launcher local | what a rank other than 0 prints
+logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts
 logs/attempt-####.log | launcher | what all ranks of an attempt print, under Slurm
 logs/slurm-<job>.log | Slurm | what the job's batch script prints
 logs/evaluate-step-########.log | launcher | what the evaluation of a checkpoint prints
@@ -199,13 +199,23 @@ class RunPaths:
         return self.evaluations / "claims" / checkpoint
 
 
-RUN_MARKS = ("jobs.jsonl", "attempts", "launch", "metrics.jsonl")
+RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")
 """A directory that holds one of these is a run's."""
+OWN_FOLDERS = frozenset(entry.path.split("/")[0] for entry in LAYOUT if "/" in entry.path)
+"""The folders that a run's directory has for itself. No other run lies in them."""
 
 
 def is_run(directory: Path) -> bool:
-    """Return True for the directory of a run that was submitted or started."""
-    return any((directory / name).exists() for name in RUN_MARKS)
+    """Return True for the directory of a run that was submitted, started or imported.
+
+    By what the files are, since other programs have folders named attempts and launch too.
+    """
+    paths = RunPaths(directory)
+    return (
+        "run_directory_version" in read_json(paths.version)
+        or any(path.is_file() for path in (paths.jobs, paths.launch_record, paths.metrics))
+        or bool(attempt_numbers(paths.attempts))
+    )
 
 
 def claim_version(run: Path) -> None:

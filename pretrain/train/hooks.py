@@ -391,7 +391,8 @@ class UploadHook(Hook):
         if self.uploader is None:
             return
         run, config = self.run, self.run.config
-        if run.state.step < config.train.num_steps and not run.requests.agreed:
+        has_stopped = run.requests.agreed and not run.requests.is_leaving
+        if run.state.step < config.train.num_steps and not has_stopped:
             # It failed. The next start makes up for what is not uploaded.
             self.uploader.close()
             return

@@ -18,10 +18,12 @@ from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches, worker_failures
 from pretrain.optim.schedule import learning_rate
+from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
-from pretrain.topology import Topology, on_main
+from pretrain.rundir.unsaved import saving_then_stopping
+from pretrain.topology import Topology, on_main, supervised_attempt
 from pretrain.train.health import check_same_data
 from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
@@ -96,6 +98,14 @@ def train(
 def _train_steps(run: Run) -> None:
     """Take steps and call the hooks until the run is finished or all ranks agree to stop."""
     hooks = make_hooks(run)
+
+    def on_interrupt() -> str:
+        """Return what a user is told who presses Ctrl-C; a terminal sends it to every rank."""
+        newest = next(filter(None, (hook.newest_checkpoint(run) for hook in hooks)), None)
+        saved = checkpoint_step(newest.name) if newest is not None else None
+        return saving_then_stopping(run.state.step, saved) if run.topology.is_main else ""
+
+    run.requests.on_interrupt = on_interrupt
     try:
         # From here on the lines of metrics.jsonl are this attempt's (rundir.attempts.steps_done).
         run.reporter.phase(Phase.TRAINING, run.state.step)
@@ -112,6 +122,7 @@ def _train_steps(run: Run) -> None:
                 roll_back(run, spike, hooks)
         # The processes part after this. No message may still be on its way then.
         run.optimizer.wait_for_weights()
+        run.requests.on_interrupt = None
         run.reporter.phase(Phase.ENDING, run.state.step)
     finally:
         for hook in hooks:
@@ -252,9 +263,14 @@ def _end(run: Run) -> int:
         return 0
     code = EXIT_CODES[request]
     when = f": step {step} is saved" if step else " before the first step"
-    reason = f"{request.name}{when}"
+    reason = f"{'SIGINT' if run.requests.is_interrupted else request.name}{when}"
     if run.topology.is_main:
-        message = f"{run.config.directory}: {reason}; the same command goes on from there"
+        goes_on = "the same command goes on from there"
+        # With several processes, or a supervisor, the user has typed another command.
+        is_alone = run.topology.layout.world_size == 1 and supervised_attempt() is None
+        if run.requests.command is not None and is_alone:
+            goes_on = f"go on with:\n  {run.requests.command}"
+        message = f"{run.config.directory}: {reason}; {goes_on}"
         print(message, file=sys.stderr, flush=True)
     run.reporter.end(code, reason)
     # A launcher ends all ranks as soon as one has left with a code that is not 0.

@@ -11,9 +11,11 @@ This module imports nothing slow, so that signals are noted also while torch is 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 from pretrain.rundir.states import ExitCode
 
@@ -21,6 +23,8 @@ EXIT_CODES = {signal.SIGTERM: ExitCode.STOPPED, signal.SIGUSR1: ExitCode.RESTART
 """Request -> the exit code of a run that was saved because of it. SIGUSR1 asks for a restart, which
 Slurm is told to send before a time limit. Where both were noted, the first one has precedence."""
 
+STDERR = 2
+"""The descriptor."""
 NUM_VOTES = len(EXIT_CODES) + 1
 """One for each request, and one for a problem."""
 
@@ -40,13 +44,28 @@ class Requests:
         """Returns True if this process cannot go on, for example because it cannot save."""
         self.problem_agreed = False
         """True if any rank has a problem: all act on it together."""
+        self.on_interrupt: Callable[[], str] | None = None
+        """Returns the answer to a first Ctrl-C, "" on ranks that say nothing; set while the run
+        trains, and so has something to save. Without it a Ctrl-C ends the process."""
+        self.is_interrupted = False
+        """True after a Ctrl-C that asked for a save."""
+        self.is_leaving = False
+        """True after a second Ctrl-C: nothing is waited for any more."""
+        self.command: str | None = None
+        """The command that goes on with this run, if a user has typed it."""
+        # Any, because signal.getsignal returns a callable, an enum or None.
+        self._leave: Any = None
 
     def listen(self) -> None:
         """Note SIGTERM and SIGUSR1 from now on; on SIGUSR2 write every thread's stack to stderr.
 
         The signals are unblocked too, because a launcher may have blocked them so that none is
-        lost before this call.
+        lost before this call. A first SIGINT is noted as SIGTERM is while `on_interrupt` is set;
+        where SIGINT is ignored, as in a shell's background job, it stays so.
         """
+        self._leave = signal.getsignal(signal.SIGINT)
+        if callable(self._leave):
+            signal.signal(signal.SIGINT, self._interrupt)
         for number in EXIT_CODES:
             signal.signal(number, self._note)
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -65,6 +84,18 @@ class Requests:
         *requests, problems = votes
         self.agreed = next((number for number, count in zip(EXIT_CODES, requests) if count), None)
         self.problem_agreed = problems > 0
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ask for a save and the end; the second time leave, as without this handler."""
+        if self.on_interrupt is None or self.is_interrupted:
+            self.is_leaving = True
+            self._leave(number, frame)
+            return
+        self.is_interrupted = True
+        self._noted.add(signal.SIGTERM)
+        if answer := self.on_interrupt():
+            # Not print, which the signal may have interrupted.
+            os.write(STDERR, f"{answer}\n".encode())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted.add(number)

@@ -54,7 +54,7 @@ def fresh(command: Sequence[str], environment: Mapping[str, str] | None = None) 
 def started(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a command line as a terminal does and return its process.
+    """Start a command line as a terminal does, in a group of its own, and return its process.
 
     SIGINT gets its default action back: a shell that runs the tests in the background ignores it,
     and child processes inherit that.
@@ -66,8 +66,14 @@ def started(
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        process_group=0,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def press_ctrl_c(process: subprocess.Popen[str]) -> None:
+    """Send SIGINT to a command and all processes of its group, as a terminal does."""
+    os.killpg(process.pid, signal.SIGINT)
 
 
 def ended(process: subprocess.Popen[str]) -> Done:

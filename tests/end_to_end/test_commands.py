@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import signal
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from tests.end_to_end.commands import (
     PRETRAIN,
     TORCHRUN,
     ended,
+    explained,
     fresh,
     metrics,
+    press_ctrl_c,
     pretrain,
     ranks,
     started,
     wait_for,
 )
+from tests.end_to_end.damage import contents
 from tests.unit.test_rundir import undocumented
 
 STEPS = 200
@@ -115,7 +118,9 @@ def test_what_a_run_leaves(config, whole):
         "step-00000180",
         "step-00000200",
     ]
-    assert (directory / "logs/rank-1.log").read_text() == ""
+    terminal, other = ((directory / f"logs/rank-{rank}.log").read_text() for rank in range(2))
+    assert whole[1].startswith(terminal.partition("\n")[2]) and "step 200/200" in terminal
+    assert re.fullmatch(r"--- attempt 1, [-\d]+ [:\d]+ ---\n", other)
     resolved = load_config(config, [*SETTINGS, f"run.directory={directory}"])
     assert load_config(directory / "config.toml") == resolved
     assert (directory / "config.toml").read_text() == dump_config(resolved)
@@ -162,7 +167,7 @@ def test_what_a_run_says_in_a_log(whole):
 
 
 def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
-    """A run interrupted in the middle exits with code 130; the same command resumes it.
+    """A run interrupted in the middle saves and exits with code 80; what it prints resumes it.
 
     Its metrics are then those of the uninterrupted run.
     """
@@ -179,23 +184,51 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
     try:
         wait_for(halfway)
     finally:
-        process.send_signal(signal.SIGINT)
+        press_ctrl_c(process)
     done = ended(process)
-    assert done.code == 130, done.text
-    asked = "SIGINT: asked the processes to stop; a second signal ends them"
-    assert done.err.splitlines()[-2:] == [asked, "interrupted"] and done.out == ""
-    assert "Traceback" not in done.err + (directory / "logs/rank-1.log").read_text()
+    assert done.code == 80 and done.out == "", done.text
+    newest = sorted((directory / "checkpoints").glob("step-*"))[-1]
+    saved = int(newest.name.removeprefix("step-"))
+    assert 25 <= saved < STEPS
+    answer = "saving, then stopping; press Ctrl-C again to leave at once, losing"
+    *_, goes_on, command = done.err.splitlines()
+    assert re.search(rf"^{answer} \d+ steps since step-\d+$", done.err, re.MULTILINE), done.err
+    assert goes_on == f"{directory}: {newest.name} is saved; go on with:"
+    logs = [(directory / f"logs/rank-{rank}.log").read_text() for rank in range(2)]
+    assert "Traceback" not in done.err + logs[1]
+    assert all(line in done.err for line in logs[0].splitlines()[1:]), logs[0]
     assert running(directory) == []
-    saved = int(sorted((directory / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
-    assert 20 <= saved < STEPS
 
-    again = fresh(launch(config, directory))
+    words = shlex.split(command)
+    assert words[0] == "launcher" and "--resume" not in words
+    again = fresh([*LAUNCHER, *words[1:]])
     assert again.code == 0, again.text
     resumed = f"{directory}: going on from step {saved}, to step 200"
     assert again.err.splitlines()[0] == f"{resumed}; tensor 1 x pipeline 1 x data 2"
     # Each step once, and every number bit for bit.
     assert untimed(directory) == untimed(whole[0])
     assert not list((directory / "checkpoints").glob(".*"))
+
+
+def test_a_start_with_nothing_to_do_or_a_mistake_leaves_no_trace(workspace, config, whole):
+    directory = whole[0]
+    before = contents(directory)
+    done = fresh(launch(config, directory))
+    assert done.code == 0 and done.out == "", done.text
+    words = f"{directory}: finished already, at step 200; nothing to do. To train it further"
+    assert done.err.startswith(words) and len(done.err.splitlines()) == 1
+    for setting, says in (
+        ("optimizer.learning_rate=2e-3", "was trained with"),
+        ("train.num_steps=150", "has done 200 steps already"),
+        ("model.num_layers=4", "was trained with"),
+    ):
+        explained(fresh([*launch(config, directory), *options(setting)]), 2, says)
+    explained(
+        fresh([*launch(config, workspace / "runs/new"), *options("data.directory=nowhere")]),
+        2,
+        "data.directory = nowhere: no built data set",
+    )
+    assert contents(directory) == before and not (workspace / "runs/new").exists()
 
 
 def untimed(directory: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ as a run that was never stopped.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,12 +23,15 @@ from pretrain.rundir.states import ExitCode
 from tests.end_to_end.commands import (
     PRETRAIN,
     Started,
+    ended,
     explained,
     fresh,
     metrics,
+    press_ctrl_c,
     pretrain,
     ranks,
     running_ranks,
+    started,
     wait_for,
 )
 from tests.end_to_end.damage import contents
@@ -293,6 +297,52 @@ def test_a_killed_holder_is_no_obstacle(workspace, train):
     assert f"going on from step {step}, to step {step + 1}" in done.err, done.text
     ended = last_attempt(run).ended
     assert (ended.code, ended.outcome, ended.step) == (0, "finished", step + 1)
+
+
+CTRL_C = (
+    # Long enough to be stopped in the middle; worker processes get the SIGINT as well.
+    "train.num_steps=100000",
+    "checkpoint.interval_steps=5",
+    "checkpoint.keep=1",
+    "evaluation.interval_steps=1000000",
+    "data.num_workers=1",
+)
+
+
+def test_ctrl_c_saves_and_stops(workspace, train):
+    """`pretrain train` on a terminal, which sends SIGINT to the process and all that it started."""
+    run = workspace / "runs/typed"
+    process = started([*PRETRAIN, *map(str, train("typed", *CTRL_C))])
+    wait_for(lambda: process.poll() is not None or complete_checkpoints(run))
+    press_ctrl_c(process)
+    done = ended(process)
+    assert done.code == ExitCode.STOPPED and "Traceback" not in done.err, done.text
+    *_, goes_on, command = done.err.splitlines()
+    step = int(complete_checkpoints(run)[-1].name.removeprefix("step-"))
+    assert goes_on == f"{run}: SIGINT: step {step} is saved; go on with:"
+    assert "saving, then stopping; press Ctrl-C again to leave at once" in done.err
+    assert shlex.split(command) == ["pretrain", *map(str, train("typed", *CTRL_C))]
+    ended_at = last_attempt(run).ended
+    assert (ended_at.code, ended_at.outcome, ended_at.step) == (80, "stopped", step)
+
+
+def test_a_second_ctrl_c_leaves_at_once(workspace, train):
+    """In a step of many minutes, at whose end the run would save."""
+    run = workspace / "runs/slow"
+    settings = (*CTRL_C, "batch.global_batch_size=400000", "train.num_steps=2")
+    process = started([*PRETRAIN, *map(str, train("slow", *settings))])
+    wait_for(lambda: process.poll() is not None or phase(run) == ("training", 0))
+    press_ctrl_c(process)
+    said = ""
+    while "press Ctrl-C again to leave at once" not in said:
+        assert process.poll() is None, said
+        said += process.stderr.readline()
+    press_ctrl_c(process)
+    done = ended(process)
+    assert done.code == ExitCode.INTERRUPTED and done.err.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.text
+    ended_at = last_attempt(run).ended
+    assert (ended_at.code, ended_at.outcome) == (130, "stopped") and not complete_checkpoints(run)
 
 
 def test_under_a_supervisor_its_attempt_is_joined(workspace, train):

@@ -73,7 +73,7 @@ class Sweep:
         self.said = desk.send(
             "sweep", "--over", f"data.sequence_length={lengths}", *words, "--nodes", 1
         ).out
-        self.runs = [f"runs/a/{length}" for length in LENGTHS]
+        self.runs = [f"runs/a-sweep/{length}" for length in LENGTHS]
         self.ids = [read_jobs(desk.folder / run)[0].job_id for run in self.runs]
 
     def attempts(self, index: int) -> list[AttemptRecord]:
@@ -246,7 +246,7 @@ def test_a_sweep_of_200_is_one_sbatch(desk: Desk, tmp_path: Path) -> None:
         records = desk.cluster.run("squeue", "--noheader", f"--jobs={array}", "--format=%i")
         assert len(records.stdout.splitlines()) == 1
     finally:
-        desk.cluster.run("scancel", "--name=a")
+        desk.cluster.run("scancel", "--name=a-sweep")
         desk.cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
 
 

@@ -259,14 +259,14 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
     wait_for(lambda: read_attempts(desk.folder / run)[-1].ended)
     wait_for(lambda: new not in desk.job_states())
     assert fields(desk.launcher("status").out)["STATE"] == "finished"
-    assert "is finished" in desk.launcher("requeue", run, code=2).err
+    assert "is finished; nothing to do" in desk.launcher("requeue", run).out
 
 
 def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     desk.send("sweep", "--over", "data.sequence_length=128,256", "--concurrent", 1)
     [one, two] = sorted(
         str(path.parent.relative_to(desk.folder))
-        for path in desk.folder.glob("runs/a/*/jobs.jsonl")
+        for path in desk.folder.glob("runs/a-sweep/*/jobs.jsonl")
     )
     first, second = (read_jobs(desk.folder / run)[0].job_id for run in (one, two))
     assert (first.split("_")[1], second.split("_")[1]) == ("0", "1")
@@ -300,7 +300,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
     assert f"submitted again as job {again}" in sent and again != second and again.endswith("_1")
     desk.wait_for_step(two, 1)
     assert desk.cluster.job(again)["JobName"] == read_jobs(desk.folder / two)[0].name
-    assert desk.cluster.job(first)["JobName"] == "a"
+    assert desk.cluster.job(first)["JobName"] == "a-sweep"
     assert desk.job_states().keys() == {first, again}
     assert "cancelled; it may save" in desk.launcher("cancel", one).out
     wait_for(lambda: desk.job_states().keys() == {again})

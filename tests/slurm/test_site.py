@@ -126,7 +126,7 @@ def test_sending_the_script_by_hand_sends_the_same_job(
                 words = ["--over", "position.method=alibi,rotary", "--set", "run.directory=sweep"]
                 words += ["--set", "data.directory=data", "--set", "batch.micro_batch_size=8"]
                 done = desk.launcher("sweep", DEMO, "--site", desk.work / "site.toml", *words)
-                name = "sweep/alibi"
+                name = "sweep-sweep/alibi"
             else:
                 mail = ["--mail", "me@there"] if number else []
                 done = desk.submit(name, "--set", "batch.micro_batch_size=8", *mail)
@@ -136,7 +136,7 @@ def test_sending_the_script_by_hand_sends_the_same_job(
             assert sent.returncode == 0, sent.stderr
             [ours], theirs = desk.job_ids(name), sent.stdout.strip()
             first, second = described(cluster, ours.split("_")[0]), described(cluster, theirs)
-            if name == "sweep/alibi":
+            if name == "sweep-sweep/alibi":
                 assert second["ArrayTaskId"] == "0-1%2" and "-%A_%a.log" in script.read_text()
                 # The record of one task has these of its own.
                 for field in ("ArrayTaskId", "JobName", "StdOut", "StdErr"):
@@ -144,7 +144,7 @@ def test_sending_the_script_by_hand_sends_the_same_job(
             assert first == second
             assert first["WorkDir"] == str(desk.work) and "--exclude" not in first
             assert first["ExcNodeList"] == "n3" and first["Comment"] == comment, first
-            assert number == 0 or name == "sweep/alibi" or first["MailUser"] == "me@there"
+            assert number == 0 or name == "sweep-sweep/alibi" or first["MailUser"] == "me@there"
     assert not list(desk.work.rglob("canary")) and not (tmp_path / "canary").exists()
 
 

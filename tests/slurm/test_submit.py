@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from pretrain.config import load_config
+from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
@@ -331,12 +331,25 @@ def test_without_slurm_a_dry_run_still_shows_the_job(desk: Desk) -> None:
     explained(desk.submit("run", PATH="/nowhere"), 2, "sbatch: no such command", "launcher local")
 
 
+def test_on_a_machine_of_no_cluster_one_line_says_so(desk: Desk) -> None:
+    """Slurm's commands are there, as from a distribution's package, and nothing else is."""
+    words = [DEMO, "--site", desk.site(), "--set", "data.directory=data"]
+    (desk.work / "none.conf").touch()
+    for command in ("submit", "run"):
+        done = desk.launcher(command, *words, SLURM_CONF=str(desk.work / "none.conf"))
+        explained(done, 2, "there is no Slurm cluster here", "`launcher local`")
+        assert len(done.err.splitlines()) == 1, done.err
+
+
 # ---- sweeps ----
 def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, desk: Desk) -> None:
     site = desk.site()
-    finished = Attempt.begin(desk.work / "sw/rotary-64")
-    finished.phase("ending", NUM_STEPS)
+    swept = ["position.method=rotary", "data.sequence_length=64"]
+    finished = Attempt.begin(desk.work / "sw-sweep/rotary-64")
+    for phase in ("training", "ending"):
+        finished.phase(phase, NUM_STEPS)
     finished.end("finished", 0, "all steps done", NUM_STEPS)
+    (desk.work / "sw-sweep/rotary-64/config.toml").write_text(dump_config(load_config(DEMO, swept)))
     words = [
         "sweep",
         DEMO,
@@ -366,31 +379,32 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
     cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
         done = desk.launcher(*words, "--concurrent", 1)
-        assert done.code == 0 and "sw/rotary-64: finished, left out" in done.out, done.text
+        assert done.code == 0 and "sw-sweep/rotary-64: finished, left out" in done.out, done.text
         names = ["alibi-64", "alibi-128", "rotary-128"]
-        ids = [id for name in names for id in desk.job_ids(f"sw/{name}")]
+        ids = [id for name in names for id in desk.job_ids(f"sw-sweep/{name}")]
         assert [id.split("_")[1] for id in ids] == ["0", "1", "2"]
         states = slurm.jobs(ids)
         # The tasks of an array have one name. The command says which of them trains which run.
-        assert states is not None and {states[id].name for id in ids} == {"sw"}
-        assert all(f"job {id}: sw/{name}\n" in done.out for id, name in zip(ids, names))
-        explained(desk.launcher(*words), 2, "sw/alibi-64", f"job {ids[0]} (PENDING)")
+        assert states is not None and {states[id].name for id in ids} == {"sw-sweep"}
+        assert all(f"job {id}: sw-sweep/{name}\n" in done.out for id, name in zip(ids, names))
+        explained(desk.launcher(*words), 2, "sw-sweep/alibi-64", f"job {ids[0]} (PENDING)")
     finally:
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     desk.wait_until_over(*ids)
     trained = {path.read_text().split("\0")[4] for path in desk.notes.glob("*.arguments")}
-    assert trained == {str(desk.work / f"sw/{name}/launch/config.toml") for name in names}
+    assert trained == {str(desk.work / f"sw-sweep/{name}/launch/config.toml") for name in names}
     for name in names:
-        config = load_config(desk.work / f"sw/{name}/launch/config.toml")
+        config = load_config(desk.work / f"sw-sweep/{name}/launch/config.toml")
         assert (
             f"{config.position.method}-{config.data.sequence_length}" == name
-            and config.run.directory == f"sw/{name}"
+            and config.run.directory == f"sw-sweep/{name}"
         )
     assert not (finished.directory.parents[1] / "launch").exists()
     assert all(
-        (desk.work / f"sw/{name}/logs/slurm-{id}.log").is_file() for name, id in zip(names, ids)
+        (desk.work / f"sw-sweep/{name}/logs/slurm-{id}.log").is_file()
+        for name, id in zip(names, ids)
     )
-    assert desk.launcher("status", *sorted((desk.work / "sw").glob("[!.]*"))).code == 0
+    assert desk.launcher("status", *sorted((desk.work / "sw-sweep").glob("[!.]*"))).code == 0
     other = [
         "sweep",
         DEMO,

@@ -61,7 +61,8 @@ def check_finished(run: Run, undisturbed: Callable[[], Path], outcomes: list[str
 def check_never_again(runs: Runs, run: Run) -> None:
     """Check that a finished run is not submitted again, and that its requeued job ends at once."""
     attempts, job = len(run.attempts), runs.cluster.job(run.job_id)
-    explained(runs.try_to_submit(run.directory.name), 2, "this run is finished")
+    again = runs.try_to_submit(run.directory.name)
+    assert again.code == 0 and "finished already" in again.out, again.text
     assert runs.cluster.run("scontrol", "requeue", run.job_id).returncode == 0
     wait_for(lambda: int(runs.cluster.job(run.job_id)["Restarts"]) > int(job["Restarts"]))
     check_over(run)

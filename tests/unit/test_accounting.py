@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher.login.accounting import PARTS, time_splits, total
+from pretrain.launcher.login.status import read_statuses
 from pretrain.launcher.login.tables import summary
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.lock import Attempt
@@ -27,11 +28,15 @@ class History:
         # Steps with a checkpoint; 0 is a start from scratch.
         self.saves = [0]
         self.submitted: float | None = None
+        self.is_finished = self.is_worked = False
+        self.unsure = dict.fromkeys(PARTS, 0)
 
     def begin(self, wait: int, submitted: bool = True) -> None:
         """Begin the next attempt, after `wait` milliseconds in the queue."""
         self.submitted = self.now if submitted else None
-        self._pass("waiting", wait if submitted or self.number else 0)
+        part = "idle" if self.is_finished and not submitted else "waiting"
+        self._pass(part, wait if submitted or self.number else 0)
+        self.began = self.now
         self.number += 1
         self.directory = self.run / "attempts" / f"{self.number:04d}"
         self.directory.mkdir(parents=True)
@@ -44,6 +49,9 @@ class History:
         )
         (self.directory / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
         self.step = 0
+        # Parts that count if the attempt was meant to train, and are idle if it was not.
+        self.unsure = dict.fromkeys(PARTS, 0)
+        self.is_worked = False
 
     def phase(self, name: str, milliseconds: int, saved: int | None = None) -> None:
         """Spend some time in a phase; `saved` is the step of the checkpoint just completed."""
@@ -65,6 +73,15 @@ class History:
         """End the attempt. With None it is killed, and its last sign of life is a heartbeat."""
         (self.directory / "heartbeat").touch()
         os.utime(self.directory / "heartbeat", (self.now, self.now))
+        if outcome in ("refused", "finished") and not self.is_worked:
+            if self.is_finished and self.submitted is not None:
+                # The queue as well: nobody waited for anything.
+                self.unsure["waiting"] = round((self.began - self.submitted) * 1000)
+            for part, milliseconds in self.unsure.items():
+                self.truth[part] -= milliseconds
+                self.truth["idle"] += milliseconds
+        else:
+            self.is_finished = outcome == "finished"
         if outcome:
             ended = {"at": self.now, "code": 0, "outcome": outcome, "reason": "", "step": self.step}
             (self.directory / "ended.json").write_text(json.dumps(ended))
@@ -97,6 +114,9 @@ class History:
 
     def _pass(self, part: str, milliseconds: int) -> None:
         self.truth[part] += milliseconds
+        if part in ("starting", "loading", "ending"):
+            self.unsure[part] += milliseconds
+        self.is_worked |= part in ("training", "evaluating", "saving")
         if part in ("training", "evaluating", "saving"):
             # A phase has the steps done at its beginning. Training is kept by a checkpoint of a
             # later step only, the other phases by one of the same step.
@@ -108,10 +128,16 @@ def random_history(run: Path, dice: random.Random) -> History:
     """Make up a run of one to six attempts, which end in every possible way."""
     history = History(run)
     for _ in range(dice.randrange(1, 7)):
+        if history.is_finished:
+            history._pass("idle", dice.randrange(100_000))
         history.begin(dice.randrange(100_000), dice.random() < 0.8)
         history.phase("starting", dice.randrange(20_000))
         if dice.random() < 0.2:
             history.end(dice.choice(["refused", "failed", None]))
+            continue
+        if history.is_finished and dice.random() < 0.5:
+            history.phase("ending", dice.randrange(3_000))
+            history.end("finished")
             continue
         history.phase("loading", dice.randrange(20_000))
         if dice.random() < 0.2:
@@ -124,7 +150,8 @@ def random_history(run: Path, dice: random.Random) -> History:
         saved = history.work(dice, 9)
         if dice.random() < 0.5:
             history.phase("ending", dice.randrange(3_000), saved)
-            history.end(dice.choice(["failed", "hung", "stopped", "restart"]))
+            ends = ["failed", "hung", "stopped", "restart"]
+            history.end(dice.choice([*ends, "finished"] if saved is not None else ends))
         else:
             if saved is not None:
                 history.phase("training", 0, saved)
@@ -182,6 +209,7 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
         ending=0,
         suspended=0,
         lost=7_000,
+        idle=0,
     )
     assert second.parts == dict.fromkeys(PARTS, 0) | dict(
         waiting=6_000, starting=2_000, loading=1_000, training=7_000
@@ -194,6 +222,32 @@ def test_a_killed_attempt_loses_what_came_after_its_checkpoint(tmp_path):
         and "lost 7.0s; 46s in total" in text
     )
     assert "goodput: 48.6 % of the time it held its nodes, 37.0 % of the wall time" in text
+
+
+def test_a_start_that_is_refused_or_finds_every_step_done_changes_no_goodput(tmp_path):
+    """A week later somebody starts the finished run again, first with a config that is wrong."""
+    history = History(tmp_path)
+    history.begin(1_000)
+    for phase, seconds in (("starting", 3), ("loading", 2), ("training", 44), ("saving", 1)):
+        history.phase(phase, seconds * 1000)
+        history.step = 10 * (phase == "training")
+    history.phase("training", 0, 10)
+    history.step = 10
+    history.phase("ending", 0)
+    history.end("finished")
+    before = total(time_splits(read_attempts(tmp_path)))
+    assert before.goodput == 44 / 50 and before.goodput_of_wall == 44 / 51
+    for outcome in ("refused", "finished"):
+        history.now += 7 * 86_400
+        history.begin(0, submitted=False)
+        history.phase("starting", 150_000)
+        history.phase("ending", 60_000)
+        history.end(outcome)
+    after = total(time_splits(read_attempts(tmp_path)))
+    assert after.parts == before.parts | {"idle": 2 * (7 * 86_400_000 + 210_000)}
+    assert after.goodput == 44 / 50 and after.goodput_of_wall == 44 / 51
+    assert "goodput: 88.0 % of the time it held its nodes" in summary(tmp_path)
+    assert read_statuses([tmp_path])[0][0].restarts == 0
 
 
 def test_a_suspension_is_neither_goodput_nor_held_time(tmp_path):

@@ -324,3 +324,14 @@ def test_a_process_ends_although_its_loader_is_open(stream):
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
+
+
+def test_ctrl_c_ends_no_worker(stream):
+    """A terminal sends it to all processes; the rank needs its batches until it has saved."""
+    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
+    found = batches(stream, **settings, micro_batch_size=MICRO, num_workers=2)
+    first = [next(found)]
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGINT)
+    read = torch.stack([torch.stack(step) for step in [*first, *islice(found, 11)]])
+    assert torch.equal(read, steps(stream, 12))

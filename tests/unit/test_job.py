@@ -23,6 +23,7 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import signal_seconds, start_seconds
 from pretrain.launcher.node import job as node_job
 from pretrain.launcher.slurm_options import OUR_OPTIONS
+from pretrain.launcher.starts import is_done
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -324,17 +325,57 @@ def test_what_the_site_has_not_is_refused(world_size, nodes, sections, says):
     assert all(words in str(error.value) for words in says), str(error.value)
 
 
-def test_a_finished_run_is_refused_and_a_longer_one_is_not(tmp_path):
-    config = run_config(
-        run={"directory": str(tmp_path / "run")}, data={"directory": str(built_data(tmp_path))}
-    )
-    attempt = Attempt.begin(tmp_path / "run")
-    attempt.phase("ending", 20)
-    attempt.end("finished", 0, "all steps done", 20)
-    with pytest.raises(ConfigError, match="finished"):
-        check_runs([allocate(config, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
-    longer = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 30})})
-    check_runs([allocate(longer, parse_site(CPU, "site"), None)], parse_site(CPU, "site"))
+def finish(config):
+    """Leave what a run leaves that has done all its steps, and nothing of its metrics."""
+    attempt = Attempt.begin(config.directory)
+    for phase in ("training", "ending"):
+        attempt.phase(phase, config.train.num_steps)
+    attempt.end("finished", 0, "all steps done", config.train.num_steps)
+    (config.directory / "config.toml").write_text(dump_config(config))
+
+
+def test_a_run_is_done_when_nothing_is_left_to_train_or_to_evaluate(tmp_path):
+    config = run_config(run={"directory": str(tmp_path)})
+    assert not is_done(config)
+    finish(config)
+
+    def changed(section, **values):
+        changed = getattr(config, section).model_copy(update=values)
+        return config.model_copy(update={section: changed})
+
+    longer = changed("train", num_steps=30)
+    more, fewer = (changed("evaluation", lengths=lengths) for lengths in ((64, 999), (64,)))
+    assert is_done(config) and is_done(fewer) and not is_done(longer) and not is_done(more)
+    # An attempt that has only begun to evaluate them proves nothing, though its config is there.
+    killed = Attempt.begin(tmp_path)
+    killed.phase("evaluating", 20)
+    (tmp_path / "config.toml").write_text(dump_config(more))
+    killed.end("failed", 1, "killed", 20)
+    assert not is_done(more)
+    records = [
+        {"step": 20, "evaluation": True, "protocol": name, "stride": stride, "length": length}
+        for length in (64, 999)
+        for name, stride in (("nonoverlapping", length), ("sliding", more.evaluation_stride))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert is_done(more)
+
+
+def test_a_finished_run_is_not_sent_and_that_is_said(tmp_path, monkeypatch, capsys):
+    """Slurm is not even asked: there is none here."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run, config = tmp_path / "run", tmp_path / "run.toml"
+    sections = {"run": {"directory": str(run)}, "data": {"directory": str(built_data(tmp_path))}}
+    config.write_text(dump_config(run_config(**sections)))
+    (tmp_path / "site.toml").write_text(tomli_w.dumps(CPU))
+    finish(run_config(**sections))
+    before = sorted(run.rglob("*"))
+    submit = ["submit", str(config), "--site", str(tmp_path / "site.toml")]
+    launcher(submit, standalone_mode=False)
+    assert f"{run}: finished already, at step 20; nothing to do" in capsys.readouterr().out
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(ConfigError, match="no such command"):
+        launcher([*submit, "--set", "train.num_steps=30"], standalone_mode=False)
 
 
 def test_a_run_that_cannot_go_on_from_its_checkpoint_is_refused(tmp_path):
@@ -604,24 +645,39 @@ def test_names_of_different_values_differ():
 
 def test_a_sweep_s_configs_differ_in_what_is_swept(tmp_path):
     axes = sweep.parse_axes(["position.method=alibi,rotary", "evaluation.lengths=[128, 256],[128]"])
-    base = str(tmp_path / "s")
-    runs = sweep._runs(
-        Path("configs/demo.toml"),
-        parse_site(CPU | {"tasks_per_node": 2}, "s"),
-        axes,
-        [],
-        base,
-        None,
-    )
+    runs = sweep.sweep_runs(Path("configs/demo.toml"), axes, [], tmp_path / "s")
     seen = {
         (run.config.position.method, run.config.evaluation.lengths): run.config.run.directory
         for run in runs
     }
     assert set(seen) == {(m, n) for m in ("alibi", "rotary") for n in ((128, 256), (128,))}
     assert len(set(seen.values())) == 4 and all(
-        Path(directory).parent == tmp_path / "s" for directory in seen.values()
+        Path(directory).parent == tmp_path / "s-sweep" for directory in seen.values()
     )
     assert load_config("configs/demo.toml").train == runs[0].config.train
+    assert all(load_config("configs/demo.toml", run.settings) == run.config for run in runs)
+
+
+def test_runs_of_a_sweep_lie_beside_the_run_and_those_of_earlier_releases_stay(tmp_path):
+    base = tmp_path / "mine"
+    Attempt.begin(base)
+    for name, over in (("alibi", {"position.method": "alibi"}), ("64", {"model.hidden_size": 64})):
+        (base / name / "launch").mkdir(parents=True)
+        (base / name / "launch/launch.json").write_text(json.dumps({"over": over}))
+
+    def directories(axis):
+        runs = sweep.sweep_runs(Path("configs/demo.toml"), sweep.parse_axes([axis]), [], base)
+        return [run.config.directory for run in runs]
+
+    beside = tmp_path / "mine-sweep"
+    assert directories("position.method=alibi,rotary") == [base / "alibi", beside / "rotary"]
+    # The one of this name that lies inside is another sweep's.
+    assert directories("data.sequence_length=64") == [beside / "64"]
+    (beside / "64/launch").mkdir(parents=True)
+    (beside / "64/launch/launch.json").write_text('{"over": {"model.hidden_size": 64}}')
+    with pytest.raises(ConfigError, match="mine-sweep/64: is the run of"):
+        directories("data.sequence_length=64")
+    assert sweep.sweep_folder(Path(".")) == Path("sweep")
 
 
 @pytest.mark.parametrize(
@@ -636,14 +692,14 @@ def test_a_sweep_s_configs_differ_in_what_is_swept(tmp_path):
     ],
 )
 def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
-    axes, site = sweep.parse_axes([axis]), parse_site(CPU | {"tasks_per_node": 2}, "s")
-    runs = sweep._runs(Path("configs/demo.toml"), site, axes, [], str(tmp_path / "s"), None)
+    axes = sweep.parse_axes([axis])
+    runs = sweep.sweep_runs(Path("configs/demo.toml"), axes, [], tmp_path / "s")
     key = axes[0].key
     assert [sweep._value(run.config, key) for run in runs] == values
     assert [run.over for run in runs] == [{key: value} for value in values]
-    assert len({run.directory for run in runs}) == len(values)
+    assert len({run.config.directory for run in runs}) == len(values)
     if key == "position.method":
-        assert [run.directory.name for run in runs] == values
+        assert [run.config.directory.name for run in runs] == values
 
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):

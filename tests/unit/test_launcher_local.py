@@ -3,11 +3,13 @@
 Tested are exit codes, the ranks' environment, logs and signals, and that no process is left behind.
 """
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from pretrain.config import ConfigError, load_config
 from pretrain.launcher.node.local import run_locally
+from pretrain.launcher.node.output import RankOutput
 
 ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = (
@@ -67,6 +70,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+RUN = """
+import sys
+from pathlib import Path
+from tests.unit.test_launcher_local import run_processes
+sys.exit(run_processes({command!r}, {nproc}, Path({run!r})))
+"""
+
+
 class Launched:
     """`run_processes` in a process of its own, for signals. The ranks leave their ids in files."""
 
@@ -79,11 +90,7 @@ class Launched:
         )
         setup, _, work = code.partition("---\n")
         command = python(setup + note + work)
-        run = (
-            "import sys; from pathlib import Path\n"
-            "from tests.unit.test_launcher_local import run_processes\n"
-            f"sys.exit(run_processes({command!r}, {nproc}, Path({str(folder)!r})))"
-        )
+        run = RUN.format(command=command, nproc=nproc, run=str(folder))
         self.process = subprocess.Popen(
             [sys.executable, "-c", run], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
@@ -117,13 +124,74 @@ def test_a_number_of_threads_that_is_set_stays(tmp_path, monkeypatch):
     assert run_processes(python("sys.exit(os.environ['OMP_NUM_THREADS'] != '7')"), 2, tmp_path) == 0
 
 
-def test_rank_0_writes_to_the_terminal_and_the_others_to_logs(tmp_path, capfd):
-    code = "print('out', rank, flush=True); print('err', rank, file=sys.stderr)"
-    assert run_processes(python(code), 3, tmp_path / "deep") == 0
+def said(run: Path, rank: int) -> str:
+    """Return what a rank's log has, without the lines with which attempts begin."""
+    lines = (run / f"logs/rank-{rank}.log").read_text().splitlines(keepends=True)
+    assert re.fullmatch(r"--- attempt 1, [-\d]+ [:\d]+ ---\n", lines[0])
+    return "".join(line for line in lines if not line.startswith("--- attempt "))
+
+
+def test_every_rank_has_a_log_and_rank_0_writes_to_the_terminal_too(tmp_path, capfd):
+    """The logs of a second start are appended, and nothing that was printed last is lost."""
+    code = "print('out', rank); time.sleep(0.2); print('err', rank, file=sys.stderr)"
+    last = "\nsys.stdout.write('last'); os.kill(os.getpid(), signal.SIGKILL)"
+    run = tmp_path / "deep"
+    assert run_processes(python(code), 3, run) == 0
     assert capfd.readouterr() == ("out 0\n", "err 0\n")
-    assert not (tmp_path / "deep/logs/rank-0.log").exists()
+    assert run_processes(python(code + last), 1, run) == 137
+    assert capfd.readouterr()[0] == "out 0\nlast"
+    assert said(run, 0) == "out 0\nerr 0\n" * 2 + "last\n"
     for rank in (1, 2):
-        assert (tmp_path / f"deep/logs/rank-{rank}.log").read_text() == f"out {rank}\nerr {rank}\n"
+        assert said(run, rank) == f"out {rank}\nerr {rank}\n"
+    assert (run / "logs/rank-0.log").stat().st_mode & 0o007 == 0
+
+
+BAR = r"""
+import tqdm
+assert sys.stderr.isatty() and not sys.stdout.isatty()
+assert os.get_terminal_size(2).columns == 77
+print('\x1b[31mred\x1b[0m \x1b]0;title\x07plain\ttab \x1b(B\x07', file=sys.stderr)
+with tqdm.tqdm(total=300, file=sys.stderr, mininterval=0) as bar:
+    for step in range(300):
+        bar.update(1)
+    bar.write('a line', file=sys.stderr)
+"""
+
+
+def test_on_a_terminal_rank_0_has_one_and_its_log_is_plain(tmp_path):
+    """The terminal gets the colours and every state of the bar; the log gets lines."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 77))
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN.format(command=python(BAR), nproc=1, run=str(tmp_path))],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    assert process.wait(PATIENCE_SECONDS) == 0
+    assert b"\x1b[31mred" in shown and shown.count(b"it/s") > 100 and b"\r\r\n" not in shown
+    first, *bars, line, final = said(tmp_path, 0).splitlines()
+    assert first == "red plain\ttab \\x07" and line == "a line" and "300/300" in final
+    assert len(bars) == 1 and "/300" in bars[0]
+
+
+def test_a_log_on_a_full_disk_stops_neither_the_run_nor_the_terminal(tmp_path, capfd):
+    read, write = os.pipe()
+    os.close(read)
+    # A pipe without a reader refuses, as a full disk does.
+    output = RankOutput(os.fdopen(write, "wb", buffering=0))
+    os.write(output.ends[0], b"out\nmore\n")
+    output.start()
+    output.close()
+    out, err = capfd.readouterr()
+    assert out == "out\nmore\n" and err.count("cannot be written (Broken pipe)") == 1
 
 
 @pytest.mark.parametrize("code", [1, 2, 77])
@@ -204,20 +272,18 @@ def stop(number, frame):
     print('asked by', signal.Signals(number).name, flush=True)
     time.sleep(0.3)
     sys.exit(0)
-signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGTERM, stop)
 ---
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_the_run_may_finish_what_it_does(tmp_path, number):
+def test_a_signal_is_passed_on_and_the_run_may_finish_what_it_does(tmp_path):
     launched = Launched(tmp_path, STOPS_IN_ITS_OWN_TIME)
-    launched.process.send_signal(number)
+    launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
     # The rank got the signal exactly once.
-    assert (tmp_path / "logs/rank-1.log").read_text() == f"asked by {number.name}\n"
+    assert said(tmp_path, 1) == "asked by SIGTERM\n"
     assert not any(alive(pid) for pid in launched.ranks)
 
 
@@ -230,15 +296,15 @@ def test_a_signal_that_ends_the_ranks_is_the_exit_code(tmp_path):
 
 def test_a_second_signal_ends_a_run_that_does_not_stop(tmp_path):
     launched = Launched(
-        tmp_path, "signal.signal(signal.SIGINT, signal.SIG_IGN)\n---\ntime.sleep(60)"
+        tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(60)"
     )
-    launched.process.send_signal(signal.SIGINT)
+    launched.process.send_signal(signal.SIGHUP)
     time.sleep(0.3)
     assert launched.process.poll() is None and all(alive(pid) for pid in launched.ranks)
     launched.process.send_signal(signal.SIGINT)
     code, errors = launched.end()
-    assert code == 128 + signal.SIGTERM
-    assert "SIGINT: asked the processes to stop; a second signal ends them" in errors
+    assert code == 130
+    assert "SIGHUP: asked the processes to stop; a second signal ends them" in errors
     assert not any(alive(pid) for pid in launched.ranks)
 
 
@@ -334,6 +400,9 @@ os.chdir({str(tmp_path)!r})
 main.main()
 """
     config = str(ROOT / "configs/demo.toml")
+    for split in ("train", "validation"):
+        (tmp_path / f"runs/demo/data/{split}").mkdir(parents=True)
+        (tmp_path / f"runs/demo/data/{split}/manifest.json").touch()
     arguments = ["--set", f"run.directory={tmp_path}/run", "--set", "train.num_steps=70"]
     command = [
         sys.executable,
@@ -356,7 +425,7 @@ main.main()
     expected = f"{['train', *allowed, config, *arguments, '--resume', 'none']}\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
-    assert (tmp_path / "run/logs/rank-1.log").read_text() == expected
+    assert said(tmp_path / "run", 0) == said(tmp_path / "run", 1) == expected
 
 
 def test_the_launcher_does_not_import_torch():

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
+from pretrain.launcher import rank_logs
 from pretrain.launcher.login import control, logs, tables
 from pretrain.launcher.login.status import TAIL_BYTES, find_runs, read_rates, read_statuses
 from pretrain.rundir.attempts import Owner
@@ -212,6 +213,29 @@ def test_what_is_no_run():
                 command(Path(path))
 
 
+def test_a_run_is_known_by_its_files_and_not_by_names(capfd):
+    """A source tree beside the runs, with folders named as a run's, is none."""
+    base, _ = make_run("base")
+    nested, _ = make_run("base/alibi-64")
+    # As evaluations make it: who evaluates a checkpoint of the run, and no run of its own.
+    claim = base / "evaluations/claims/step-00000100/attempts/0001"
+    claim.mkdir(parents=True)
+    imported = Path("runs/imported")
+    imported.mkdir()
+    (imported / "run.json").write_text('{"run_directory_version": 1}')
+    package = Path("runs/package")
+    for name in ("attempts/old", "launch", "logs"):
+        (package / name).mkdir(parents=True)
+    (package / "run.json").write_text('{"name": "another program\'s"}')
+    assert find_runs([]) == [base, nested, imported]
+    given = sorted(Path("runs").iterdir())
+    assert find_runs([*given, Path("runs/none")]) == [base, imported, Path("runs/none")]
+    assert capfd.readouterr().err == "no runs: runs/package\n"
+    for paths in ([package], [package, Path("empty")]):
+        with pytest.raises(ConfigError, match="not a run's directory"):
+            find_runs(paths)
+
+
 def test_a_local_run_has_no_job_to_cancel_or_requeue():
     run, _ = make_run("a")
     with pytest.raises(ConfigError, match=f"kill {os.getpid()}` lets it save and stop"):
@@ -255,14 +279,23 @@ def test_the_last_words_of_a_killed_rank_need_no_end_of_line(capfdbinary):
     assert capfdbinary.readouterr().out == b"0: first\n1: last words\n"
 
 
-def test_a_local_run_has_logs_of_its_other_ranks(capfdbinary):
-    run, _ = make_run("a")
-    (run / "logs/rank-1.log").write_text("1: not a label\n")
-    logs.show(run, 1)
-    assert capfdbinary.readouterr().out == b"1: not a label\n"
-    for rank in (None, 0):
-        with pytest.raises(ConfigError, match="terminal where it was started; --rank 1"):
-            logs.show(run, rank)
+def test_a_local_run_has_a_log_for_each_rank(capfdbinary):
+    run, attempt = make_run("a")
+    (run / "logs/rank-0.log").write_text("0: not a label\n")
+    (run / "logs/rank-1.log").write_text("earlier release\n")
+    for rank, text in ((None, b"0: not a label\n"), (0, b"0: not a label\n"), (1, b"earlier rel")):
+        logs.show(run, rank)
+        assert capfdbinary.readouterr().out.startswith(text)
+    with pytest.raises(ConfigError, match="does not say where an attempt begins"):
+        logs.show(run, 1, number=1)
+    attempt.end("stopped", 80, "", 100)
+    Attempt.begin(run, Owner.here(num_processes=2))
+    with open(run / "logs/rank-1.log", "ab") as file:
+        for number in (1, 2):
+            file.write(rank_logs.head(number) + b"attempt %d\n" % number * 3)
+    for number, text in ((None, b"attempt 2\n" * 3), (1, b"attempt 1\n" * 3)):
+        logs.show(run, 1, number)
+        assert capfdbinary.readouterr().out == text
 
 
 def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lines(tmp_path):

@@ -6,6 +6,7 @@ jobs, with real training.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -361,12 +362,36 @@ def test_sigterm_saves_and_stops(tmp_path, number):
     assert read_attempts(tmp_path)[0].ended.reason == f"saved at step {step}"
 
 
-def test_ctrl_c_stops_without_a_restart(tmp_path):
-    launched = Launched(tmp_path, begin="signal.signal(signal.SIGINT, lambda *_: os._exit(130))")
+def test_ctrl_c_saves_and_stops(tmp_path):
+    """The ranks get SIGTERM, on which they save; what SIGINT would do to them plays no part."""
+    launched = Launched(tmp_path, begin="signal.signal(signal.SIGINT, lambda *_: os._exit(1))")
     launched.wait_until_it_trains()
     launched.process.send_signal(signal.SIGINT)
+    code, said = launched.end()
+    answer = "saving, then stopping; press Ctrl-C again to leave at once, losing "
+    assert code == 80 and re.fullmatch(rf"{answer}\d+ steps? since the start\n", said), said
+    [(outcome, code, step)] = outcomes(tmp_path)
+    assert (outcome, code) == ("stopped", 80) and newest_checkpoint_step(tmp_path) == step
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+    """Although the ranks have not saved yet, and take no signal."""
+    launched = Launched(tmp_path, "while step == 2:\n    time.sleep(0.1)")
+    launched.wait_until_it_trains()
+    launched.process.send_signal(signal.SIGINT)
+    assert "press Ctrl-C again" in launched.process.stderr.readline()
+    launched.process.send_signal(signal.SIGINT)
     assert launched.end()[0] == 130
-    assert [(outcome, code) for outcome, code, _ in outcomes(tmp_path)] == [("stopped", 130)]
+    [(outcome, code, _)] = outcomes(tmp_path)
+    assert (outcome, code) == ("stopped", 130) and newest_checkpoint_step(tmp_path) is None
+
+
+def test_ctrl_c_before_training_has_nothing_to_save(tmp_path):
+    launched = Launched(tmp_path, begin="time.sleep(60)")
+    wait_until(lambda: (tmp_path / "logs/rank-1.log").exists())
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+    assert read_attempts(tmp_path)[0].ended.reason.endswith("nothing to save")
 
 
 # ---- the lock ------------------------------------------------------------------------------------

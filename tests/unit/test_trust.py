@@ -250,14 +250,15 @@ def test_the_folder_of_a_data_build_is_the_builder_s_alone(tmp_path: Path) -> No
 # ---- what is not written through -----------------------------------------------------------------
 def writers(run: Path) -> dict[str, Callable[[Path], object]]:
     def local(path: Path) -> None:
-        for append in (False, True):
-            LocalRanks(["true"], 2, RunPaths(run), append=append).end()
+        for attempt in (1, 2):
+            LocalRanks(["true"], 2, RunPaths(run), attempt=attempt).end()
 
     return {
         "jobs.jsonl": lambda path: append_job(run, RECORD),
         "attempts/0001/phases.jsonl": lambda path: Attempt.join(path.parent).phase("loading", 1),
         "metrics.jsonl": lambda path: MetricsFile(path, 10).close(),
         "logs/attempt-0002.log": lambda path: open_own(path, "ab").write(b"x"),
+        "logs/rank-0.log": local,
         "logs/rank-1.log": local,
     }
 

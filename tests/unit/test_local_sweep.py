@@ -1,0 +1,187 @@
+"""Test `launcher sweep --nproc` with real processes that write what training does, in moments.
+
+They stand in for `pretrain train` as a package of that name, which the ranks find first.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import Done, wait_for
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs/demo.toml")
+BASE = "runs/demo/alibi-sweep"
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from pretrain.config import dump_config, load_config
+from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
+from pretrain.rundir.lock import Attempt
+
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+words = sys.argv[2:]
+config = load_config(words[0], [w for before, w in zip(words, words[1:]) if before == "--set"])
+rank, run, last = int(os.environ["RANK"]), config.directory, config.train.num_steps
+attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
+step = newest_checkpoint_step(run) or 0
+if config.optimizer.learning_rate == 9.0:
+    sys.exit("error: not finite" if rank == 0 else 0)
+# Of seed 7 a run waits to be stopped.
+waits = config.run.seed == 7 and step < 3
+
+def save():
+    folder = run / "checkpoints" / checkpoint_name(step)
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(config))
+    lineage = {"id": str(step), "step": step, "parent": None, "branches": [{"id": "b", "since": 0}]}
+    (folder / "manifest.json").write_text(json.dumps(lineage))
+
+def write(**record):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "loss_nats": 1.0, **record}) + chr(10))
+
+if rank == 0:
+    (run / "config.toml").write_text(dump_config(config))
+    attempt.phase("training", step)
+    while step < last and not asked:
+        step += 1
+        write(step_seconds=0.1)
+        while waits and step == 3 and not asked:
+            time.sleep(0.01)
+    if not asked:
+        for length in config.evaluation_lengths:
+            write(evaluation=True, protocol="nonoverlapping", stride=length, length=length,
+                  perplexity=42.0)
+    save()
+    attempt.phase("ending", step)
+while waits and not asked:
+    time.sleep(0.01)
+os._exit(80 if asked else 0)
+"""
+
+
+class Desk:
+    """A folder with a built data set, in which `launcher sweep` is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        package = folder / "ranks/pretrain"
+        package.mkdir(parents=True)
+        # The package itself, but for its command.
+        (package / "__init__.py").write_text(
+            f"__path__ = [{str(package)!r}, {str(ROOT / 'pretrain')!r}]\n"
+        )
+        (package / "__main__.py").write_text(RANK)
+        for split in ("train", "validation"):
+            (folder / f"runs/demo/data/{split}").mkdir(parents=True)
+            (folder / f"runs/demo/data/{split}/manifest.json").touch()
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        code = (
+            f"import os; os.environ['PYTHONPATH'] = {str(self.folder / 'ranks')!r}\n"
+            "from pretrain.launcher.main import main; main()"
+        )
+        settings = ["train.num_steps=12", "schedule.lr_warmup_steps=1", "recovery.max_restarts=0"]
+        options = [word for setting in settings for word in ("--set", setting)]
+        return subprocess.Popen(
+            [sys.executable, "-c", code, "sweep", CONFIG, *options, *words],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+
+    def sweep(self, *words: str) -> Done:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=60)
+        return Done(process.returncode, out, err)
+
+    def attempts(self) -> dict[str, int]:
+        """Return how many attempts each run of the sweep has."""
+        runs = (self.folder / BASE).iterdir()
+        return {run.name: len(list((run / "attempts").glob("0*"))) for run in runs}
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(desk: Desk) -> None:
+    words = ["--nproc", "2", "--over", "optimizer.learning_rate=1e-3,9.0,2e-3"]
+    shown = desk.sweep(*words, "--dry-run")
+    assert shown.code == 0 and not (desk.folder / BASE).exists(), shown.text
+    assert f"{BASE}/0.001 (optimizer.learning_rate = 0.001): from scratch, to step 12" in shown.out
+    assert shown.out.endswith("3 of 3 runs would train, one after the other, on 2 processes\n")
+
+    done = desk.sweep(*words)
+    assert done.code == 1, done.text
+    assert f"run 2 of 3: {BASE}/9.0 (optimizer.learning_rate = 9.0)" in done.err
+    assert f"{BASE}/9.0: failed with exit code 1; the other runs go on" in done.err
+    *_, head, first, failed, last, goes_on = done.out.splitlines()
+    assert head.split() == ["RUN", "STATE", "STEP", "PERPLEXITY"]
+    assert first.split() == [f"{BASE}/0.001", "finished", "12/12", "42.00"]
+    assert failed.split() == [f"{BASE}/9.0", "failed", "0/12", "-"]
+    assert last.split() == [f"{BASE}/0.002", "finished", "12/12", "42.00"]
+    runs = " ".join(f"{BASE}/{value}" for value in ("0.001", "9.0", "0.002"))
+    assert goes_on == f"next: pretrain evaluate {runs} --out {BASE}/report/curve.json"
+    assert desk.attempts() == {"0.001": 1, "9.0": 1, "0.002": 1}
+
+    # What is finished is left out, and what is asked for beyond goes on from there.
+    more = ["--nproc", "2", "--over", "optimizer.learning_rate=1e-3,2e-3"]
+    again = desk.sweep(*more)
+    assert again.code == 0 and again.err == "" and "finished" in again.out, again.text
+    longer = desk.sweep(*more, "--set", "train.num_steps=14")
+    assert longer.code == 0 and longer.out.count("14/14") == 2, longer.text
+    assert desk.attempts() == {"0.001": 2, "9.0": 1, "0.002": 2}
+
+
+def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
+    words = ["--nproc", "2", "--over", "position.method=alibi,rotary", "--set", "run.seed=7"]
+    metrics = desk.folder / BASE / "alibi/metrics.jsonl"
+    process = desk.start(*words)
+
+    def waits() -> bool:
+        return metrics.exists() and "3" in metrics.read_text()
+
+    wait_for(lambda: process.poll() is not None or waits())
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 80, out + err
+    assert "saving, then stopping; press Ctrl-C again to leave at once, losing 3 steps" in err
+    *_, saved, command = err.splitlines()
+    assert saved == f"{BASE}/alibi: step-00000003 is saved; go on with:"
+    assert command.startswith(
+        f"  launcher sweep {CONFIG} --nproc=2 --over position.method=alibi,rotary --set "
+    )
+    assert re.search(rf"^{BASE}/rotary +not started +0/12 +-$", out, re.MULTILINE), out
+    assert desk.attempts() == {"alibi": 1}
+    shown = desk.sweep(*words, "--dry-run")
+    assert "alibi): from step 3, to step 12" in shown.out, shown.text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give --nproc N to train on this machine, or --site SITE"),
+        (["--nproc", "2", "--site", "x.toml"], "--site and --nproc: choose one"),
+        (["--nproc", "2", "--nodes", "2"], "--nodes: has no effect with --nproc"),
+        (["--nproc", "3"], "global_batch_size = 32: not divisible"),
+        (["--nproc", "2", "--set", "data.directory=nowhere"], "no built data set"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_before_anything_starts(
+    desk: Desk, words: list[str], says: str
+) -> None:
+    done = desk.sweep("--over", "position.method=alibi,rotary", *words)
+    assert done.code == 2 and done.err.startswith("error: ") and says in done.err, done.text
+    assert not (desk.folder / BASE).exists()
