@@ -121,9 +121,9 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             or torch was built for other GPUs, because a dry run is useful before all is there.
 
     Raises:
-        ConfigError: torch was not built for the site's GPUs, a run is in a job already, another user
-            may write to its directory, its newest checkpoint was trained with a config from which it
-            cannot go on, or its data is not built.
+        ConfigError: torch was not built for the site's GPUs, a run is in a job already, another
+            user may write to its directory, its newest checkpoint was trained with a config from
+            which it cannot go on, or its data is not built.
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.

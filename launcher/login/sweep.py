@@ -241,8 +241,8 @@ def sweep_runs(
         base: The config's run.directory.
 
     Raises:
-        ConfigError: A value is wrong, --set gives a key that is swept over, two combinations are the same run, or a run's directory is
-            that of another combination.
+        ConfigError: A value is wrong, --set gives a key that is swept over, two combinations are
+            the same run, or a run's directory is that of another combination.
     """
     _check_apart(axes, overrides)
     runs: dict[Path, SweepRun] = {}
