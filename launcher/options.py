@@ -45,7 +45,8 @@ Lengths = Annotated[
     typer.Option(
         metavar="N,N,...",
         help="Window lengths of evaluations in tokens, as in 128,512,2048. Default: "
-        "evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length.",
+        "evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length as "
+        "far as the text reaches.",
     ),
 ]
 Protocols = Annotated[
@@ -59,15 +60,15 @@ Stride = Annotated[
     typer.Option(
         metavar="N",
         help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
-        "config, or the shortest length when --lengths is given.",
+        "config where no length is shorter, else the shortest length.",
     ),
 ]
 MaxTokens = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Score at most this many validation tokens. Default: evaluation.max_tokens of the "
-        "config, else all.",
+        help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
+        "bounds the evaluations while training.",
     ),
 ]
 BOTH_PROTOCOLS = "nonoverlapping,sliding"

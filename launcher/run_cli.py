@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pretrain.config import EvaluationRequest
 from pretrain.config.arguments import Config, Overrides
-from pretrain.launcher.options import Lengths, Nodes, SiteFile, TimeLimit
+from pretrain.launcher.options import (
+    BOTH_PROTOCOLS,
+    Lengths,
+    MaxTokens,
+    Nodes,
+    SiteFile,
+    TimeLimit,
+)
 
 
 def run(
@@ -13,6 +21,7 @@ def run(
     nodes: Nodes = None,
     time: TimeLimit = None,
     lengths: Lengths = None,
+    max_tokens: MaxTokens = None,
 ) -> None:
     """Build the data, train, evaluate and report on a Slurm cluster.
 
@@ -31,4 +40,5 @@ def run(
     """
     from pretrain.launcher.login import run as experiment
 
-    experiment.run(config, overrides, site, nodes, time, lengths)
+    request = EvaluationRequest.parse(lengths, BOTH_PROTOCOLS, None, max_tokens)
+    experiment.run(config, overrides, site, nodes, time, request)

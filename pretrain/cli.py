@@ -272,7 +272,7 @@ def evaluate(
         typer.Option(
             metavar="N,N,...",
             help="Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the "
-            "config, else 1, 2, 4, 8 and 16 times the training length.",
+            "config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.",
         ),
     ] = None,
     protocols: Annotated[
@@ -283,15 +283,15 @@ def evaluate(
         typer.Option(
             metavar="N",
             help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
-            "config, or the shortest length when --lengths is given.",
+            "config where no length is shorter, else the shortest length.",
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Score at most this many validation tokens. Default: evaluation.max_tokens of the "
-            "config, else all.",
+            help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
+            "bounds the evaluations while training.",
         ),
     ] = None,
     out: Annotated[
@@ -305,8 +305,10 @@ def evaluate(
 ) -> None:
     """Measure perplexity at several window lengths.
 
-    The lengths may go far beyond the training length. Every validation token is scored exactly once
-    by either protocol. Under torchrun or srun all processes share the work.
+    The lengths may go far beyond the training length, up to the length of the text. Every token is
+    scored exactly once by either protocol. Sliding windows that do not overlap (stride = length)
+    are measured once, as nonoverlapping. Each number has its tokens, its bits per byte and a 95 %
+    confidence interval over blocks of text. Under torchrun or srun all processes share the work.
 
     \b
     Example:
@@ -324,25 +326,48 @@ app.command("evaluate-tasks")(evaluate_tasks)
 
 @app.command()
 def report(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory of a run whose checkpoints were evaluated."),
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN|FILE.json...",
+            help="Directories of runs whose checkpoints were evaluated, or curve.json files of "
+            "reports.",
+        ),
     ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write one report of all sources to this file, and a CSV, plots and report.md "
+            "beside it. Of a run the newest evaluated checkpoint is taken.",
+        ),
+    ] = None,
 ) -> None:
-    """Combine the evaluations of a run's checkpoints.
+    """Combine evaluations: of one run's checkpoints, or of several runs.
 
-    Shows perplexity at each length over training steps. Writes curve.json, a CSV, plots and
-    report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
+    Of one run, shows perplexity at each length over training steps. Writes curve.json, a CSV, plots
+    and report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
     running it by hand is safe.
+
+    Of several runs or reports, shows them in one table. They may differ in method, training length,
+    seed, tokenizer and validation set. --out writes the report.
 
     \b
     Example:
       pretrain report runs/demo/alibi
+      pretrain report runs/sweep/alibi_512 runs/sweep/alibi_1024 old/report/curve.json \\
+          --out runs/sweep/report/curve.json
     """
     from pretrain.evaluate.checkpoints import report_run
+    from pretrain.evaluate.combine import combine
 
-    with writing(run / "evaluations"):
-        print(report_run(run))
+    if len(sources) == 1 and out is None and not sources[0].is_file():
+        (run,) = sources
+        with writing(run / "evaluations"):
+            print(report_run(run))
+    else:
+        with writing(out or sources[0]):
+            print(combine(sources, out))
 
 
 @app.command()

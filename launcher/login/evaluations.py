@@ -61,7 +61,8 @@ def check_options(
             its position embeddings.
     """
     # An evaluation does not split sequences between ranks, even where training does.
-    load_config(config, [*overrides, *request.overrides(), "parallel.sequence_parallel=false"])
+    run = load_config(config, [*overrides, "parallel.sequence_parallel=false"])
+    request.applied_to(run, str(config))
     return EvaluationOptions(request, tasks, time_limit)
 
 

@@ -67,7 +67,7 @@ def run(
     site_file: Path,
     nodes: int | None,
     time_limit: str | None,
-    lengths: str | None,
+    request: EvaluationRequest,
 ) -> None:
     """Build the data, train, evaluate and report, each where that is not done yet.
 
@@ -77,15 +77,13 @@ def run(
         site_file: The site's file.
         nodes: Nodes of the run and of the build; by default as parallel.world_size needs, else one.
         time_limit: Of the training job; by default the site's.
-        lengths: Window lengths of the evaluations; by default the config's.
+        request: What the evaluations of its checkpoints measure.
 
     Raises:
         ConfigError: The run cannot work.
         RunFailed: Slurm refused or training did not finish.
         SystemExit: The build failed, or Ctrl-C.
     """
-    protocols = "nonoverlapping,sliding"
-    request = EvaluationRequest.parse(lengths, protocols, None, None)
     options = evaluations.check_options(config, overrides, request, None, None)
     loaded = load_config(config, overrides)
     experiment = Experiment(

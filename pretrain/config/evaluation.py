@@ -9,13 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config.errors import ConfigError
+from pretrain.config.load import parse_config
+from pretrain.config.run import RunConfig
 
 PROTOCOLS = ("nonoverlapping", "sliding")
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """The options of an evaluation; a field that is None takes the value of the run's config."""
+    """The options of an evaluation.
+
+    Lengths and stride that are None are those of the run's config.
+    """
 
     lengths: tuple[int, ...] | None
     """Window lengths in tokens."""
@@ -28,7 +33,8 @@ class EvaluationRequest:
     scored."""
 
     max_tokens: int | None
-    """The most tokens of the validation stream to score."""
+    """The most tokens of the validation stream to score; None scores all of them, whatever the
+    run's config says about the evaluations in its training loop."""
 
     @staticmethod
     def parse(
@@ -62,6 +68,12 @@ class EvaluationRequest:
         for option, value in (("--stride", stride), ("--max-tokens", max_tokens)):
             if value is not None and value < 1:
                 raise ConfigError(f"{option} {value}: expected 1 or more tokens")
+        longest = max(parsed or (0,))
+        if max_tokens is not None and longest > max_tokens:
+            raise ConfigError(
+                f"--lengths {longest}: more than the {max_tokens:,} tokens of --max-tokens, so not "
+                "one window could be scored. Raise --max-tokens, or choose shorter lengths"
+            )
         return EvaluationRequest(parsed, names, stride, max_tokens)
 
     def options(self) -> list[str]:
@@ -73,16 +85,39 @@ class EvaluationRequest:
             options += [option, str(value)] if value is not None else []
         return options
 
-    def overrides(self) -> list[str]:
-        """Return this request as `--set` overrides ("section.key=value") of a run's config."""
-        asked = {"lengths": self.lengths, "stride": self.stride, "max_tokens": self.max_tokens}
-        settings = [
-            f"evaluation.{key}={list(v) if isinstance(v, tuple) else v}"
-            for key, v in asked.items()
-            if v is not None
-        ]
-        # The run's own stride was chosen for its own lengths and may be longer than the shortest
-        # new one. Removing it brings back the default, which follows the lengths.
-        if self.lengths is not None and self.stride is None:
-            settings.append("evaluation.stride=none")
-        return settings
+    def applied_to(self, config: RunConfig, origin: str) -> RunConfig:
+        """Return a run's config with this request in its [evaluation], checked like any other.
+
+        `evaluation.max_tokens` of the run bounds the evaluations in its training loop and is
+        dropped: what the command scores is all of the text, or what --max-tokens says.
+
+        Args:
+            config: The run's config.
+            origin: The file that it comes from, for messages.
+
+        Raises:
+            ConfigError: The run's model cannot be evaluated so, for example at a length beyond its
+                position embeddings.
+        """
+        values = config.model_dump(mode="json", exclude_none=True)
+        section = values["evaluation"]
+        section.pop("max_tokens", None)
+        if self.lengths is not None:
+            section["lengths"] = list(self.lengths)
+        if self.shortened_stride(config) is not None:
+            # The default follows the lengths.
+            del section["stride"]
+        asked = {"stride": self.stride, "max_tokens": self.max_tokens}
+        section |= {key: value for key, value in asked.items() if value is not None}
+        return parse_config(values, origin)
+
+    def shortened_stride(self, config: RunConfig) -> int | None:
+        """Return the stride in place of the run's own, where that is longer than --lengths allow.
+
+        None where the run's own stays, or --stride names one.
+        """
+        own = config.evaluation.stride
+        if self.lengths is None or self.stride is not None or own is None:
+            return None
+        shortest = min(self.lengths)
+        return shortest if own > shortest else None

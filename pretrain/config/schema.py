@@ -325,8 +325,9 @@ class EvaluationSection(Section):
     evaluated."""
 
     lengths: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
-    """Window lengths in tokens. Default: 1, 2, 4, 8 and 16 times data.sequence_length, for
-    position.method = "learned" as far as its table reaches."""
+    """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,
+    8 and 16 times data.sequence_length, as far as the text and, for position.method = "learned",
+    the table reach."""
 
     protocols: tuple[Literal["nonoverlapping", "sliding"], ...] = Field(
         default=("nonoverlapping",), min_length=1, strict=False
@@ -340,7 +341,9 @@ class EvaluationSection(Section):
     Default: the shortest of the lengths."""
 
     max_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of the validation stream to score. Default: all of them."""
+    """Most tokens of the validation stream that an evaluation in the training loop scores. Default:
+    all of them. `pretrain evaluate` and the launcher's evaluation jobs do not read it; they score
+    all, or what their --max-tokens says."""
 
     tokens_per_batch: int = Field(default=8_192, gt=0)
     """Tokens in one forward pass of a rank, at whatever window length (at least one window). Lower

@@ -7,40 +7,34 @@ checkpoint. Every report is made anew from all of them, so the jobs may finish i
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import sys
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots, report
-from pretrain.evaluate.plots import Series
+from pretrain.evaluate.comparison import describe_by_length, describe_by_step, what_stands_out
+from pretrain.evaluate.curves import (
+    BITS_PER_BYTE,
+    Curve,
+    by_text,
+    has_bits,
+    make_curves,
+    make_step_curves,
+)
+from pretrain.evaluate.reading import read_records
+from pretrain.evaluate.report import show
+from pretrain.evaluate.tables import records_to_csv, records_to_json, step_table
 from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import check_version
 
-FIELDS = ("step", *report.FIELDS)
-"""Keys of a record in RUN/evaluations/curve.json and columns of curve.csv."""
 CURVES_SHOWN = 5
 """Largest number of checkpoints in the plot by length: the first, the last and some between."""
-
-
-_NUMBER = (int, float, types.NoneType)
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "method": str,
-    "protocol": str,
-    "stride": int,
-    "length": int,
-    "perplexity": _NUMBER,
-    "loss_nats": _NUMBER,
-    "tokens": int,
-    "checkpoint": str,
-}
-"""Types of a record's values; null stands for what is not finite."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,6 @@ class Evaluated:
 
     folders: tuple[str, ...]
     """Names of all the directories that were read, in the order of the steps."""
-    train_length: int | None
-    """Training length in tokens; None when no checkpoint has been evaluated."""
     records: list[dict[str, Any]]
     """Records with the keys of FIELDS, in the order of the steps."""
     missing: dict[str, str]
@@ -69,43 +61,28 @@ def read_evaluations(directory: Path) -> Evaluated:
         All results. Perplexities and losses that are null in the files (not finite) are nan.
     """
     folders = named_by_step(directory)
-    train_length, records, missing = None, [], {}
+    records: list[dict[str, Any]] = []
+    missing = {}
     for folder in folders:
         try:
             if (failed := folder / "failed.json").is_file():
                 missing[folder.name] = str(json.loads(failed.read_text())["reason"])
                 continue
-            curve = json.loads((folder / "curve.json").read_text())
-            found = [
-                {"step": checkpoint_step(folder.name), **{key: r[key] for key in report.FIELDS}}
-                for r in curve["records"]
-            ]
-            for record in found:
-                _check_record(record)
-            train_length = int(curve["train_length"])
+            found = read_records(folder / "curve.json")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             missing[folder.name] = (
                 f"{folder} cannot be read ({error}). Remove it to have the checkpoint evaluated "
                 "again"
             )
             continue
-        records += [
-            {k: math.nan if v is None else v for k, v in record.items()} for record in found
-        ]
-    return Evaluated(tuple(p.name for p in folders), train_length, records, missing)
-
-
-def _check_record(record: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every value of a record has its type."""
-    for key, kinds in _KINDS.items():
-        value = record[key]
-        is_size = key in ("stride", "length")
-        if not isinstance(value, kinds) or isinstance(value, bool) or (is_size and record[key] < 1):
-            raise ValueError(f"{key} = {value!r}")
+        # The folder's name is the step, whatever a copy of the checkpoint was called.
+        step = checkpoint_step(folder.name)
+        records += [{**record, "step": step} for record in found]
+    return Evaluated(tuple(p.name for p in folders), records, missing)
 
 
 def report_run(run: Path) -> str:
-    """Write curve.json, curve.csv, curve.png, steps.png and report.md in RUN/evaluations.
+    """Write curve.json, curve.csv, report.md and the figures of curve and steps in RUN/evaluations.
 
     Two processes may do this at the same time, as two evaluation jobs that end together. Each file
     is replaced atomically, and each process looks for new results after it has written and starts
@@ -125,107 +102,109 @@ def report_run(run: Path) -> str:
     directory = run / "evaluations"
     written = None
     while written != (evaluated := read_evaluations(directory)).folders:
-        if evaluated.train_length is None:
+        if not evaluated.records:
             reasons = "".join(f"\n{name}: {reason}" for name, reason in evaluated.missing.items())
             raise ConfigError(
                 f"{directory}: no checkpoint has been evaluated yet{reasons}\n"
                 "Evaluation jobs write their results there; "
                 "`launcher submit --evaluate-checkpoints` starts them"
             )
-        _write(directory, evaluated.train_length, evaluated)
+        _write(directory, evaluated)
         written = evaluated.folders
     for name, reason in evaluated.missing.items():
         print(f"warning: {name}: {reason}", file=sys.stderr, flush=True)
-    train_length = evaluated.train_length or 0
-    table = report.perplexity_table(train_length, _by_length(evaluated.records), "step")
-    title = f"Perplexity by training step and length in tokens (L = {train_length})"
-    return "\n".join([title, *report.plain_table(*table)])
+    return "\n\n".join(
+        step_table(_named_by_step(part.records)).plain() for part in _parts(evaluated.records)
+    )
 
 
-def _write(directory: Path, train_length: int, evaluated: Evaluated) -> None:
-    """Write the five files of the report. The JSON comes last: where it exists, the rest does."""
-    by_length, by_step = _by_length(evaluated.records), _by_step(evaluated.records, train_length)
-    steps = sorted({record["step"] for record in evaluated.records})
-    chosen = {str(step) for step in _evenly_spaced(steps)}
-    shown = [s._replace(name=f"step {s.name}") for s in by_length if s.name in chosen]
-    replace_file(directory / "steps.png", plots.plot_by_step(by_step))
-    replace_file(directory / "curve.png", plots.plot_by_length(train_length, shown))
-    rows = ([record[field] for field in FIELDS] for record in evaluated.records)
-    replace_file(directory / "curve.csv", report.to_csv(FIELDS, rows))
-    text = _markdown(train_length, by_length, by_step, evaluated.missing)
-    replace_file(directory / "report.md", text.encode())
-    curve = report.to_json(train_length, evaluated.records, FIELDS)
-    replace_file(directory / "curve.json", curve)
+@dataclass(frozen=True)
+class _Part:
+    """Records of one tokenizer and one validation set, whose perplexities are comparable."""
+
+    records: list[Mapping[str, Any]]
+    tokenizer: str | None
+    validation: str | None
 
 
-def _markdown(
-    train_length: int,
-    by_length: Sequence[Series],
-    by_step: Sequence[Series],
-    missing: Mapping[str, str],
-) -> str:
-    """Return report.md.
+def _parts(records: Sequence[Mapping[str, Any]]) -> list[_Part]:
+    """Return the records by validation set and tokenizer, in the order of the records."""
+    found: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+    for record in records:
+        found.setdefault((record["tokenizer"], record["validation"]), []).append(record)
+    return [_Part(part, *key) for key, part in found.items()]
 
-    Args:
-        train_length: Training length in tokens.
-        by_length: One curve for each checkpoint and protocol, in the order of the steps.
-        by_step: One curve for each length and protocol.
-        missing: Checkpoint -> reason why it has no results.
-    """
-    newest = by_length[-1].name
-    newest_curves = [s._replace(name=f"step {newest}") for s in by_length if s.name == newest]
-    parts = [
-        "# Perplexity by training step",
-        f"Trained at L = {train_length} tokens. Each checkpoint is evaluated at the lengths below. "
-        + report.PROTOCOLS_EXPLAINED,
-        "![perplexity by training step](steps.png)",
-        report.markdown_table(*report.perplexity_table(train_length, by_length, "step")),
-        "\n".join(f"- {_describe_by_step(s)}" for s in by_step),
+
+def _write(directory: Path, evaluated: Evaluated) -> None:
+    """Write the files of the report. The JSON comes last: where it exists, the rest does."""
+    parts = _parts(evaluated.records)
+    sections, pictures = ["# Perplexity by training step", report.PROTOCOLS_EXPLAINED], {}
+    if len(parts) > 1:
+        sections.append(
+            "The checkpoints were evaluated on several validation sets or with several tokenizers. "
+            "Perplexities of different ones are not comparable, so each has its own section."
+        )
+    for part in parts:
+        section = _section(part, len(parts) > 1)
+        sections.append(section.markdown)
+        pictures.update(section.pictures)
+    if evaluated.missing:
+        reasons = "\n".join(f"- {name}: {why}" for name, why in evaluated.missing.items())
+        sections += ["## Not evaluated", reasons]
+    sections += ["## How to read it", report.INTERVALS_EXPLAINED]
+    was_there = (directory / "curve.json").exists()
+    for stem in ("steps", "curve"):
+        mine = {name: kinds for name, kinds in pictures.items() if name.startswith(stem)}
+        report.write_pictures(directory, stem, mine, was_there)
+    replace_file(directory / "curve.csv", records_to_csv(evaluated.records))
+    replace_file(directory / "report.md", ("\n\n".join(sections) + "\n").encode())
+    replace_file(directory / "curve.json", records_to_json(evaluated.records))
+
+
+def _section(part: _Part, is_one_of_several: bool) -> report.Section:
+    """Return the section of report.md about one tokenizer and validation set."""
+    subject, end = "", ""
+    if is_one_of_several:
+        subject = f"validation set {part.validation or 'not recorded'}"
+        subject += f", tokenizer {part.tokenizer or 'not recorded'}"
+        end = report.label(part.validation) + report.label(part.tokenizer)
+    by_length, by_step = _named_by_step(part.records), make_step_curves(part.records)
+    steps = sorted({record["step"] for record in part.records})
+    chosen = set(_evenly_spaced(steps))
+    shown = [_in_words(curve) for curve in by_length if curve.sources[0].step in chosen]
+    newest = [_in_words(curve) for curve in by_length if curve.sources[0].step == steps[-1]]
+    pictures = {
+        f"steps{end}": plots.plot_by_step(by_step, subject),
+        f"curve{end}": plots.plot_by_length(shown, subject=subject),
+    }
+    markdown = [
+        *([f"## {subject.capitalize()}"] if subject else []),
+        show(f"steps{end}", "perplexity by training step"),
+        step_table(by_length).markdown(),
+        *([step_table(by_length, BITS_PER_BYTE).markdown()] if has_bits(by_length) else []),
+        "\n".join(f"- {describe_by_step(curve, curve.name)}" for curve in by_step),
         "## By length",
-        "![perplexity by length](curve.png)",
-        "\n".join(f"- {report.describe_by_length(train_length, s)}" for s in newest_curves),
+        show(f"curve{end}", "perplexity by length"),
+        "\n".join(f"- {describe_by_length(curve, curve.name)}" for curve in newest),
+        f"## What stands out at step {steps[-1]}",
+        what_stands_out(by_text(newest)),
     ]
-    if missing:
-        reasons = "\n".join(f"- {name}: {reason}" for name, reason in missing.items())
-        parts += ["## Not evaluated", reasons]
-    return "\n\n".join(parts) + "\n"
+    return report.Section("\n\n".join(markdown), pictures)
 
 
-def _describe_by_step(series: Series) -> str:
-    """Return a sentence that compares the newest checkpoint at a length with the best one."""
-    name = f"{series.name}, {series.protocol}"
-    finite = {step: p for step, p in series.perplexities.items() if math.isfinite(p)}
-    if not finite:
-        return f"{name}: no finite perplexity."
-    best, newest = min(finite, key=finite.__getitem__), max(series.perplexities)
-    best_perplexity = report.format_perplexity(finite[best])
-    sentence = f"{name}: best perplexity {best_perplexity} at step {best}"
-    if newest == best:
-        return f"{sentence}, the newest evaluated."
-    if newest not in finite:
-        return f"{sentence}; not finite at step {newest}, the newest evaluated."
-    ratio = finite[newest] / finite[best]
-    return f"{sentence}; {ratio:.3f} times that at step {newest}, the newest evaluated."
+def _named_by_step(records: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Return perplexity by length, one curve for each checkpoint, named by its step."""
+    named = []
+    for curve in make_curves(records):
+        source = curve.sources[0]
+        again = f", evaluation {source.evaluation}" if source.evaluation > 1 else ""
+        named.append(dataclasses.replace(curve, name=f"{source.step}{again}"))
+    return named
 
 
-def _by_length(records: Iterable[Mapping[str, Any]]) -> list[Series]:
-    """Return perplexity by length, one curve for each checkpoint (named by step) and protocol."""
-    curves: dict[tuple[str, str], dict[int, float]] = {}
-    for r in records:
-        curve = curves.setdefault((str(r["step"]), report.protocol_name(r)), {})
-        curve[r["length"]] = r["perplexity"]
-    return [Series(*key, dict(sorted(points.items()))) for key, points in curves.items()]
-
-
-def _by_step(records: Iterable[Mapping[str, Any]], train_length: int) -> list[Series]:
-    """Return perplexity by training step, one curve for each length (ascending) and protocol."""
-    curves: dict[tuple[int, str], dict[int, float]] = {}
-    for r in records:
-        curves.setdefault((r["length"], report.protocol_name(r)), {})[r["step"]] = r["perplexity"]
-    return [
-        Series(plots.length_label(length, train_length), protocol, dict(sorted(points.items())))
-        for (length, protocol), points in sorted(curves.items())
-    ]
+def _in_words(curve: Curve) -> Curve:
+    """Return a curve that is named by its step under a name that says so."""
+    return dataclasses.replace(curve, name=f"step {curve.name}")
 
 
 def _evenly_spaced(steps: Sequence[int]) -> list[int]:

@@ -6,31 +6,46 @@ The command runs on as many processes as it is started with, alone or under torc
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 import pretrain.topology
 from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_validation_split
+from pretrain.checkpoint.content import CONFIG
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.evaluate.perplexity import Evaluation, Evaluator, Protocol
+from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
+from pretrain.evaluate.existing import check_overwrites
+from pretrain.evaluate.memory import check_memory
+from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp
+from pretrain.evaluate.protocols import choose_protocols
+from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, completed
 from pretrain.evaluate.report import check_report_path, format_table, write_report
+from pretrain.evaluate.text import ScoredText
+from pretrain.evaluate.windows import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
-from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    find_checkpoint,
+    newest_checkpoint_step,
+    no_checkpoints,
+    run_of,
+)
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.holds import hold
+from pretrain.rundir.paths import RunPaths
 
 
 def evaluation_config(
     checkpoint: Checkpoint, request: EvaluationRequest, overrides: list[str]
 ) -> RunConfig:
-    """Return a checkpoint's config with the layout of an evaluation.
+    """Return a checkpoint's config with the layout of an evaluation, and what was asked for.
 
     Checkpoints load on any layout, so the one that the run was trained on does not matter here. All
     processes are data-parallel replicas unless the overrides set another layout.
@@ -38,18 +53,25 @@ def evaluation_config(
     Args:
         checkpoint: The checkpoint, opened.
         request: Lengths, protocols, stride and token limit from the command line.
-        overrides: `section.key=value` settings, applied last.
+        overrides: `section.key=value` settings.
 
     Raises:
         ConfigError: The overrides describe a model that does not fit the weights, or change the
-            training length.
+            training length, or bound the text.
     """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip() == "evaluation.max_tokens":
+            raise ConfigError(
+                f"--set {override}: bounds the evaluations while training. Give --max-tokens "
+                f"{value} to bound this one"
+            )
     world_size = pretrain.topology.Process.from_environment().world_size
     sections: dict[str, dict[str, Any]] = {
         "parallel": {},
         "batch": {"micro_batch_size": 1, "global_batch_size": world_size},
     }
-    config = checkpoint.load_config([*request.overrides(), *overrides], sections)
+    config = checkpoint.load_config(overrides, sections)
     check_model(config, checkpoint)
     trained = checkpoint.config.data.sequence_length
     # data.sequence_length is the training length L of every table; lengths are chosen separately.
@@ -58,7 +80,13 @@ def evaluation_config(
             f"data.sequence_length = {config.data.sequence_length}: {checkpoint.path} was "
             f"trained at {trained} tokens. Use --lengths to choose the lengths to evaluate at"
         )
-    return config
+    shortened = request.shortened_stride(config)
+    if shortened is not None and "sliding" in request.protocols:
+        _say(
+            f"{checkpoint.path}: evaluation.stride = {config.evaluation.stride} of its config is "
+            f"longer than the shortest of --lengths; sliding windows move by {shortened}"
+        )
+    return request.applied_to(config, str(checkpoint.path / CONFIG))
 
 
 def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
@@ -75,50 +103,42 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
     """
     stream = open_stream(config, "validation")
     check_tokenizer(stream, checkpoint)
-    rank = pretrain.topology.Process.from_environment().rank
-    if rank == 0 and not is_its_validation_split(stream, checkpoint):
-        print(
+    if not is_its_validation_split(stream, checkpoint):
+        _say(
             f"{stream.directory}: not the validation split that {checkpoint.path} was evaluated on "
-            "while it trained",
-            file=sys.stderr,
-            flush=True,
+            "while it trained"
         )
     return stream
 
 
-def evaluate_checkpoint(
-    checkpoint: Checkpoint, config: RunConfig, stream: TokenStream, protocols: list[Protocol]
-) -> list[Evaluation]:
-    """Score the validation split with a checkpoint's weights. Rank 0 prints each result.
+def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
+    """Score a text with a checkpoint's weights. Rank 0 prints each result.
 
     Args:
-        checkpoint: The checkpoint, opened.
-        config: Its config, with the layout to evaluate on (see `evaluation_config`).
-        stream: The validation split.
-        protocols: Protocols to score under, in order.
+        job: What is evaluated, and how.
+        text: The text of the job's validation split.
 
     Returns:
         One evaluation for each protocol, the same on every rank.
+
+    Raises:
+        ConfigError: There is not enough memory for one of the lengths.
     """
+    config = job.config
     topology = pretrain.topology.initialize(config)
     chunks = build_model(config)
     check_positions(config, chunks)
-    load_weights(checkpoint, chunks)
+    load_weights(job.checkpoint, chunks)
+    check_memory(config, topology, job.protocols)
     evaluator = Evaluator(
-        chunks,
-        topology,
-        stream,
-        stream.eos_id,
-        tokens_per_batch=config.evaluation.tokens_per_batch,
-        max_tokens=config.evaluation.max_tokens,
+        chunks, topology, text, tokens_per_batch=config.evaluation.tokens_per_batch
     )
     results = []
-    for protocol in protocols:
+    for protocol in job.protocols:
         result = evaluator.evaluate(protocol, progress=True)
         results.append(result)
         if topology.is_main:
-            name = f"{config.position.method:<12} {protocol.name:<15} {protocol.length:>7} tokens"
-            print(f"{name}  perplexity {result.perplexity:9.3f}", flush=True)
+            print(_result_line(config.position.method, result.record()), flush=True)
     return results
 
 
@@ -134,69 +154,159 @@ def evaluate_sources(
         out: FILE.json of the report, whose other files are written beside it; None for no report.
 
     Returns:
-        One record for each checkpoint, protocol and length, with the keys of `report.FIELDS`.
+        One record for each checkpoint, protocol and length, with the keys of `records.FIELDS`.
 
     Raises:
-        ConfigError: A source is not a run or checkpoint, the checkpoints were trained at different
-            lengths, the data has another tokenizer, or the report cannot be written to `out`.
+        ConfigError: A source is not a run or checkpoint, the data has another tokenizer, the text
+            is shorter than a length, or the report cannot be written to `out`.
     """
-    checkpoints = [open_checkpoint(find_checkpoint(source)) for source in sources]
-    configs = [evaluation_config(checkpoint, request, overrides) for checkpoint in checkpoints]
-    _check_same_training_length(checkpoints, configs)
-    # The data is checked before the process group starts, which takes seconds.
-    streams = [open_validation(c, config) for c, config in zip(checkpoints, configs)]
+    # The input is checked before the process group starts, which takes seconds.
+    jobs = [_prepare(source, request, overrides) for source in sources]
     if out is not None:
         _prepare_report_directory(out)
+    is_main = pretrain.topology.Process.from_environment().rank == 0
     records: list[dict[str, Any]] = []
-    positions: dict[tuple[str, int], NDArray[np.float64]] = {}
-    for checkpoint, config, stream in zip(checkpoints, configs, streams):
-        method = config.position.method
-        protocols = _protocols(request, config)
-        with hold(checkpoint.path):
-            results = evaluate_checkpoint(checkpoint, config, stream, protocols)
+    positions: dict[tuple[str, int], PositionLosses] = {}
+    blocks: dict[BlockKey, BlockLosses] = {}
+    for job in jobs:
+        text = ScoredText(job.stream, request.max_tokens)
+        if is_main:
+            print(f"{job.outlook()}\n{_text_line(job.stream, text)}", flush=True)
+        with hold(job.checkpoint.path):
+            results = evaluate_checkpoint(job, text)
         for result in results:
-            path = str(checkpoint.path)
-            records.append({"method": method, **result.record(), "checkpoint": path})
+            record = job.record(result)
+            records.append(record)
+            blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
             # Sliding windows score few positions, so loss by position is reported without overlap.
             if result.protocol.name == "nonoverlapping":
-                positions[method, result.protocol.length] = result.loss_by_position
-    if pretrain.topology.Process.from_environment().rank == 0:
-        train_length = configs[0].data.sequence_length
+                positions[record["checkpoint"], result.protocol.length] = result.by_position
+    if is_main:
         # The table is printed first: its numbers are not lost if the report cannot be written.
-        print("\n" + format_table(train_length, records))
+        print("\n" + format_table(records))
         if out is not None:
             with writing(out):
-                write_report(out, train_length, records, positions)
+                write_report(out, records, positions, blocks)
             names = ", ".join(sorted(p.name for p in out.parent.iterdir()))
             print(f"\nReport written to {out.parent}/ ({names})")
     pretrain.topology.finish()
     return records
 
 
-def _protocols(request: EvaluationRequest, config: RunConfig) -> list[Protocol]:
-    """Return every requested protocol at every length."""
-    lengths, stride = config.evaluation_lengths, config.evaluation_stride
-    return [Protocol(name, length, stride) for name in request.protocols for length in lengths]
+@dataclass(frozen=True)
+class Job:
+    """A checkpoint and what is measured of it."""
+
+    checkpoint: Checkpoint
+    run: str
+    """The run's directory as the user gave it, or the checkpoint's path if it stands alone."""
+    config: RunConfig
+    """Its config, with the layout to evaluate on (see `evaluation_config`)."""
+    stream: TokenStream
+    """The validation split."""
+    protocols: tuple[Protocol, ...]
+
+    def outlook(self) -> str:
+        """Return the line that says which checkpoint is evaluated."""
+        path, step = self.checkpoint.path, self.checkpoint.trainer_state.step
+        saved = time.strftime(
+            "%Y-%m-%d %H:%M:%S", time.localtime((path / MANIFEST).stat().st_mtime)
+        )
+        line = f"{self.run}: step {step} of {self.checkpoint.config.train.num_steps}, saved {saved}"
+        run = _run_of(path)
+        newest = newest_checkpoint_step(run) if run else None
+        return line if newest in (None, step) else f"{line}; the run's newest is step {newest}"
+
+    def record(self, result: Evaluation) -> dict[str, Any]:
+        """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
+        return completed(
+            {
+                "run": self.run,
+                "step": self.checkpoint.trainer_state.step,
+                "method": self.config.position.method,
+                "seed": self.config.run.seed,
+                "train_length": self.config.data.sequence_length,
+                "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
+                "validation": self.stream.identity[:HASH_DIGITS],
+                **result.record(),
+                "checkpoint": str(self.checkpoint.path),
+            }
+        )
 
 
-def _check_same_training_length(checkpoints: list[Checkpoint], configs: list[RunConfig]) -> None:
-    """Raise ConfigError unless all checkpoints were trained at the same length.
+def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> Job:
+    """Open what a source names, and check that it can be evaluated as asked.
 
-    Tables and plots give lengths as multiples of the training length, which a report holds once.
+    Args:
+        source: A run's directory, or a checkpoint's.
+        request: Lengths, protocols, stride and token limit from the command line.
+        overrides: `section.key=value` settings.
     """
-    first = configs[0].data.sequence_length
-    for checkpoint, config in zip(checkpoints, configs):
-        if config.data.sequence_length != first:
-            raise ConfigError(
-                f"{checkpoint.path}: trained at {config.data.sequence_length} tokens, but "
-                f"{checkpoints[0].path} at {first}. A report has one training length: evaluate "
-                "these checkpoints one by one"
-            )
+    checkpoint = open_checkpoint(find_checkpoint(source))
+    run = _run_of(checkpoint.path)
+    is_named = checkpoint.path == source
+    for folder in [] if is_named else no_checkpoints(source, checkpoint.trainer_state.step):
+        _say(
+            f"{folder}: no checkpoint, it holds neither weights nor a {MANIFEST}; "
+            f"{checkpoint.path} is the newest"
+        )
+    config = evaluation_config(checkpoint, request, overrides)
+    stream = open_validation(checkpoint, config)
+    total = len(stream)
+    protocols, notes = choose_protocols(
+        config,
+        request.protocols,
+        min(total, request.max_tokens or total),
+        total,
+        lengths_from="--lengths" if request.lengths else "evaluation.lengths =",
+        limit="--max-tokens",
+    )
+    for note in notes:
+        _say(f"{checkpoint.path}: {note}")
+    return Job(checkpoint, str(run or checkpoint.path), config, stream, protocols)
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """Return the run that a checkpoint belongs to, as the user wrote its path.
+
+    None for a copy elsewhere, and for one in RUN/abandoned, which the run has turned away from.
+    """
+    run = run_of(checkpoint)
+    if run is None or checkpoint.absolute().parent != RunPaths(run).checkpoints:
+        return None
+    written = checkpoint.parents[1] if len(checkpoint.parts) > 2 else run
+    return written if written.absolute() == run else run
+
+
+def _text_line(stream: TokenStream, text: ScoredText) -> str:
+    """Return the line that says what is scored."""
+    share = "all" if text.tokens == text.total else f"{text.tokens:,} of the"
+    return (
+        f"  scores {share} {text.total:,} tokens of {stream.directory}: {text.bytes:,} bytes of "
+        f"text, in {len(text.block_ends)} blocks for the confidence intervals"
+    )
+
+
+def _result_line(method: str, record: Mapping[str, Any]) -> str:
+    """Return the line of one result."""
+    low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
+    return (
+        f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
+        f"perplexity {record['perplexity']:9.3f}  ({low:.3f} to {high:.3f})  "
+        f"{record['bits_per_byte']:.4f} bits per byte"
+    )
+
+
+def _say(line: str) -> None:
+    """Print a line to stderr, once for all ranks."""
+    if pretrain.topology.Process.from_environment().rank == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _prepare_report_directory(out: Path) -> None:
     """Make the report's directory, so that a bad --out fails before the evaluation, not after."""
     check_report_path(out)
+    check_overwrites(out)
     try:
         make_directory(out.parent)
     except OSError as error:

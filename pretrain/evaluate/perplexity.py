@@ -23,90 +23,75 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pretrain import platform
-from pretrain.data.stream import TokenStream
-from pretrain.evaluate.windows import Window, nonoverlapping, sliding
+from pretrain.evaluate.records import PositionLosses
+from pretrain.evaluate.spread import confidence_interval
+from pretrain.evaluate.text import ScoredText
+from pretrain.evaluate.windows import Protocol, Window
 from pretrain.model.forward import is_reporting_rank, run_schedule
 from pretrain.topology import Topology
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """A rule that cuts a stream into windows and says which tokens each window scores.
-
-    For 8 tokens and windows of length 4 ("#": scored, ".": read as context only):
-
-        token             0 1 2 3 4 5 6 7
-        nonoverlapping    # # # #              window 0
-                                  # # # #      window 1
-        sliding           # # # #              window 0
-        with stride 2         . . # #          window 1
-                                  . . # #      window 2
-
-    `pretrain.evaluate.windows` defines both, also where the stream does not divide evenly.
-    """
-
-    name: str
-    """Either "nonoverlapping" or "sliding"."""
-    length: int
-    """Tokens in a window."""
-    stride: int
-    """Tokens by which sliding windows advance. Nonoverlapping windows ignore it."""
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Return (name, stride, length) as in records, where nonoverlapping has stride = length."""
-        return self.name, self.length if self.name == "nonoverlapping" else self.stride, self.length
-
-    def windows(self, tokens: int) -> Iterator[Window]:
-        """Yield the windows over a stream of `tokens` tokens."""
-        if self.name == "nonoverlapping":
-            return nonoverlapping(tokens, self.length)
-        return sliding(tokens, self.length, self.stride)
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """The result of scoring a stream under one protocol."""
+    """The result of scoring a text under one protocol."""
 
     protocol: Protocol
     loss_nats: float
     """Mean loss over all tokens, in nats per token."""
     tokens: int
     """Number of tokens scored."""
-    loss_by_position: NDArray[np.float64]
-    """[length] mean loss in nats of the tokens scored at each position of the window.
-
-    A position is nan where no window scored a token, as at the first positions of sliding windows.
-    """
+    bytes: int
+    """Bytes of the text of these tokens, in UTF-8."""
+    by_position: PositionLosses
+    """Mean loss and number of tokens at each position of the window. At the first positions of
+    sliding windows no token is scored."""
+    block_losses: NDArray[np.float64]
+    """[blocks] summed losses of each block of the text (`pretrain.evaluate.spread`)."""
+    block_tokens: NDArray[np.float64]
+    """[blocks] tokens of each block."""
 
     @property
     def perplexity(self) -> float:
-        """Return exp(loss), or infinity where it would overflow a float64 (beyond 709 nats)."""
-        return math.exp(self.loss_nats) if self.loss_nats < 700 else math.inf
+        """Return exp(loss); infinity beyond 700 nats."""
+        return bounded_exp(self.loss_nats)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Return the bits that the model needs for a byte of the text; nan for no bytes."""
+        bits = self.loss_nats * self.tokens / math.log(2)
+        return bits / self.bytes if self.bytes else math.nan
 
     def record(self) -> dict[str, Any]:
-        """Return the fields that this evaluation has in metrics.jsonl and in curve.json."""
+        """Return what this evaluation has measured, under the keys of records.FIELDS."""
         name, stride, length = self.protocol.key
+        low, high = confidence_interval(self.block_losses, self.block_tokens)
         return {
             "protocol": name,
             "stride": stride,
             "length": length,
             "perplexity": self.perplexity,
             "loss_nats": self.loss_nats,
+            "loss_low": low,
+            "loss_high": high,
+            "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
+            "bytes": self.bytes,
         }
 
 
+def bounded_exp(value: float) -> float:
+    """Return exp(value), or infinity where it would overflow a float64; nan stays nan."""
+    return math.exp(value) if not value >= 700 else math.inf
+
+
 class Evaluator:
-    """Scores one token stream with one model, under any number of protocols.
+    """Scores one text with one model, under any number of protocols.
 
     Args:
         chunks: This rank's model chunks, one for each virtual pipeline stage.
         topology: This process's ranks in the parallel layout.
-        stream: Tokens to score.
-        eos_id: End-of-document token, which serves as the context of the first token.
+        text: The text to score.
         tokens_per_batch: Tokens in a micro batch, rounded down to whole windows (at least one).
-        max_tokens: Score at most the first `max_tokens` tokens; None scores the whole stream.
         schedule_module: Module to call in place of a chunk, where the optimizer needs that
             (`ZeroOptimizer.schedule_module`).
     """
@@ -115,19 +100,14 @@ class Evaluator:
         self,
         chunks: list[GPTModel],
         topology: Topology,
-        stream: TokenStream,
-        eos_id: int,
+        text: ScoredText,
         *,
         tokens_per_batch: int,
-        max_tokens: int | None = None,
         schedule_module: nn.Module | None = None,
     ) -> None:
-        self.chunks, self.topology = chunks, topology
+        self.chunks, self.topology, self.text = chunks, topology, text
         self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
-        self.tokens = min(len(stream), max_tokens or len(stream))
-        # With the EOS in front, stream[t] is the input whose target is stream[t + 1].
-        self.stream = np.concatenate([[eos_id], stream.read(0, self.tokens)])
 
     def evaluate(
         self,
@@ -149,25 +129,34 @@ class Evaluator:
         Returns:
             The result, the same on every rank.
         """
-        # Row 0: summed losses by position; row 1: their number. Over this rank's share of windows.
-        total = torch.zeros(2, protocol.length, dtype=torch.float64)
+        # Over this rank's share of windows.
+        totals = _Totals(protocol.length, torch.from_numpy(self.text.block_ends))
         with torch.no_grad(), self._eval_mode():
             for batches, windows in self._passes(protocol, progress and self.topology.is_main):
                 before_pass()
-                self._score(batches, windows, total)
-        # NCCL reduces device tensors only. Ranks that do not report losses add zeros.
-        total = total.to(platform.device())
-        dist.all_reduce(total)
-        sums, counts = total.cpu().numpy()
-        assert counts.sum() == self.tokens, f"{counts.sum()} tokens scored of {self.tokens}"
+                self._score(protocol.length, batches, windows, totals)
+        (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
+        tokens = self.text.tokens
+        assert counts.sum() == block_tokens.sum() == tokens, f"{counts.sum()} tokens of {tokens}"
         # A position at which no token was scored is 0 / 0 = nan.
         with np.errstate(invalid="ignore"):
-            loss_by_position = sums / counts
-        return Evaluation(protocol, float(sums.sum() / counts.sum()), self.tokens, loss_by_position)
+            by_position = PositionLosses(sums / counts, counts.astype(np.int64))
+        loss = float(sums.sum() / counts.sum())
+        return Evaluation(
+            protocol, loss, tokens, self.text.bytes, by_position, block_losses, block_tokens
+        )
 
-    def _score(self, batches: list[Tensor], windows: list[list[Window]], total: Tensor) -> None:
-        """Run one pass and add its losses to `total` [2, length] (sums and counts by position)."""
-        length = total.shape[1]
+    def _score(
+        self, length: int, batches: list[Tensor], windows: list[list[Window]], totals: _Totals
+    ) -> None:
+        """Run one pass and add its losses up.
+
+        Args:
+            length: Tokens in a window.
+            batches: Micro batches [B, length + 1].
+            windows: The windows of the first rows of each.
+            totals: What is added to.
+        """
         # With a short stride most of a window is context. The output layer is then applied to the
         # last positions alone, since logits are the widest tensors of the model.
         scored = [length - _first_scored(batch_windows) for batch_windows in windows]
@@ -181,7 +170,7 @@ class Evaluator:
         )
         if is_reporting_rank():
             for loss, batch_windows in zip(losses, windows):
-                _add_losses(total, loss.double().cpu(), batch_windows)
+                totals.add(loss.double().cpu(), batch_windows)
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
@@ -216,10 +205,10 @@ class Evaluator:
         # Interleaved schedules need a multiple of the pipeline size; this also fills the pipeline.
         micro_batches = layout.pipeline * layout.virtual
         # Count first and iterate again: with stride 1 a list would hold a window for each token.
-        count = sum(1 for _ in protocol.windows(self.tokens))
+        count = sum(1 for _ in protocol.windows(self.text.tokens))
         windows_per_pass = rows * micro_batches * layout.data
         passes = -(-count // windows_per_pass)  # rounded up
-        windows = protocol.windows(self.tokens)
+        windows = protocol.windows(self.text.tokens)
         label = f"{protocol.name} {protocol.length}"
         # disable=None: tqdm shows the bar on a terminal and nothing in a log file.
         for _ in tqdm(range(passes), desc=label, leave=False, disable=None if progress else True):
@@ -234,9 +223,9 @@ class Evaluator:
 
         Shorter windows are padded on the right, which causal attention never looks at.
         """
-        batch = np.full((rows, length + 1), self.stream[0], dtype=np.int64)
+        batch = np.full((rows, length + 1), self.text.inputs(0, 0), dtype=np.int64)
         for row, window in zip(batch, windows):
-            row[: window.size + 1] = self.stream[window.start : window.start + window.size + 1]
+            row[: window.size + 1] = self.text.inputs(window.start, window.size)
         return torch.from_numpy(batch)
 
 
@@ -253,16 +242,44 @@ def _first_scored(windows: list[Window]) -> int:
     return min((w.size - w.scored for w in windows), default=0)
 
 
-def _add_losses(total: Tensor, losses: Tensor, windows: list[Window]) -> None:
-    """Add the losses of the scored tokens to the sums and counts by position.
+class _Totals:
+    """Sums and numbers of losses, by position in the window and by block of the text.
 
     Args:
-        total: [2, length] sums of losses and numbers of tokens, updated in place.
-        losses: [B, n] losses at the last n positions of each row, in nats.
-        windows: The windows of the first rows; the rows after them are padding.
+        length: Tokens in a window.
+        block_ends: Where the blocks of the text end, int64 [blocks].
     """
-    before = total.shape[1] - losses.shape[1]
-    for row, window in zip(losses, windows):
-        first, end = window.size - window.scored, window.size
-        total[0, first:end] += row[first - before : end - before]
-        total[1, first:end] += 1
+
+    def __init__(self, length: int, block_ends: Tensor) -> None:
+        # Row 0: summed losses; row 1: their number.
+        self.by_position = torch.zeros(2, length, dtype=torch.float64)
+        self.by_block = torch.zeros(2, len(block_ends), dtype=torch.float64)
+        self.block_ends = block_ends
+
+    def add(self, losses: Tensor, windows: list[Window]) -> None:
+        """Add the losses of the scored tokens.
+
+        Args:
+            losses: [B, n] losses at the last n positions of each row, in nats.
+            windows: The windows of the first rows; the rows after them are padding.
+        """
+        before = self.by_position.shape[1] - losses.shape[1]
+        for row, window in zip(losses, windows):
+            first, end = window.size - window.scored, window.size
+            scored = row[first - before : end - before]
+            self.by_position[0, first:end] += scored
+            self.by_position[1, first:end] += 1
+            tokens = torch.arange(window.start + first, window.start + end)
+            blocks = torch.searchsorted(self.block_ends, tokens, right=True)
+            self.by_block[0].index_add_(0, blocks, scored)
+            self.by_block[1].index_add_(0, blocks, torch.ones_like(scored))
+
+    def over_all_ranks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return (sums and numbers by position, the same by block), each [2, n]. Collective."""
+        both = torch.cat([self.by_position, self.by_block], dim=1)
+        # NCCL reduces device tensors only. Ranks that do not report losses add zeros.
+        both = both.to(platform.device())
+        dist.all_reduce(both)
+        length = self.by_position.shape[1]
+        totals: NDArray[np.float64] = both.cpu().numpy()
+        return totals[:, :length], totals[:, length:]

@@ -1,45 +1,60 @@
 """Write evaluation results as tables and plots.
 
-A report is curve.json, curve.csv, curve.png and report.md and, where losses by position were
-measured, positions.csv and positions.png.
+A report is curve.json, curve.csv, report.md and the figures as PNG, SVG and PDF; where losses by
+position were measured, positions.csv and their figures too. A table or a figure never holds
+perplexities of two tokenizers or two validation sets.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots
-from pretrain.evaluate.plots import Series
+from pretrain.evaluate.blocks import (
+    BLOCK_FIELDS,
+    KEY,
+    BlockKey,
+    BlockLosses,
+    block_key,
+    block_rows,
+)
+from pretrain.evaluate.comparison import describe_by_length, what_stands_out
+from pretrain.evaluate.curves import (
+    BITS_PER_BYTE,
+    Curve,
+    Text,
+    by_text,
+    has_bits,
+    make_curves,
+    train_lengths,
+)
+from pretrain.evaluate.drawing import FORMATS, Pictures
+from pretrain.evaluate.positions import (
+    POSITION_FIELDS,
+    Positions,
+    position_curves,
+    position_rows,
+)
+from pretrain.evaluate.records import FIELDS, Record, completed
+from pretrain.evaluate.tables import (
+    format_tables,
+    full_name,
+    length_table,
+    records_to_csv,
+    records_to_json,
+    relative_table,
+    source_table,
+    to_csv,
+    training_length_tables,
+)
 from pretrain.rundir.files import replace_file
 
-Record = Mapping[str, Any]
-"""One evaluation of one checkpoint, with the keys of FIELDS."""
-FIELDS = (
-    "method",
-    "protocol",
-    "stride",
-    "length",
-    "perplexity",
-    "loss_nats",
-    "tokens",
-    "checkpoint",
-)
-"""Keys of a record in curve.json and columns of curve.csv. Stride and length are in tokens."""
-POSITION_FIELDS = ("method", "length", "first_position", "last_position", "loss_nats")
-"""Columns of positions.csv. Positions count from 0; both ends of a range are included."""
-BINS_PER_OCTAVE = 3
-"""Loss by position is averaged over this many ranges each time the position doubles."""
+__all__ = ["FIELDS", "check_report_path", "format_table", "write_report"]
+
 PROTOCOLS_EXPLAINED = (
     "At each length, *nonoverlapping* evaluation cuts the text into consecutive windows and scores "
     "each without the text before it. *Sliding* evaluation moves a window through the text by the "
@@ -47,24 +62,43 @@ PROTOCOLS_EXPLAINED = (
     "every token exactly once."
 )
 """The protocols in report.md."""
+INTERVALS_EXPLAINED = (
+    "The number after +- is the longer half of the 95 % confidence interval, by a bootstrap over "
+    "blocks of the text: it says how far the value would move on other text of the same kind, and "
+    "nothing about another seed of the training. Values of several seeds are the geometric mean of "
+    "their perplexities (the mean of their bits per byte) and, in brackets, the least and the "
+    'largest; the value of each seed is in the CSV. A value that is not known is "-".'
+)
+"""What stands beside a value in report.md."""
+
+
+class Section(NamedTuple):
+    """A part of report.md, with the figures that it shows."""
+
+    markdown: str
+    pictures: dict[str, Pictures]
+    """File name without its ending -> the figure's formats."""
 
 
 def write_report(
     out: Path,
-    train_length: int,
     records: Sequence[Record],
-    positions: Mapping[tuple[str, int], Sequence[float] | NDArray[np.float64]] | None = None,
+    positions: Positions | None = None,
+    blocks: Mapping[BlockKey, BlockLosses] | None = None,
 ) -> None:
-    """Write a report to `out` (FILE.json) and, beside it, FILE.csv, FILE.png and report.md.
+    """Write a report to `out` (FILE.json) and, beside it, FILE.csv, figures and report.md.
 
     Each file appears whole. Perplexities and losses that are not finite are null in the JSON.
 
     Args:
         out: Path of the JSON file; its directory is created.
-        train_length: Training length L in tokens.
-        records: Evaluations in the order in which they should be listed.
-        positions: (method, window length) -> mean loss in nats at each position of the window, nan
-            where no token was scored. Adds positions.csv and positions.png.
+        records: Evaluations in the order in which they should be listed. They may be of several
+            runs, training lengths, seeds, tokenizers and validation sets.
+        positions: (checkpoint as in its record, window length) -> losses at each position of the
+            window, without overlap. Adds positions.csv and its figure.
+        blocks: (checkpoint, protocol, stride, length) -> losses by block of the text, by which
+            values are compared. Adds FILE_blocks.csv. Records that were read from a report hold
+            theirs.
 
     Raises:
         ConfigError: `out` does not end in .json, or there are no records.
@@ -75,16 +109,36 @@ def write_report(
             f"--out {out}: nothing was evaluated. Name at least one run and at least one length"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    series = _series(records)
-    picture = out.with_suffix(".png")
-    replace_file(picture, plots.plot_by_length(train_length, series))
-    position_picture = _write_positions(out, train_length, positions) if positions else None
-    rows = ([record[field] for field in FIELDS] for record in records)
-    replace_file(out.with_suffix(".csv"), to_csv(FIELDS, rows))
-    report = _markdown(train_length, series, picture.name, position_picture)
-    replace_file(out.with_name("report.md"), report.encode())
+    records = [
+        {**completed(record), KEY: record.get(KEY) or (blocks or {}).get(block_key(record))}
+        for record in records
+    ]
+    texts = by_text(make_curves(records))
+    if positions:
+        rows = position_rows(records, positions)
+        replace_file(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
+    sections = sections_by_length(texts, out.stem, positions or {})
+    pictures = {name: kinds for section in sections for name, kinds in section.pictures.items()}
+    write_pictures(out.parent, out.stem, pictures, was_there=out.exists())
+    if rows_of_blocks := list(block_rows(records)):
+        content = to_csv(BLOCK_FIELDS, rows_of_blocks)
+        replace_file(out.with_name(f"{out.stem}_blocks.csv"), content)
+    replace_file(out.with_suffix(".csv"), records_to_csv(records))
+    report = "\n\n".join(
+        [
+            "# Perplexity by length",
+            PROTOCOLS_EXPLAINED,
+            "## What stands out",
+            what_stands_out(texts),
+            *(section.markdown for section in sections),
+            "## How to read it",
+            INTERVALS_EXPLAINED,
+            source_table([curve for text in texts for curve in text.curves]).markdown(),
+        ]
+    )
+    replace_file(out.with_name("report.md"), (report + "\n").encode())
     # The JSON comes last: where it exists, the report is complete.
-    replace_file(out, to_json(train_length, records, FIELDS))
+    replace_file(out, records_to_json(records))
 
 
 def check_report_path(out: Path) -> None:
@@ -96,231 +150,152 @@ def check_report_path(out: Path) -> None:
         )
 
 
-def _write_positions(
-    out: Path,
-    train_length: int,
-    positions: Mapping[tuple[str, int], Sequence[float] | NDArray[np.float64]],
-) -> str:
-    """Write positions.csv and positions.png beside `out`; return the name of the picture."""
-    binned = [_Binned.of(method, length, losses) for (method, length), losses in positions.items()]
-    rows = (row for b in binned for row in b.rows())
-    replace_file(out.with_name("positions.csv"), to_csv(POSITION_FIELDS, rows))
-    # The plot has one curve for each method. A longer window replaces the shorter ones before it.
-    longest = {b.method: b for b in sorted(binned, key=lambda b: b.length)}
-    lines = [(b.method, b.centres(), b.losses) for b in longest.values()]
-    picture = out.with_name("positions.png")
-    replace_file(picture, plots.plot_by_position(train_length, lines))
-    return picture.name
-
-
-def format_table(train_length: int, records: Sequence[Record]) -> str:
-    """Return perplexities as plain text.
+def format_table(records: Sequence[Record]) -> str:
+    """Return perplexities and bits per byte as plain text.
 
     Args:
-        train_length: Training length L in tokens.
         records: Evaluations, with the keys of FIELDS.
 
     Returns:
-        A title and a table with a row for each method and protocol, and a column for each length.
+        Tables under titles, with a row for each curve and a column for each length. There is one
+        table of perplexities for each tokenizer and validation set.
     """
-    lines = plain_table(*perplexity_table(train_length, _series(records)))
-    title = f"Perplexity by length in tokens (training length L = {train_length})"
-    return "\n".join([title, *lines])
+    return format_tables(by_text(make_curves([completed(record) for record in records])))
 
 
-def plain_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table for a terminal: two columns of names, then numbers.
-
-    Names are aligned to the left, numbers to the right, with a rule under the header.
-    """
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        names = [cell.ljust(width) for cell, width in zip(row[:2], widths)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
-        lines.append("  ".join([*names, *numbers]).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
-
-
-def _series(records: Sequence[Record]) -> list[Series]:
-    """Return one curve for each method and protocol, in the order of the records.
-
-    Where several checkpoints of a method were evaluated, each has its own curve, named after the
-    method and the checkpoint.
-    """
-    checkpoints: dict[str, set[str]] = {}
-    for record in records:
-        checkpoints.setdefault(record["method"], set()).add(record["checkpoint"])
-    curves: dict[tuple[str, str], dict[int, float]] = {}
-    for record in records:
-        name = record["method"]
-        if len(checkpoints[name]) > 1:
-            name += f" ({_short_path(record['checkpoint'])})"
-        curve = curves.setdefault((name, protocol_name(record)), {})
-        curve[record["length"]] = record["perplexity"]
-    return [Series(*key, dict(sorted(points.items()))) for key, points in curves.items()]
-
-
-def protocol_name(record: Record) -> str:
-    """Return a record's protocol, with the stride if it slides: other strides, other protocols."""
-    sliding = record["protocol"] == "sliding"
-    return f"sliding by {record['stride']}" if sliding else record["protocol"]
-
-
-def _short_path(checkpoint: str) -> str:
-    """Return run and step: runs/demo/alibi/checkpoints/step-00000100 -> alibi/step-00000100."""
-    return "/".join([part for part in Path(checkpoint).parts if part != "checkpoints"][-2:])
-
-
-def perplexity_table(
-    train_length: int, series: Sequence[Series], first_column: str = "method"
-) -> tuple[list[str], list[list[str]]]:
-    """Return a table of perplexities as strings, one row for each curve.
+def write_pictures(
+    directory: Path, stem: str, pictures: dict[str, Pictures], was_there: bool
+) -> None:
+    """Write figures, and remove those that an earlier report of the same name left.
 
     Args:
-        train_length: Training length L in tokens.
-        series: Curves by window length in tokens.
-        first_column: What the curves are named after.
-
-    Returns:
-        (header, rows). A length at which a curve has no value is "-".
+        directory: The report's directory.
+        stem: What the names of the report's figures begin with.
+        pictures: File name without its ending -> the figure's formats.
+        was_there: An earlier report of this name is there.
     """
-    lengths = sorted({length for s in series for length in s.perplexities})
-    labels = [plots.length_label(length, train_length) for length in lengths]
-    rows = []
-    for s in series:
-        points = s.perplexities
-        cells = [format_perplexity(points[n]) if n in points else "-" for n in lengths]
-        rows.append([s.name, s.protocol, *cells])
-    return [first_column, "protocol", *labels], rows
+    for name, kinds in pictures.items():
+        for kind, content in kinds.items():
+            replace_file(directory / f"{name}.{kind}", content)
+    if not was_there:
+        return
+    # Only names that a report gives: another file of the user's stays.
+    views = r"(_[0-9a-f]{12}|_unknown)*(_relative|_bits_per_byte)?"
+    ours = re.compile(rf"{re.escape(stem)}{views}\.({'|'.join(FORMATS)})")
+    for path in directory.iterdir():
+        if ours.fullmatch(path.name) and path.stem not in pictures:
+            path.unlink(missing_ok=True)
 
 
-def format_perplexity(perplexity: float) -> str:
-    """Return a perplexity with two decimals, or in scientific notation from 100,000 on."""
-    if perplexity < 1e5 or not math.isfinite(perplexity):
-        return f"{perplexity:.2f}"
-    return f"{perplexity:.3e}"
+# ---- report.md -----------------------------------------------------------------------------------
+def sections_by_length(texts: Sequence[Text], stem: str, positions: Positions) -> list[Section]:
+    """Return the sections of report.md with tables and figures, one or more for each text.
+
+    Args:
+        texts: The curves.
+        stem: What the names of the figures begin with.
+        positions: Losses by position.
+    """
+    sections = []
+    if len(texts) > 1:
+        sections.append(
+            Section(
+                f"These are evaluations of {len(texts)} different validation sets. A perplexity on "
+                "one text says nothing beside a perplexity on another, so each has its own tables "
+                "and figures below.",
+                {},
+            )
+        )
+    for text in texts:
+        several = len(texts) > 1
+        end = label(text.validation) if several else ""
+        subject = f"validation set {text.validation or 'not recorded'}" if several else ""
+        if subject:
+            sections.append(Section(f"## {subject.capitalize()}", {}))
+        if len(text.by_tokenizer) > 1:
+            sections.append(_across_tokenizers(text, stem + end, subject))
+        for tokenizer, curves in text.by_tokenizer.items():
+            name, about, heading = end, subject, ""
+            if len(text.by_tokenizer) > 1:
+                word = f"tokenizer {tokenizer or 'not recorded'}"
+                heading = f"### {word.capitalize()}"
+                name, about = name + label(tokenizer), ", ".join(filter(None, [about, word]))
+            sections.append(_of_one_tokenizer(curves, heading, stem + name, about))
+            by_position = position_curves(curves, positions)
+            if by_position:
+                pictures = plots.plot_by_position(by_position, about)
+                sections.append(_by_position(pictures, f"positions{name}"))
+    return sections
 
 
-def _markdown(
-    train_length: int, series: Sequence[Series], picture: str, position_picture: str | None
-) -> str:
-    """Return report.md, which shows the pictures with these file names."""
+def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str, subject: str) -> Section:
+    """Return the section with the perplexities of one tokenizer and text.
+
+    Args:
+        curves: Curves by window length.
+        heading: The section's heading, or nothing.
+        name: File name of the figure, without its ending.
+        subject: What the figure is about, if the report has several.
+    """
+    pictures = {name: plots.plot_by_length(curves, subject=subject)}
+    parts = [heading, show(name, "perplexity by length")]
+    several = len(train_lengths(curves)) > 1
+    if several:
+        relative = f"{name}_relative"
+        pictures[relative] = plots.plot_by_length(curves, relative=True, subject=subject)
+        parts += [table.markdown() for table in training_length_tables(curves)]
+        parts += [show(relative, "perplexity by length in training lengths")]
+        parts += [relative_table(curves).markdown()]
+    else:
+        parts.append(length_table(curves).markdown())
+    if has_bits(curves):
+        parts.append(length_table(curves, BITS_PER_BYTE).markdown())
+    names = [full_name(curve) if several else curve.name for curve in curves]
+    parts.append("\n".join(f"- {describe_by_length(c, n)}" for c, n in zip(curves, names)))
+    return Section("\n\n".join(filter(None, parts)), pictures)
+
+
+def _across_tokenizers(text: Text, name: str, subject: str) -> Section:
+    """Return the section that compares curves of several tokenizers, by bits per byte alone."""
     parts = [
-        "# Perplexity by length",
-        f"Trained at L = {train_length} tokens and evaluated at the lengths below. "
-        + PROTOCOLS_EXPLAINED,
-        f"![perplexity by length]({picture})",
-        markdown_table(*perplexity_table(train_length, series)),
-        "\n".join(f"- {describe_by_length(train_length, s)}" for s in series),
+        f"{len(text.by_tokenizer)} tokenizers have cut this text into different tokens. "
+        "Perplexities are per token, so those of different tokenizers are not comparable, and each "
+        "tokenizer has its own tables below. Bits per byte of the text are comparable."
     ]
-    if position_picture is not None:
-        parts += [
-            "## Loss by position",
-            "Mean loss at each position of the longest nonoverlapping window. Tokens at early "
-            "positions are predicted from little context.",
-            f"![loss by position]({position_picture})",
-        ]
-    return "\n\n".join(parts) + "\n"
+    bytes_scored = {count for curve in text.curves for count in curve.bytes()}
+    if len(bytes_scored) > 1:
+        parts.append("Different amounts of the text were scored: see the bytes in the table.")
+    if not has_bits(text.curves):
+        parts.append("They are not recorded here, so nothing can be compared.")
+        return Section("\n\n".join(parts), {})
+    name += "_bits_per_byte"
+    parts += [
+        show(name, "bits per byte by length"),
+        length_table(text.curves, BITS_PER_BYTE).markdown(),
+    ]
+    picture = plots.plot_by_length(text.curves, BITS_PER_BYTE, subject=subject)
+    return Section("\n\n".join(parts), {name: picture})
 
 
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table: two columns of names, then numbers aligned to the right."""
-    alignment = ["---", "---", *["---:"] * (len(header) - 2)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, alignment, *rows])
+def _by_position(pictures: Pictures, name: str) -> Section:
+    """Return the section about losses by position."""
+    parts = [
+        "## Loss by position",
+        "Mean loss at each position of the longest nonoverlapping window of each curve, over "
+        "ranges of positions that widen with the position. The strip below says how many tokens "
+        "each range stands on; positions.csv has the numbers of all runs and lengths. Tokens at "
+        "early positions are predicted from little context.",
+        show(name, "loss by position"),
+    ]
+    return Section("\n\n".join(parts), {name: pictures})
 
 
-def describe_by_length(train_length: int, series: Series) -> str:
-    """Return a sentence that compares a curve's longest length and training length with its best.
-
-    Args:
-        train_length: Training length L in tokens.
-        series: Curve by window length in tokens.
-    """
-    name = f"{series.name}, {series.protocol}"
-    finite = {n: p for n, p in series.perplexities.items() if math.isfinite(p)}
-    if not finite:
-        return f"{name}: no finite perplexity."
-    best = min(finite, key=finite.__getitem__)
-    best_label = _length_in_words(best, train_length)
-    sentence = f"{name}: best perplexity {format_perplexity(finite[best])} at {best_label}"
-    longest = max(series.perplexities)
-    longest_label = _length_in_words(longest, train_length)
-    if longest not in finite:
-        return f"{sentence}; not finite at {longest_label}, the longest length."
-    if longest != best:
-        ratio = finite[longest] / finite[best]
-        sentence += f"; {ratio:.3f} times that at {longest_label}, the longest length"
-    if train_length in finite and train_length not in (best, longest):
-        sentence += f"; {finite[train_length] / finite[best]:.3f} times that at L"
-    return sentence + "."
+def show(name: str, caption: str) -> str:
+    """Return Markdown that shows a figure and links its other formats."""
+    others = ", ".join(f"[{kind.upper()}]({name}.{kind})" for kind in FORMATS if kind != "png")
+    return f"![{caption}]({name}.png)\n\n{others}"
 
 
-def _length_in_words(length: int, train_length: int) -> str:
-    """Return a length as in "256 tokens (2 L)"."""
-    return f"{length} tokens ({plots.relative_length(length, train_length)})"
-
-
-class _Binned(NamedTuple):
-    """Losses by position, averaged over ranges of positions that widen with the position."""
-
-    method: str
-    length: int
-    """Tokens in the window."""
-    edges: NDArray[np.int64]
-    """[bins + 1] first positions of the ranges, counted from 0, and the end of the last range."""
-    losses: list[float]
-    """[bins] mean loss in nats; nan where no token of the range was scored."""
-
-    @staticmethod
-    def of(method: str, length: int, losses: Sequence[float] | NDArray[np.float64]) -> _Binned:
-        """Average `losses` [length] over BINS_PER_OCTAVE ranges for each doubling of the position.
-
-        Single positions are noisy, and a logarithmic axis shows ranges of a constant ratio at a
-        constant distance.
-        """
-        values = np.asarray(losses, dtype=np.float64)
-        count = BINS_PER_OCTAVE * max(1, math.ceil(math.log2(len(values) + 1)))
-        # Rounding makes the first edges, less than one position apart, equal; unique() drops them.
-        edges = np.unique(np.geomspace(1, len(values) + 1, count + 1).round().astype(int)) - 1
-        bins = (values[first:end] for first, end in itertools.pairwise(edges))
-        means = [float(b[~np.isnan(b)].mean()) if not np.isnan(b).all() else math.nan for b in bins]
-        return _Binned(method, length, edges, means)
-
-    def centres(self) -> list[float]:
-        """Return the geometric mean of each range, with positions counted from 1 for a log axis."""
-        return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
-
-    def rows(self) -> Iterable[list[Any]]:
-        """Yield the rows of positions.csv."""
-        for first, end, loss in zip(self.edges, self.edges[1:], self.losses):
-            yield [self.method, self.length, int(first), int(end) - 1, loss]
-
-
-def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """Return a CSV file with these columns, with \\n at the end of lines."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(fields)
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
-def to_json(train_length: int, records: Sequence[Record], fields: Sequence[str]) -> bytes:
-    """Return curve.json: {"train_length": L, "records": [...]}.
-
-    Args:
-        train_length: Training length L in tokens.
-        records: Evaluations.
-        fields: Keys of the records to write.
-    """
-    # JSON has neither nan nor infinity (RFC 8259, section 6), and strict readers refuse them.
-    rows = [{field: _finite_or_none(record[field]) for field in fields} for record in records]
-    curve = {"train_length": train_length, "records": rows}
-    return (json.dumps(curve, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _finite_or_none(value: Any) -> Any:
-    """Return None for a float that is not finite, and any other value as it is."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def label(digits: str | None) -> str:
+    """Return the end of a file's name for a tokenizer or a validation set."""
+    return "_" + (re.sub(r"\W", "", digits) if digits else "unknown")

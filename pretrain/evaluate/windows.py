@@ -29,6 +29,7 @@ where the cost of a short context at the start of a window is called the early t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -41,6 +42,41 @@ class Window(NamedTuple):
     """Number of input tokens that the window reads."""
     scored: int
     """Number of targets that the window scores: always its last ones."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A rule that cuts a stream into windows and says which tokens each window scores.
+
+    For 8 tokens and windows of length 4 ("#": scored, ".": read as context only):
+
+        token             0 1 2 3 4 5 6 7
+        nonoverlapping    # # # #              window 0
+                                  # # # #      window 1
+        sliding           # # # #              window 0
+        with stride 2         . . # #          window 1
+                                  . . # #      window 2
+
+    The functions below define both, also where the stream does not divide evenly.
+    """
+
+    name: str
+    """Either "nonoverlapping" or "sliding"."""
+    length: int
+    """Tokens in a window."""
+    stride: int
+    """Tokens by which sliding windows advance. Nonoverlapping windows ignore it."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Return (name, stride, length) as in records, where nonoverlapping has stride = length."""
+        return self.name, self.length if self.name == "nonoverlapping" else self.stride, self.length
+
+    def windows(self, tokens: int) -> Iterator[Window]:
+        """Yield the windows over a stream of `tokens` tokens."""
+        if self.name == "nonoverlapping":
+            return nonoverlapping(tokens, self.length)
+        return sliding(tokens, self.length, self.stride)
 
 
 def nonoverlapping(tokens: int, length: int) -> Iterator[Window]:

@@ -200,6 +200,18 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     return [saved.path for saved in reversed(found)]
 
 
+def no_checkpoints(run: Path, step: int) -> list[Path]:
+    """Return the folders under the names of later steps that hold nothing of a checkpoint."""
+    named = [p for p in named_by_step(RunPaths(run).checkpoints) if not is_complete(p)]
+    cut = set(_without_manifest(run))
+    return _later_than(step, [path for path in named if path not in cut])
+
+
+def _later_than(step: int, checkpoints: Sequence[Path]) -> list[Path]:
+    """Return those that are named after later steps."""
+    return [path for path in checkpoints if (checkpoint_step(path.name) or 0) > step]
+
+
 def _without_manifest(run: Path) -> list[Path]:
     """Return the folders under a checkpoint's name that hold its files, but no manifest."""
     named = named_by_step(RunPaths(run).checkpoints)
@@ -230,7 +242,8 @@ def find_checkpoint(path: Path) -> Path:
     """Return `path` itself if it is a checkpoint, or the newest one of the run that it is.
 
     Raises:
-        ConfigError: It is neither, or the run has no complete checkpoint, or two lines of them.
+        ConfigError: It is neither, or the run has no complete checkpoint, or two lines of them, or
+            a newer one has lost its manifest.
     """
     if is_complete(path):
         run = run_of(path)
@@ -239,7 +252,14 @@ def find_checkpoint(path: Path) -> Path:
     check_version(path)
     if found := saved_checkpoints(path):
         check_one_line(found)
-        return found[-1].path
+        newest = found[-1]
+        if cut := _later_than(newest.step, _without_manifest(path)):
+            # Like any other damage to the newest one: an older one is taken by its name alone.
+            raise ConfigError(
+                f"{cut[-1]}: holds weights but no {MANIFEST}, so the checkpoint is damaged. The "
+                f"one before it is {newest.path}; name that one, or restore the file"
+            )
+        return newest.path
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
     if checkpoint_step(path.name) is not None and path.is_dir():
         what = f"not a complete checkpoint, it has no {MANIFEST}"

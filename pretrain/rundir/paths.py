@@ -74,12 +74,15 @@ evaluations/claims/step-########/ | evaluation job | attempts/ as above: who eva
 evaluations/step-########/ | evaluation job | a checkpoint's result; it appears when complete
 evaluations/step-########/curve.json | pretrain evaluate | loss and perplexity by length
 evaluations/step-########/curve.<format> | pretrain evaluate | the same as CSV and as a picture
+evaluations/step-########/curve_blocks.csv | pretrain evaluate | loss by block of the text
 evaluations/step-########/positions.<format> | pretrain evaluate | loss by position in the window
 evaluations/step-########/report.md | pretrain evaluate | tables and findings
 evaluations/step-########/failed.json | launcher | why there is no result, in its place
 evaluations/curve.json | pretrain report | all results together
 evaluations/curve.<format> | pretrain report | the same as CSV and as a picture
-evaluations/steps.png | pretrain report | perplexity over training steps
+evaluations/curve_<part>.<format> | pretrain report | a picture of one of several texts
+evaluations/steps.<format> | pretrain report | perplexity over training steps
+evaluations/steps_<part>.<format> | pretrain report | the same of one of several texts
 evaluations/report.md | pretrain report | tables and findings
 """
 LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())

@@ -23,7 +23,11 @@ from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.evaluate.perplexity import Evaluator, Protocol
+from pretrain.evaluate.memory import check_memory
+from pretrain.evaluate.perplexity import Evaluator
+from pretrain.evaluate.records import HASH_DIGITS
+from pretrain.evaluate.text import ScoredText
+from pretrain.evaluate.windows import Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import STATE_BYTES, check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record
@@ -32,7 +36,7 @@ from pretrain.rundir.states import Phase
 from pretrain.train.health import check_health
 from pretrain.train.metrics import PASS, MetricsWriter
 from pretrain.train.profile import Profiler
-from pretrain.train.start import Run, is_evaluated_after, protocols
+from pretrain.train.start import Run, is_evaluated_after
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
 from pretrain.train.upload import Patience
@@ -180,17 +184,22 @@ class EvaluationHook(Hook):
     """Measure perplexity at several lengths, every evaluation.interval_steps and at the end."""
 
     def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
-        config = run.config
+        config, text = run.config.evaluation, run.validation_stream
         self.writer = writer
+        # Not thousands of steps later, in the first evaluation.
+        check_memory(run.config, run.topology, run.start_point.evaluations)
         self.evaluator = Evaluator(
             run.chunks,
             run.topology,
-            run.validation_stream,
-            run.validation_stream.eos_id,
-            tokens_per_batch=config.evaluation.tokens_per_batch,
-            max_tokens=config.evaluation.max_tokens,
+            ScoredText(text, config.max_tokens),
+            tokens_per_batch=config.tokens_per_batch,
             schedule_module=run.optimizer.schedule_module,
         )
+        self.common = {
+            "evaluation": True,
+            "tokenizer": text.tokenizer_sha256[:HASH_DIGITS],
+            "validation": text.identity[:HASH_DIGITS],
+        }
 
     def at_start(self, run: Run) -> None:
         """Do the evaluations that the previous attempt was stopped in."""
@@ -205,7 +214,7 @@ class EvaluationHook(Hook):
         # A loss of an earlier step says nothing about the checkpoint of this one.
         run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
         if self.is_due(run):
-            self._evaluate(run, protocols(run.config))
+            self._evaluate(run, run.start_point.evaluations)
 
     def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
         """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
@@ -227,7 +236,7 @@ class EvaluationHook(Hook):
             ]
             if self.writer is not None:
                 self.writer.evaluation(
-                    [{"step": step, "evaluation": True, **result.record()} for result in results]
+                    [{"step": step, **self.common, **result.record()} for result in results]
                 )
             trained = "nonoverlapping", run.config.data.sequence_length
             for result in results:

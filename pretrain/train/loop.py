@@ -27,7 +27,14 @@ from pretrain.train.hooks import Hook, make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
 from pretrain.train.spikes import Spike
-from pretrain.train.start import Run, StartPoint, load_run, prepare, take_run
+from pretrain.train.start import (
+    Run,
+    StartPoint,
+    evaluations_of,
+    load_run,
+    prepare,
+    take_run,
+)
 from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
 from pretrain.train.stopping import EXIT_CODES, Requests
 from pretrain.train.upload import bring, check_store
@@ -63,12 +70,15 @@ def train(
     data = data_hashes(streams)
     check_same_data(data, config.data.directory)
     resume = bring(config, topology, resume)
+    evaluations, notes = evaluations_of(config, streams[1])
     with AttemptReporter() as reporter:
         start_point = on_main(
-            topology, lambda: take_run(config, resume, reporter, checkpoint, data, allowed)
+            topology,
+            lambda: take_run(config, resume, reporter, checkpoint, data, allowed, evaluations),
         )
         if topology.is_main:
-            print(_outlook(config, topology, start_point), file=sys.stderr, flush=True)
+            lines = [_outlook(config, topology, start_point), *notes]
+            print("\n".join(lines), file=sys.stderr, flush=True)
         if start_point.is_finished(config):
             reporter.phase(Phase.ENDING, start_point.step)
             reporter.end(0, _finished(start_point.step))

@@ -336,15 +336,15 @@ def _clock(seconds: int) -> str:
 
 
 def _evaluation_lines(records: list[Record]) -> list[str]:
-    """Return one line for each protocol: perplexity by length."""
+    """Return one line for each protocol: the tokens scored, and perplexity by length."""
     by_protocol: dict[str, list[str]] = {}
     for record in records:
         by_protocol.setdefault(record["protocol"], []).append(
             f"{record['length']}: {record['perplexity']:.2f}"
         )
-    step = records[0]["step"]
+    step, tokens = records[0]["step"], records[0]["tokens"]
     return [
-        f"evaluation after step {step}, {p}, perplexity at  {'  '.join(v)}"
+        f"evaluation after step {step}, {p}, {tokens:,} tokens, perplexity at  {'  '.join(v)}"
         for p, v in by_protocol.items()
     ]
 

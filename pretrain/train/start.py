@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from pretrain.config.trajectory import Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluate.perplexity import Protocol
+from pretrain.evaluate.protocols import choose_protocols
+from pretrain.evaluate.windows import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
@@ -63,6 +64,8 @@ class StartPoint:
     """The checkpoint to resume from; None to start from scratch."""
     step: int = 0
     """Optimizer steps done."""
+    evaluations: tuple[Protocol, ...] = ()
+    """What every evaluation of this run measures."""
     pending_evaluations: tuple[Protocol, ...] = ()
     """Evaluations due after `step` that this run has not completed."""
     saved_step: int | None = 0
@@ -153,6 +156,7 @@ def prepare(
     load_tokenizer(streams[0].tokenizer_path).check_exportable()
     # Every process checks, because one that has joined waits for those that have not.
     segment_of(config, streams[0])
+    evaluations_of(config, streams[1])
     checkpoint, _ = choose_checkpoint(config, resume)
     if checkpoint is not None:
         check_training(config, data_hashes(streams), checkpoint, allowed)
@@ -166,6 +170,7 @@ def take_run(
     opened: Checkpoint | None,
     data: dict[str, str],
     allowed: Collection[str] = (),
+    evaluations: Sequence[Protocol] = (),
 ) -> StartPoint:
     """Make the run this process's own and find where it starts from. Rank 0 alone.
 
@@ -178,12 +183,15 @@ def take_run(
         opened: The checkpoint that `prepare` opened.
         data: The hashes of the run's data; see `data_hashes`.
         allowed: Keys that may change although they change training.
+        evaluations: What every evaluation of this run measures; see `evaluations_of`.
 
     Raises:
         ConfigError: run.directory cannot be made, or (RunBusy) another process trains the run.
     """
     supervised = supervised_attempt()
-    start_point = find_start_point(config, resume, opened, data, allowed)
+    start_point = find_start_point(
+        config, resume, opened, data, allowed, evaluations=tuple(evaluations)
+    )
     if start_point.is_finished(config) and supervised is None:
         return start_point
     try:
@@ -199,7 +207,9 @@ def take_run(
     with writing(config.directory):
         recover(config.directory, reporter.attempt)
     # Once more: until the lock was taken, another process may have trained the run.
-    start_point = find_start_point(config, resume, start_point.checkpoint, data, allowed)
+    start_point = find_start_point(
+        config, resume, start_point.checkpoint, data, allowed, evaluations=tuple(evaluations)
+    )
     _say_damaged(start_point)
     return start_point
 
@@ -288,7 +298,9 @@ def _fall_back(config: RunConfig, before: StartPoint, damaged: Damaged) -> Start
         before: Where it was to start from.
         damaged: The checkpoints to pass over, and why.
     """
-    start_point = find_start_point(config, "auto", None, before.data, before.allowed, damaged)
+    start_point = find_start_point(
+        config, "auto", None, before.data, before.allowed, damaged, before.evaluations
+    )
     _say_damaged(start_point)
     return start_point
 
@@ -331,6 +343,7 @@ def find_start_point(
     data: dict[str, str],
     allowed: Collection[str] = (),
     damaged: Damaged = (),
+    evaluations: tuple[Protocol, ...] = (),
 ) -> StartPoint:
     """Find where the run starts from.
 
@@ -341,6 +354,7 @@ def find_start_point(
         data: The hashes of the run's data; see `data_hashes`.
         allowed: Keys that may change although they change training.
         damaged: Checkpoints that `auto` must pass over, and why.
+        evaluations: What every evaluation of this run measures; see `evaluations_of`.
 
     Raises:
         ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
@@ -348,7 +362,7 @@ def find_start_point(
     """
     checkpoint, damaged = choose_checkpoint(config, resume, opened, damaged)
     if checkpoint is None:
-        return StartPoint(data=data, allowed=tuple(allowed))
+        return StartPoint(data=data, allowed=tuple(allowed), evaluations=evaluations)
     step, last = checkpoint.trainer_state.step, config.train.num_steps
     if step > last:
         raise ConfigError(
@@ -365,12 +379,13 @@ def find_start_point(
         # finished stays so.
         if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
             done = set()
-        pending = tuple(p for p in protocols(config) if p.key not in done)
+        pending = tuple(p for p in evaluations if p.key not in done)
     own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
     is_own = checkpoint.path.resolve().parent == own_checkpoints
     return StartPoint(
         checkpoint,
         step,
+        evaluations,
         pending,
         step if is_own else None,
         data,
@@ -382,13 +397,17 @@ def find_start_point(
     )
 
 
-def protocols(config: RunConfig) -> list[Protocol]:
-    """Return what the evaluations during training measure: every protocol at every length."""
-    return [
-        Protocol(name, length, config.evaluation_stride)
-        for name in config.evaluation.protocols
-        for length in config.evaluation_lengths
-    ]
+def evaluations_of(
+    config: RunConfig, validation: TokenStream
+) -> tuple[tuple[Protocol, ...], list[str]]:
+    """Return what every evaluation of a run measures, and lines that say what is left out.
+
+    Raises:
+        ConfigError: The validation text is shorter than one window.
+    """
+    total = len(validation)
+    tokens = min(total, config.evaluation.max_tokens or total)
+    return choose_protocols(config, config.evaluation.protocols, tokens, total)
 
 
 def is_evaluated_after(config: RunConfig, step: int) -> bool:

@@ -353,6 +353,7 @@ def evaluate(
     """
     from pretrain.data.stream import open_stream
     from pretrain.evaluate.perplexity import Evaluator
+    from pretrain.evaluate.text import ScoredText
     from pretrain.optim.zero import ZeroOptimizer
 
     topology, chunks = _build_model_with(config, state)
@@ -362,10 +363,8 @@ def evaluate(
     evaluator = Evaluator(
         chunks,
         topology,
-        open_stream(config, "validation"),
-        eos_id=2,
+        ScoredText(open_stream(config, "validation"), config.evaluation.max_tokens),
         tokens_per_batch=tokens_per_batch,
-        max_tokens=config.evaluation.max_tokens,
         schedule_module=optimizer.schedule_module if optimizer else None,
     )
     return [evaluator.evaluate(protocol) for protocol in protocols]

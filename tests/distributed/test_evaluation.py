@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.perplexity import Protocol
+from pretrain.evaluate.windows import Protocol
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state
@@ -69,7 +69,7 @@ def test_stride_of_the_window_is_nonoverlapping(pools, tiny_data):
         [Protocol("sliding", LENGTH, LENGTH), Protocol("nonoverlapping", LENGTH, LENGTH)],
     )[0]
     assert sliding.loss_nats == nonoverlapping.loss_nats
-    np.testing.assert_array_equal(sliding.loss_by_position, nonoverlapping.loss_by_position)
+    np.testing.assert_array_equal(sliding.by_position.losses, nonoverlapping.by_position.losses)
 
 
 def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
@@ -92,9 +92,22 @@ def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
             ):
                 by_position[position].append(loss.item())
     np.testing.assert_allclose(
-        result.loss_by_position, [np.mean(p) for p in by_position], rtol=1e-5
+        result.by_position.losses, [np.mean(p) for p in by_position], rtol=1e-5
     )
     assert result.loss_nats == pytest.approx(np.mean(np.concatenate(by_position)), **LOSS)
+    assert result.by_position.counts.tolist() == [10] * 12 + [9] * 20
+
+
+def test_blocks_of_the_text_against_dense(pools, tiny_data):
+    """300 tokens of one document are 60 blocks of 5, whatever windows they are scored in."""
+    protocols = [Protocol("sliding", LENGTH, 1), Protocol("sliding", 64, 24)]
+    one, other = _evaluate(pools, tiny_data, "one", protocols)[0]
+    expected = _token_losses(tiny_data, LENGTH).reshape(60, 5).sum(axis=1)
+    np.testing.assert_allclose(one.block_losses, expected, rtol=1e-5)
+    assert one.block_tokens.tolist() == other.block_tokens.tolist() == [5] * 60
+    assert other.block_losses.sum() == pytest.approx(other.loss_nats * TOKENS, rel=1e-12)
+    low, high = (one.record()[key] for key in ("loss_low", "loss_high"))
+    assert low < one.loss_nats < high
 
 
 @pytest.mark.parametrize("layout", CASES)
@@ -112,5 +125,7 @@ def test_every_layout_and_batch_gives_the_same(pools, tiny_data, layout, tokens_
             assert result.tokens == TOKENS
             assert result.loss_nats == pytest.approx(reference.loss_nats, **LOSS)
             np.testing.assert_allclose(
-                result.loss_by_position, reference.loss_by_position, rtol=2e-4
+                result.by_position.losses, reference.by_position.losses, rtol=2e-4
             )
+            np.testing.assert_allclose(result.block_losses, reference.block_losses, rtol=1e-4)
+            assert result.block_tokens.tolist() == reference.block_tokens.tolist()

@@ -107,15 +107,14 @@ def test_a_run_whose_only_checkpoint_lost_its_manifest_is_not_begun_anew(refused
     assert contents(copy) == before
 
 
-def test_an_incomplete_checkpoint_is_passed_over(refused, run):
+def test_a_checkpoint_without_its_manifest(refused, run):
+    """As of a run, see tests/end_to_end/test_evaluate.py."""
     copy = damaged_run(run, "incomplete")
     (copy / STEP_8 / "manifest.json").unlink()
     refused(
         ["evaluate", copy / STEP_8],
         f"{copy / STEP_8}: not a complete checkpoint, it has no manifest.json",
     )
-    done = pretrain("evaluate", copy, "--lengths", "32", "--out", copy / "report/curve.json")
-    assert done.code == 0 and str(copy / STEP_4) in (copy / "report/curve.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -297,12 +296,6 @@ def test_what_cannot_be_evaluated(refused, workspace, run, options, words):
         [text.format(folder=workspace) for text in texts] for texts in (options, words)
     )
     refused(["evaluate", run, *options], *words)
-
-
-def test_training_lengths_are_not_mixed(refused, workspace, run):
-    other = trained(workspace, "short", "data.sequence_length=16")
-    words = f"trained at 16 tokens, but {run / STEP_8} at 32", "one by one"
-    refused(["evaluate", run, other], other, *words)
 
 
 def test_a_learned_table_has_an_end(refused, workspace):

@@ -75,6 +75,9 @@ class Desk:
             "--evaluate-checkpoints",
             "--lengths",
             "32,64",
+            # As evaluation.max_tokens of the run.
+            "--max-tokens",
+            2048,
         )
         assert done.code == 0, done.text
         return next(
@@ -180,15 +183,16 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     assert found == pytest.approx(logged, rel=1e-6) and sorted(found) == [
         (s, n) for s in (1, 2, 3) for n in LENGTHS
     ]
-    assert len(curve["records"]) == 12 and curve["train_length"] == 32
+    # Sliding windows of 32 tokens by 32 are the nonoverlapping ones.
+    assert len(curve["records"]) == 9
+    assert {r["train_length"] for r in curve["records"]} == {32}
     assert undocumented(run) == []
     assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
         "plan.json",
         "asked.json",
         "curve.json",
         "curve.csv",
-        "curve.png",
-        "steps.png",
+        *(f"{name}.{kind}" for name in ("curve", "steps") for kind in ("png", "svg", "pdf")),
         "report.md",
     }
 

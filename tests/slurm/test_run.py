@@ -20,7 +20,7 @@ SHORT = ("train.num_steps=2", "checkpoint.interval_steps=2", "evaluation.max_tok
 
 def experiment(runs: Runs, *settings: str) -> subprocess.Popen[str]:
     """Start `launcher run` on the run "whole" as a terminal does."""
-    words = [*LAUNCHER, "run", runs.config, "--site", runs.site, "--nodes", 2]
+    words = [*LAUNCHER, "run", runs.config, "--site", runs.site, "--nodes", 2, "--max-tokens", 256]
     words += runs.options("whole", *settings)
     return subprocess.Popen(
         [str(word) for word in words],

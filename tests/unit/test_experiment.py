@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config import EvaluationRequest
 from pretrain.launcher.login import run as experiment
 from pretrain.launcher.slurm_command import NoSlurm
 from pretrain.rundir.jobs import JobRecord, append_job
@@ -26,4 +27,6 @@ def test_a_run_is_not_waited_for_on_a_machine_without_slurm(
     monkeypatch.setattr(experiment, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(experiment, "say", lambda text: pytest.fail(text))
     with pytest.raises(NoSlurm, match="squeue: no such command here"):
-        experiment.run(ROOT / "configs/demo.toml", [f"run.directory={run}"], site, None, None, None)
+        request = EvaluationRequest(None, ("nonoverlapping",), None, None)
+        settings = [f"run.directory={run}"]
+        experiment.run(ROOT / "configs/demo.toml", settings, site, None, None, request)

@@ -63,6 +63,7 @@ def evaluation_records(step: int) -> list[dict]:
             "protocol": "nonoverlapping",
             "loss_nats": math.log(183.1),
             "perplexity": 183.1,
+            "tokens": 16384,
         },
         {
             **common,
@@ -70,6 +71,7 @@ def evaluation_records(step: int) -> list[dict]:
             "protocol": "nonoverlapping",
             "loss_nats": math.log(182.55),
             "perplexity": 182.55,
+            "tokens": 16384,
         },
         {
             **common,
@@ -77,6 +79,7 @@ def evaluation_records(step: int) -> list[dict]:
             "protocol": "sliding",
             "loss_nats": math.log(181.0),
             "perplexity": 181.0,
+            "tokens": 16384,
         },
     ]
 
@@ -192,10 +195,10 @@ def test_an_evaluation_is_a_line_a_protocol(capsys, console):
     destination.close()
     lines = capsys.readouterr().err.splitlines()
     assert (
-        "evaluation after step 100, nonoverlapping, perplexity at  128: 183.10  256: 182.55"
-        in lines
+        "evaluation after step 100, nonoverlapping, 16,384 tokens, perplexity at  "
+        "128: 183.10  256: 182.55" in lines
     )
-    assert "evaluation after step 100, sliding, perplexity at  128: 181.00" in lines
+    assert "evaluation after step 100, sliding, 16,384 tokens, perplexity at  128: 181.00" in lines
 
 
 def test_the_progress_bar_starts_where_the_run_resumes(capsys):

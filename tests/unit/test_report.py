@@ -1,191 +1,573 @@
-"""The evaluation report: files read back as written, and its sentences state the numbers."""
+"""The evaluation report: nothing dropped, nothing replaced, and its sentences state the numbers."""
 
 import csv
 import json
 import math
-import struct
-import zlib
+import random
+import re
+import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from pretrain.config import ConfigError
-from pretrain.evaluate.report import FIELDS, format_table, write_report
+from pretrain.evaluate import plots
+from pretrain.evaluate.blocks import BlockLosses, block_key, with_blocks
+from pretrain.evaluate.combine import combine
+from pretrain.evaluate.comparison import what_stands_out
+from pretrain.evaluate.curves import by_text, make_curves
+from pretrain.evaluate.records import FIELDS, PositionLosses
+from pretrain.evaluate.report import format_table, write_report
+from tests.unit.report_records import (
+    as_of_0_6,
+    curve_of,
+    make_record,
+    position_losses,
+    read_png,
+)
 
 # Of the shape that a real run shows.
-PERPLEXITIES = {
-    ("alibi", "nonoverlapping"): [183.1, 182.5, 182.2, 181.9, 182.0],
-    ("alibi", "sliding"): [181.0, 180.5, 180.6, 180.9, 181.2],
-    ("sinusoidal", "nonoverlapping"): [248.8, 293.8, 363.8, 477.1, 604.6],
-}
-
-
-def make_record(method, protocol, length, perplexity, checkpoint=None):
-    return {
-        "method": method,
-        "protocol": protocol,
-        "stride": 64 if protocol == "sliding" else length,
-        "length": length,
-        "perplexity": perplexity,
-        "loss_nats": math.log(perplexity),
-        "tokens": 50_000,
-        "checkpoint": checkpoint or f"runs/demo/{method}/checkpoints/step-00000400",
-    }
+ALIBI = [183.1, 182.5, 182.2, 181.9, 182.0]
+SINUSOIDAL = [248.8, 293.8, 363.8, 477.1, 604.6]
+SLIDING = [181.0, 180.5, 180.6, 180.9, 181.2]
 
 
 def make_records():
     return [
-        make_record(*key, 128 * 2**i, value)
-        for key, values in PERPLEXITIES.items()
-        for i, value in enumerate(values)
+        *curve_of("alibi", ALIBI),
+        *curve_of("alibi", SLIDING, protocol="sliding"),
+        *curve_of("sinusoidal", SINUSOIDAL),
     ]
 
 
-def read_png(content):
-    """Return (width, height, decompressed pixel rows); fail when a chunk's checksum is wrong."""
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    offset, chunks = 8, {}
-    while offset < len(content):
-        (size,) = struct.unpack(">I", content[offset : offset + 4])
-        kind = content[offset + 4 : offset + 8]
-        data = content[offset + 8 : offset + 8 + size]
-        (checksum,) = struct.unpack(">I", content[offset + 8 + size : offset + 12 + size])
-        assert checksum == zlib.crc32(kind + data)
-        chunks[kind] = chunks.get(kind, b"") + data
-        offset += 12 + size
-    return *struct.unpack(">II", chunks[b"IHDR"][:8]), zlib.decompress(chunks[b"IDAT"])
+def read_csv(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
+def cells(line):
+    """Return the cells of a line of a table for the terminal."""
+    return re.split(r"\s{2,}", line.strip())
+
+
+# ---- files ---------------------------------------------------------------------------------------
 def test_json_and_csv_read_back(tmp_path):
     records = make_records()
-    write_report(tmp_path / "report" / "curve.json", 128, records)
+    write_report(tmp_path / "report" / "curve.json", records)
     assert json.loads((tmp_path / "report" / "curve.json").read_text()) == {
         "train_length": 128,
         "records": records,
     }
-    with (tmp_path / "report" / "curve.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "report" / "curve.csv")
     typed = [{k: type(record[k])(row[k]) for k in FIELDS} for row, record in zip(rows, records)]
     assert typed == records
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
         "curve.csv",
         "curve.json",
+        "curve.pdf",
         "curve.png",
+        "curve.svg",
         "report.md",
     ]
 
 
-def test_pictures_are_pictures(tmp_path):
-    losses = {
-        ("alibi", 2048): np.linspace(7, 5, 2048),
-        ("sinusoidal", 2048): np.linspace(7, 6, 2048),
-    }
-    write_report(tmp_path / "curve.json", 128, make_records(), losses)
-    for name in ("curve.png", "positions.png"):
-        content = (tmp_path / name).read_bytes()
-        width, height, pixels = read_png(content)
-        assert 800 <= width <= 1600 and 400 <= height <= 1000 and len(content) < 300_000
-        # RGBA rows, each after one filter byte.
-        assert len(pixels) == height * (4 * width + 1)
-        # Something is drawn.
-        assert len(set(pixels)) > 16
+def test_pictures_are_pictures_and_the_same_each_time(tmp_path):
+    records = make_records()
+    losses = {(r["checkpoint"], r["length"]): position_losses(r["length"]) for r in records}
+    contents = []
+    for name in ("one", "two"):
+        write_report(tmp_path / name / "curve.json", records, losses)
+        paths = sorted((tmp_path / name).glob("*.*g")) + sorted((tmp_path / name).glob("*.pdf"))
+        contents.append({path.name: path.read_bytes() for path in paths})
+    assert contents[0] == contents[1] and len(contents[0]) == 6
+    for name, content in contents[0].items():
+        assert len(content) < 300_000
+        if name.endswith(".png"):
+            width, height, pixels = read_png(content)
+            assert 800 <= width <= 1600 and 400 <= height <= 1000
+            # RGBA rows, each after one filter byte; and something is drawn.
+            assert len(pixels) == height * (4 * width + 1) and len(set(pixels)) > 16
+        elif name.endswith(".svg"):
+            assert ElementTree.fromstring(content).tag == "{http://www.w3.org/2000/svg}svg"
+            assert b"dc:creator" not in content and b"dc:date" not in content
+        else:
+            assert content.startswith(b"%PDF") and content.rstrip().endswith(b"%%EOF")
+            assert b"CreationDate" not in content
 
 
-def test_table_shows_the_numbers():
-    lines = format_table(128, make_records()).splitlines()
-    assert lines[0].endswith("L = 128)")
-    assert lines[1].split("  ")[-1].strip() == "2048 = 16 L"
-    cells = [line.split("  ") for line in lines[3:]]
-    found = {
-        (row[0], row[1].strip()): [float(x) for x in row[2:] if x.strip()]
-        for row in ([c for c in row if c.strip()] for row in cells)
-    }
+def test_figures_of_an_earlier_report_go_and_other_files_stay(tmp_path):
+    out = tmp_path / "curve.json"
+    (tmp_path / "curve_of_mine.png").write_text("mine")
+    (tmp_path / "curve_relative.png").write_text("mine, before any report")
+    write_report(out, [make_record()])
+    assert (tmp_path / "curve_relative.png").read_text() == "mine, before any report"
+    lengths = [make_record(train_length=n) for n in (64, 128)]
+    write_report(out, lengths)
+    assert (tmp_path / "curve_relative.svg").exists()
+    write_report(out, [make_record()])
+    assert not list(tmp_path.glob("curve_relative.*"))
+    assert (tmp_path / "curve_of_mine.png").read_text() == "mine"
+
+
+def test_bad_input_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"curve\.csv: the file name must end in \.json"):
+        write_report(tmp_path / "curve.csv", make_records())
+    with pytest.raises(ConfigError, match="nothing was evaluated"):
+        write_report(tmp_path / "curve.json", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- one table -----------------------------------------------------------------------------------
+def test_table_shows_the_numbers_their_intervals_and_the_tokens():
+    lines = format_table(make_records()).split("\n\n")[0].splitlines()
+    assert lines[0] == "Perplexity by length in tokens (training length L = 128)"
+    assert cells(lines[1])[3:] == ["128 = L", "256 = 2 L", "512 = 4 L", "1024 = 8 L", "2048 = 16 L"]
+    found = {tuple(cells(line)[:3]): cells(line)[3:] for line in lines[3:]}
+    # The interval is +-0.02 nats: its longer half is p (exp(0.02) - 1).
     expected = {
-        (m, p.replace("sliding", "sliding by 64")): values
-        for (m, p), values in PERPLEXITIES.items()
+        key: [f"{p:.2f} +-{p * math.expm1(0.02):.2f}" for p in values]
+        for key, values in {
+            ("alibi", "nonoverlapping", "50,000"): ALIBI,
+            ("alibi", "sliding by 64", "50,000"): SLIDING,
+            ("sinusoidal", "nonoverlapping", "50,000"): SINUSOIDAL,
+        }.items()
     }
     assert found == expected
 
 
+def test_bits_per_byte_stand_beside_perplexities():
+    tables = format_table([make_record(perplexity=2.0**16, spread=0.01 * math.log(2))])
+    # 16 bits a token, 50,000 tokens, 160,000 bytes: 5 bits per byte; 0.01 bits a token: 0.003125.
+    assert cells(tables.splitlines()[-1])[-1] == "5.0000 +-0.0031"
+    assert "Bits per byte by length" in tables and "160,000" in tables
+
+
 def test_report_says_what_the_numbers_say(tmp_path):
-    write_report(tmp_path / "curve.json", 128, make_records())
+    write_report(tmp_path / "curve.json", make_records())
     text = (tmp_path / "report.md").read_text()
-    assert "![perplexity by length](curve.png)" in text
-    assert "| alibi | nonoverlapping | 183.10 | 182.50 | 182.20 | 181.90 | 182.00 |" in text
+    assert "![perplexity by length](curve.png)\n\n[SVG](curve.svg), [PDF](curve.pdf)" in text
+    assert "| alibi | nonoverlapping | 50,000 | 183.10 +-3.70 | 182.50 +-3.69 | 182.20 +-" in text
     # 182.0 / 181.9 = 1.00055, 183.1 / 181.9 = 1.0066, 604.6 / 248.8 = 2.4301
     assert (
-        "- alibi, nonoverlapping: best perplexity 181.90 at 1024 tokens (8 L); 1.001 times that at "
-        "2048 tokens (16 L), the longest length; 1.007 times that at L.\n"
+        "- alibi, nonoverlapping: best perplexity 181.90 +-3.67 at 1024 tokens (8 L); 1.001 times "
+        "that (within the intervals) at 2048 tokens (16 L), the longest length; 1.007 times that "
+        "(within the intervals) at L.\n"
     ) in text
     assert (
-        "- sinusoidal, nonoverlapping: best perplexity 248.80 at 128 tokens (L); 2.430 times that "
-        "at 2048 tokens (16 L), the longest length.\n"
+        "- sinusoidal, nonoverlapping: best perplexity 248.80 +-5.03 at 128 tokens (L); 2.430 "
+        "times that (outside the intervals) at 2048 tokens (16 L), the longest length.\n"
     ) in text
 
 
 def test_numbers_that_are_not_finite(tmp_path):
+    lost = {key: math.nan for key in ("loss_low", "loss_high", "bits_per_byte")}
     records = [
-        make_record("rotary", "nonoverlapping", 128, 20.0),
-        make_record("rotary", "nonoverlapping", 256, math.inf),
-        {
-            **make_record("none", "nonoverlapping", 128, 1.0),
-            "perplexity": math.nan,
-            "loss_nats": math.nan,
-        },
+        make_record("rotary", perplexity=20.0),
+        make_record("rotary", length=256) | lost | {"perplexity": math.inf, "loss_nats": 800.0},
+        make_record("none") | lost | {"perplexity": math.nan, "loss_nats": math.nan},
     ]
-    write_report(tmp_path / "curve.json", 128, records)
+    write_report(tmp_path / "curve.json", records)
 
     def refuse(literal):
         raise AssertionError(f"{literal} is not JSON")
 
     curve = json.loads((tmp_path / "curve.json").read_text(), parse_constant=refuse)
     assert [r["perplexity"] for r in curve["records"]] == [20.0, None, None]
-    assert [r["loss_nats"] for r in curve["records"]] == [math.log(20), None, None]
+    assert [r["loss_nats"] for r in curve["records"]] == [math.log(20), 800.0, None]
     report = (tmp_path / "report.md").read_text()
     assert (
-        "- rotary, nonoverlapping: best perplexity 20.00 at 128 tokens (L); not finite at 256 "
-        "tokens (2 L), the longest length.\n"
+        "- rotary, nonoverlapping: best perplexity 20.00 +-0.40 at 128 tokens (L); not finite at "
+        "256 tokens (2 L), the longest length.\n"
     ) in report
     assert "none, nonoverlapping: no finite perplexity." in report
-    table = format_table(128, records)
+    assert "1. rotary 20.00 +-0.40; not finite: none.\n" in report
+    assert "not finite: rotary; not evaluated: none.\n" in report
+    table = format_table(records).split("\n\n")[0]
     assert "inf" in table and "nan" in table
     # The method "none" was not evaluated at 256 tokens.
     assert table.splitlines()[-1].endswith("-")
 
 
-def test_two_checkpoints_of_one_method_stay_apart():
-    runs = ("runs/a/checkpoints/step-00000100", "runs/b/checkpoints/step-00000100")
-    table = format_table(
-        128,
-        [make_record("alibi", "nonoverlapping", 128, p, run) for p, run in zip((9.5, 8.5), runs)],
-    )
-    rows = [line.split() for line in table.splitlines()[-2:]]
-    assert rows == [
-        ["alibi", "(a/step-00000100)", "nonoverlapping", "9.50"],
-        ["alibi", "(b/step-00000100)", "nonoverlapping", "8.50"],
+# ---- which curves there are ----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([{}, {"method": "rotary"}], ["alibi", "rotary"]),
+        ([{"run": "runs/a/alibi"}, {"run": "runs/b/alibi"}], ["a/alibi", "b/alibi"]),
+        ([{"run": "runs/a"}, {"run": "runs/b"}], ["run a", "run b"]),
+        ([{"step": 100}, {"step": 200}], ["alibi, step 100", "alibi, step 200"]),
+        ([{"seed": 1}, {"seed": 2, "step": 9}], ["alibi, seed 1", "alibi, seed 2"]),
+        ([{}, {}], ["alibi, evaluation 1", "alibi, evaluation 2"]),
+        ([{"train_length": 64}, {"train_length": 128}], ["alibi", "alibi"]),
+        (
+            [{"protocol": "sliding"}, {"protocol": "sliding", "stride": 32}],
+            ["sliding by 64", "sliding by 32"],
+        ),
+        (
+            [{"tokenizer": "0123456789ab"}, {"tokenizer": "ba9876543210"}],
+            ["tokenizer 0123456789ab", "tokenizer ba9876543210"],
+        ),
+    ],
+)
+def test_two_evaluations_are_two_curves_named_by_what_tells_them_apart(changes, names):
+    records = [make_record(**{"run": "runs/x", **change}) for change in changes]
+    curves = make_curves(records)
+    assert [list(curve.records.values()) for curve in curves] == [[(r,)] for r in records]
+    for curve, name in zip(curves, names):
+        assert name in f"{curve.name}, {curve.protocol}"
+    assert len({(c.name, c.protocol, c.train_length) for c in curves}) == 2
+
+
+def test_nothing_is_dropped_or_replaced_in_random_sets_of_records():
+    """Each record has a perplexity of its own; each stands once in the CSV, the curves, a table."""
+    for trial in range(200):
+        draw = random.Random(trial)
+        records = []
+        for i in range(draw.randint(1, 40)):
+            method, protocol = draw.choice(["alibi", "rotary"]), draw.choice(["non", "sliding"])
+            seed, trained = draw.randint(1, 3), draw.choice([64, 128])
+            length, run = draw.choice([64, 128, 192]), f"runs/{draw.choice('ab')}/{method}"
+            records.append(
+                make_record(
+                    method,
+                    "nonoverlapping" if protocol == "non" else protocol,
+                    length,
+                    perplexity=20 + i / 100,
+                    seed=seed,
+                    train_length=trained,
+                    run=draw.choice([run, None]),
+                    step=draw.choice([100, 200]),
+                    tokenizer=draw.choice(["aaaaaaaaaaaa", "bbbbbbbbbbbb", None]),
+                    validation=draw.choice(["cccccccccccc", "dddddddddddd"]),
+                    bytes=draw.choice([1000, 2000, None]),
+                )
+            )
+        curves = make_curves(records)
+        held = [id(r) for curve in curves for rs in curve.records.values() for r in rs]
+        assert sorted(held) == sorted(map(id, records))
+        texts = by_text(curves)
+        assert sorted(map(id, (c for t in texts for c in t.curves))) == sorted(map(id, curves))
+        for text in texts:
+            for tokenizer, part in text.by_tokenizer.items():
+                assert {s.tokenizer for c in part for s in c.sources} == {tokenizer}
+                keys = [(c.name, c.protocol, c.train_length) for c in part]
+                assert len(set(keys)) == len(keys)
+        shown = format_table(records)
+        alone = [r for c in curves if not c.is_mean for rs in c.records.values() for r in rs]
+        for record in alone:
+            assert shown.count(f"{record['perplexity']:.2f} +-") == 1
+        for curve in (c for c in curves if c.is_mean):
+            assert len({s.seed for s in curve.sources}) == len(curve.sources)
+            for x in curve.records:
+                low, high = curve.value(x).low, curve.value(x).high
+                assert f"({low:.2f} to {high:.2f})" in shown
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path):
+    values = {1: 20.0, 2: 22.0, 3: 24.2}
+    records = [make_record(seed=seed, perplexity=p) for seed, p in values.items()]
+    other = make_record("rotary", perplexity=30.0)
+    write_report(tmp_path / "curve.json", [*records, other])
+    table = format_table([*records, other]).splitlines()
+    # The geometric mean of 20, 22 and 24.2 is 22.
+    assert cells(table[3]) == ["alibi, 3 seeds", *table[3].split()[3:5], "22.00 (20.00 to 24.20)"]
+    assert cells(table[4])[0] == "rotary"
+    rows = read_csv(tmp_path / "curve.csv")
+    assert [float(row["perplexity"]) for row in rows] == [*values.values(), 30.0]
+    # Rotary's interval, 29.4 to 30.6, and that of all seeds, 19.6 to 24.7, are apart.
+    assert "2. rotary 30.00 +-0.61.\n" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1, "run": "runs/other"},
+        {"seed": None},
+        {"seed": 2, "step": 300},
+        {"seed": 2, "validation": "eeeeeeeeeeee"},
+        {"seed": 2, "length": 256},
+        {"seed": 2, "train_length": 256},
+    ],
+)
+def test_runs_that_differ_in_more_are_not_averaged(change):
+    curves = make_curves([make_record(seed=1), make_record(**change)])
+    assert len(curves) == 2 and not any(curve.is_mean for curve in curves)
+
+
+# ---- several training lengths --------------------------------------------------------------------
+def test_runs_of_several_training_lengths_stand_in_one_report(tmp_path):
+    records = [
+        *curve_of("alibi", [20.25, 19.25], train_length=128),
+        *curve_of("alibi", [18.75, 17.75], first=256, train_length=256),
+        *curve_of("rotary", [21.25, 31.25], train_length=128),
+    ]
+    out = tmp_path / "curve.json"
+    write_report(out, records)
+    assert json.loads(out.read_text()) == {"train_length": None, "records": records}
+    assert "training lengths L = 128, 256" in format_table(records)
+    text = (tmp_path / "report.md").read_text()
+    assert (
+        "Perplexity at 256 tokens, by training length L (50,000 tokens scored):\n\n"
+        "| method | protocol | L = 128 | L = 256 |\n"
+        "| --- | --- | ---: | ---: |\n"
+        "| alibi | nonoverlapping | 19.25 +-0.39 | 18.75 +-0.38 |\n"
+        "| rotary | nonoverlapping | 31.25 +-0.63 | - |\n"
+    ) in text
+    assert "| method | L | protocol | tokens scored | L | 2 L |" in text
+    assert "| alibi | 256 | nonoverlapping | 50,000 | 18.75 +-0.38 | 17.75 +-0.36 |" in text
+    assert "Trained at L = 256, nonoverlapping" in text
+    for name in ("curve", "curve_relative"):
+        assert f"![perplexity by length{'' if name == 'curve' else ' in training lengths'}]" in text
+        read_png((tmp_path / f"{name}.png").read_bytes())
+
+
+def test_colours_are_training_lengths_and_markers_are_methods(monkeypatch):
+    drawn = []
+    draw = plots.draw
+    monkeypatch.setattr(plots, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
+    records = [
+        *curve_of("alibi", [20.0, 19.0], train_length=256, first=256),
+        *curve_of("rotary", [20.0, 19.0], train_length=128),
+    ]
+    plots.plot_by_length(make_curves(records), relative=True)
+    plots.plot_by_length(make_curves(records[:2]))
+    (lines, frame), (alone, _) = drawn
+    assert [(line.colour, line.mark, line.xs) for line in lines] == [
+        ("L = 128", "rotary", [1.0, 2.0]),
+        ("L = 256", "alibi", [1.0, 2.0]),
+    ]
+    assert frame.ticks == {1.0: "L", 2.0: "2 L"} and "50,000 tokens" in frame.title
+    assert [(line.colour, line.mark, line.xs) for line in alone] == [("alibi", "alibi", [256, 512])]
+    low, high = 20 * math.exp(-0.02), 20 * math.exp(0.02)
+    assert lines[0].values[0] == pytest.approx((20.0, low, high), rel=1e-12)
+    assert read_png(draw(lines, frame)["png"])
+
+
+# ---- several tokenizers and texts ----------------------------------------------------------------
+def mixed_records():
+    """Return records of two tokenizers on one text, which have split it into their own tokens."""
+    return [
+        make_record("alibi", perplexity=20.25),
+        make_record("rotary", perplexity=33.75, tokenizer="cccccccccccc", validation="d" * 12),
     ]
 
 
-def test_positions_are_averaged_over_every_position_once(tmp_path):
+@pytest.mark.parametrize("same_hash", [True, False])
+def test_tokenizers_are_compared_by_bits_per_byte_alone(tmp_path, monkeypatch, same_hash):
+    drawn = []
+    draw = plots.draw
+    monkeypatch.setattr(
+        plots, "draw", lambda lines, frame: drawn.append((lines, frame)) or draw(lines, frame)
+    )
+    records = mixed_records()
+    if same_hash:
+        records[1]["validation"] = records[0]["validation"]
+    tables = format_table(records).split("\n\n")
+    assert ["20.25" in table for table in tables] == [True, False, False]
+    assert ["33.75" in table for table in tables] == [False, True, False]
+    bits = [f"{r['bits_per_byte']:.4f}" for r in records]
+    assert all(b in tables[2] for b in bits)
+    write_report(tmp_path / "curve.json", records)
+    values = [sorted(line.values[0].value for line in lines) for lines, _ in drawn]
+    assert values == [sorted(r["bits_per_byte"] for r in records), [20.25], [33.75]]
+    assert "tokenizer cccccccccccc" in drawn[2][1].title
+    text = (tmp_path / "report.md").read_text()
+    assert "those of different tokenizers are not comparable" in text
+    assert "in bits per byte:\n\n- At 128 tokens (L): 1. alibi" in text
+    assert "against" not in text.partition("## How to read it")[0].replace("against the paper", "")
+    assert {p.stem for p in tmp_path.glob("*.png")} == {
+        "curve_bits_per_byte",
+        "curve_aaaaaaaaaaaa",
+        "curve_cccccccccccc",
+    }
+
+
+def test_validation_sets_stand_apart_and_are_named(tmp_path):
+    records = [
+        make_record("alibi", perplexity=20.25),
+        make_record("rotary", perplexity=33.75, validation="d" * 12),
+    ]
+    tables = format_table(records).split("\n\n")
+    assert not any("20.25" in table and "33.75" in table for table in tables)
+    assert "Validation set bbbbbbbbbbbb:" in tables and "Validation set dddddddddddd:" in tables
+    bits = [f"{r['bits_per_byte']:.4f}" for r in records]
+    assert not any(all(b in table for b in bits) for table in tables)
+    write_report(tmp_path / "curve.json", records)
+    text = (tmp_path / "report.md").read_text()
+    assert "These are evaluations of 2 different validation sets." in text
+    assert "## Validation set bbbbbbbbbbbb" in text and "## Validation set dddddddddddd" in text
+    assert "1. " not in text
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "curve_bbbbbbbbbbbb.png",
+        "curve_dddddddddddd.png",
+    }
+
+
+def test_two_tokenizers_with_other_amounts_of_text_are_two_texts():
+    first, second = mixed_records()
+    second["bytes"] = 160_001
+    assert [len(text.curves) for text in by_text(make_curves([first, second]))] == [1, 1]
+
+
+# ---- what stands out -----------------------------------------------------------------------------
+def stands_out(records, blocks=None):
+    records = [with_blocks(record, blocks or {}) for record in records]
+    return what_stands_out(by_text(make_curves(records)))
+
+
+def test_what_is_against_the_paper_is_said():
+    records = [
+        *curve_of("alibi", [20.0, 19.0, 25.0]),
+        *curve_of("rotary", [18.0, 30.0, 60.0]),
+        *curve_of("t5", [19.9, 30.0, 60.0]),
+        *curve_of("sinusoidal", [24.0, 24.0, 23.9]),
+    ]
+    said = stands_out(records)
+    assert (
+        "- At 128 tokens (L): 1. rotary 18.00 +-0.36; 2. t5 19.90 +-0.40; 3. alibi 20.00 +-0.40 "
+        "(no difference from 2. is shown); 4. sinusoidal 24.00 +-0.48.\n"
+    ) in said
+    assert "- At 512 tokens (4 L): 1. sinusoidal 23.90" in said
+    for sentence in (
+        "- **rotary is better than alibi at 128 tokens (L)**: 18.00 +-0.36 against 20.00 +-0.40 "
+        "(outside the intervals).\n",
+        "- t5 has a lower value than alibi at 128 tokens (L), but no difference is shown: 19.90 "
+        "+-0.40 against 20.00 +-0.40 (within the intervals).\n",
+        "- **sinusoidal is better than alibi at 512 tokens (4 L)**",
+        "- **alibi is worse at 512 tokens (4 L) than at L**: 25.00 +-0.51 against 20.00",
+        "- **sinusoidal does not degrade at 512 tokens (4 L)**: 23.90 +-0.48 against 24.00 +-0.48 "
+        "at L (within the intervals); in the paper sinusoidal positions do.",
+    ):
+        assert sentence in said, sentence
+    assert said.count("**") == 8
+
+
+def test_what_is_as_in_the_paper_is_no_finding():
+    said = stands_out(make_records())
+    assert "Nothing here is against the paper's picture." in said and "**" not in said
+    # One length of one method compares nothing, so nothing is claimed of it.
+    assert "Nothing here" not in stands_out([make_record()])
+
+
+def test_checkpoints_of_other_steps_are_no_evidence_against_alibi():
+    said = stands_out([make_record(step=100), make_record("rotary", perplexity=9.0)])
+    assert "1. rotary, step 400 9.00" in said and "**" not in said
+
+
+def make_blocks(record, difficulty, noise, seed):
+    """Return losses by block with this difficulty of each block and noise of this model's own."""
+    blocks = np.random.default_rng(seed).normal(0, noise, len(difficulty))
+    counts = np.full(len(difficulty), record["tokens"] / len(difficulty))
+    return BlockLosses((record["loss_nats"] + difficulty + blocks - blocks.mean()) * counts, counts)
+
+
+def test_values_of_one_text_are_compared_block_by_block():
+    """Two methods 0.02 nats apart: each interval is +-0.1, that of the difference is +-0.003."""
+    difficulty = np.random.default_rng(0).normal(0, 0.4, 64)
+    difficulty -= difficulty.mean()
+    pair = [
+        make_record("alibi", perplexity=20.0, spread=0.1),
+        make_record("rotary", perplexity=20.0 * math.exp(-0.02), spread=0.1),
+    ]
+    blocks = {block_key(r): make_blocks(r, difficulty, 0.01, i) for i, r in enumerate(pair, 1)}
+    said = stands_out(pair, blocks)
+    found = re.search(
+        r"\*\*rotary is better than alibi at 128 tokens \(L\)\*\*.*\(outside the paired interval: "
+        r"0\.0200 \+-(0\.\d{4}) nats apart\)",
+        said,
+    )
+    assert found, said
+    # The paired t-interval, from another library.
+    a, b = (blocks[block_key(r)] for r in pair)
+    differences = (a.losses - b.losses) / a.counts
+    test = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert float(found[1]) == pytest.approx((test.high - test.low) / 2, rel=0.15)
+    # Without the blocks, or with those of other splits of the text, the intervals overlap.
+    assert "but no difference is shown" in stands_out(pair)
+    blocks[block_key(pair[1])] = BlockLosses(b.losses[:-1], b.counts[:-1])
+    assert "but no difference is shown" in stands_out(pair, blocks)
+
+
+def test_losses_by_block_are_kept_and_read_again(tmp_path):
+    difficulty = np.linspace(-1, 1, 64)
+    pair = [make_record("alibi", spread=0.1), make_record("rotary", perplexity=19.5, spread=0.1)]
+    blocks = {block_key(r): make_blocks(r, difficulty, 0.001, i) for i, r in enumerate(pair)}
+    first, second = tmp_path / "one/curve.json", tmp_path / "two/curve.json"
+    for out, record in ((first, pair[0]), (second, pair[1])):
+        write_report(out, [record], blocks=blocks)
+    combine([first, second], tmp_path / "both/curve.json")
+    assert "outside the paired interval" in (tmp_path / "both/report.md").read_text()
+    rows = read_csv(tmp_path / "both/curve_blocks.csv")
+    assert len(rows) == 128
+    assert [float(row["loss_nats"]) for row in rows[64:]] == list(blocks[block_key(pair[1])].losses)
+
+
+# ---- losses by position --------------------------------------------------------------------------
+def test_position_curves_of_two_runs_of_one_method_both_stand(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
+    records = [make_record(run=run) for run in ("runs/a", "runs/b")]
+    positions = {
+        (r["checkpoint"], 128): position_losses(128, offset=i) for i, r in enumerate(records)
+    }
+    write_report(tmp_path / "curve.json", records, positions)
+    rows = read_csv(tmp_path / "positions.csv")
+    assert {row["run"] for row in rows} == {"runs/a", "runs/b"}
+    (lines, frame) = drawn[-1]
+    assert [line.mark for line in lines] == ["alibi, run a", "alibi, run b"]
+    assert lines[1].values[0].value - lines[0].values[0].value == pytest.approx(1)
+    assert frame.counts[0][2] == 10
+
+
+def test_positions_are_averaged_over_every_token_once(tmp_path):
     losses = np.arange(300, dtype=np.float64)
-    # No token was scored at position 7.
-    losses[7] = math.nan
-    write_report(tmp_path / "curve.json", 128, make_records(), {("alibi", 300): losses})
-    with (tmp_path / "positions.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    # The text ends in the middle of a window, and no token was scored at position 7.
+    counts = np.where(np.arange(300) < 100, 3, 2)
+    losses[7], counts[7] = math.nan, 0
+    record = make_record(length=300)
+    positions = {(record["checkpoint"], 300): PositionLosses(losses, counts)}
+    write_report(tmp_path / "curve.json", [record], positions)
+    rows = read_csv(tmp_path / "positions.csv")
     ranges = [range(int(row["first_position"]), int(row["last_position"]) + 1) for row in rows]
     assert [position for r in ranges for position in r] == list(range(300))
     for row, r in zip(rows, ranges):
-        scored = [position for position in r if position != 7]
+        scored = [losses[i] for i in r for _ in range(counts[i])]
+        assert int(row["tokens"]) == len(scored)
         expected = sum(scored) / len(scored) if scored else math.nan
         # A float's repr reads back exactly, and the mean of small integers is rounded once.
         np.testing.assert_allclose(float(row["loss_nats"]), expected, rtol=1e-15)
+    assert sum(int(row["tokens"]) for row in rows) == counts.sum()
     assert "positions.png" in (tmp_path / "report.md").read_text()
 
 
-def test_bad_input_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"curve\.csv: the file name must end in \.json"):
-        write_report(tmp_path / "curve.csv", 128, make_records())
-    with pytest.raises(ConfigError, match="nothing was evaluated"):
-        write_report(tmp_path / "curve.json", 128, [])
-    assert list(tmp_path.iterdir()) == []
+# ---- earlier releases, and several sources -------------------------------------------------------
+def test_records_of_earlier_releases_are_read(tmp_path):
+    records = make_records()
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({"train_length": 128, "records": [as_of_0_6(r) for r in records]}))
+    table = combine([old], tmp_path / "new/curve.json")
+    assert "(training length L = 128)" in table and "183.10     182.50" in table
+    assert "Bits per byte" not in table and "+-" not in table
+    text = (tmp_path / "new/report.md").read_text()
+    assert "(intervals unknown)" in text and "| alibi, L = 128 | runs/alibi_128_1 | 400 |" in text
+    # As it is, without the top-level length.
+    write_report(tmp_path / "again/curve.json", [as_of_0_6(r) for r in records])
+    assert "L = unknown" in (tmp_path / "again/report.md").read_text()
+
+
+def test_reports_of_several_runs_are_one_report(tmp_path):
+    paths = []
+    for n in (128, 256):
+        paths.append(tmp_path / f"{n}/curve.json")
+        write_report(paths[-1], curve_of("alibi", [20.0, 19.0], train_length=n))
+    table = combine(paths, tmp_path / "both/curve.json")
+    assert "training lengths L = 128, 256" in table
+    records = json.loads((tmp_path / "both/curve.json").read_text())["records"]
+    assert records == [r for path in paths for r in json.loads(path.read_text())["records"]]
+    (tmp_path / "bad.json").write_text('{"records": [{"method": 3}], "train_length": 128}')
+    (tmp_path / "empty.json").write_text('{"records": [], "train_length": 128}')
+    for name, words in (("bad", "method = 3"), ("empty", "no results"), ("none", "No such file")):
+        with pytest.raises(ConfigError, match=words):
+            combine([paths[0], tmp_path / f"{name}.json"], None)

@@ -12,8 +12,9 @@ import pytest
 from pretrain.config import ConfigError
 from pretrain.evaluate import checkpoints
 from pretrain.evaluate.checkpoints import report_run
-from pretrain.evaluate.report import write_report
-from tests.unit.test_report import make_record, read_png
+from pretrain.evaluate.combine import combine
+from pretrain.evaluate.tables import records_to_json
+from tests.unit.report_records import as_of_0_6, make_record, read_png
 
 ROOT = Path(__file__).parents[2]
 # (step, protocol, length) -> perplexity. Not in the order of the steps: jobs end in any order.
@@ -30,11 +31,18 @@ PERPLEXITIES = {
 }
 
 
-def evaluate(run, step, perplexities):
-    """Write what an evaluation job does for a checkpoint; `perplexities` by (protocol, length)."""
-    checkpoint = f"{run}/checkpoints/step-{step:08d}"
-    records = [make_record("alibi", *key, value, checkpoint) for key, value in perplexities.items()]
-    write_report(run / f"evaluations/step-{step:08d}/curve.json", 128, records)
+def evaluate(run, step, perplexities, **changes):
+    """Write the result of a checkpoint, without its figures; `perplexities` by (protocol, length).
+
+    Figures take half a second each, and a run's report reads none.
+    """
+    records = [
+        make_record("alibi", *key, value, **{"run": str(run), "step": step, **changes})
+        for key, value in perplexities.items()
+    ]
+    folder = run / f"evaluations/step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "curve.json").write_bytes(records_to_json(records))
 
 
 def evaluate_all(run):
@@ -79,29 +87,36 @@ def test_every_number_stands_in_the_order_of_training(tmp_path):
 def test_tables_and_sentences_say_what_the_numbers_say(tmp_path):
     evaluate_all(tmp_path)
     table = [line.split() for line in report_run(tmp_path).splitlines()]
+    # 90 (exp(0.02) - 1) = 1.82, and so on.
     assert table[3:] == [
-        ["100", "nonoverlapping", "90.00", "99.00"],
-        ["100", "sliding", "by", "64", "-", "88.25"],
-        ["300", "nonoverlapping", "24.00", "21.00"],
-        ["300", "sliding", "by", "64", "-", "25.00"],
-        ["400", "nonoverlapping", "20.00", "22.00"],
-        ["400", "sliding", "by", "64", "-", "19.50"],
+        ["100", "nonoverlapping", "50,000", "90.00", "+-1.82", "99.00", "+-2.00"],
+        ["100", "sliding", "by", "64", "50,000", "-", "88.25", "+-1.78"],
+        ["300", "nonoverlapping", "50,000", "24.00", "+-0.48", "21.00", "+-0.42"],
+        ["300", "sliding", "by", "64", "50,000", "-", "25.00", "+-0.51"],
+        ["400", "nonoverlapping", "50,000", "20.00", "+-0.40", "22.00", "+-0.44"],
+        ["400", "sliding", "by", "64", "50,000", "-", "19.50", "+-0.39"],
     ]
     text = (tmp_path / "evaluations/report.md").read_text()
-    assert "| 300 | nonoverlapping | 24.00 | 21.00 |\n| 300 | sliding by 64 | - | 25.00 |" in text
     assert (
-        "- 128 = L, nonoverlapping: best perplexity 20.00 at step 400, the newest evaluated.\n"
+        "| 300 | nonoverlapping | 50,000 | 24.00 +-0.48 | 21.00 +-0.42 |\n"
+        "| 300 | sliding by 64 | 50,000 | - | 25.00 +-0.51 |"
     ) in text
-    # 22 / 21 = 1.0476
+    assert "Bits per byte by training step and length in tokens (L = 128):" in text
     assert (
-        "- 512 = 4 L, nonoverlapping: best perplexity 21.00 at step 300; 1.048 times that at step "
-        "400, the newest evaluated.\n"
+        "- 128 = L, nonoverlapping: best perplexity 20.00 +-0.40 at step 400, the newest "
+        "evaluated.\n"
+    ) in text
+    # 22 / 21 = 1.0476, and 0.0465 nats are more than twice 0.02.
+    assert (
+        "- 512 = 4 L, nonoverlapping: best perplexity 21.00 +-0.42 at step 300; 1.048 times that "
+        "(outside the intervals) at step 400, the newest evaluated.\n"
     ) in text
     # 22 / 20 = 1.1
     assert (
-        "- step 400, nonoverlapping: best perplexity 20.00 at 128 tokens (L); 1.100 times that at "
-        "512 tokens (4 L), the longest length.\n"
+        "- step 400, nonoverlapping: best perplexity 20.00 +-0.40 at 128 tokens (L); 1.100 times "
+        "that (outside the intervals) at 512 tokens (4 L), the longest length.\n"
     ) in text
+    assert "**step 400 is worse at 512 tokens (4 L) than at L**" in text
     assert "Not evaluated" not in text
 
 
@@ -121,7 +136,17 @@ def test_it_can_be_made_again_and_nothing_else_stands_there(tmp_path):
     evaluate_all(tmp_path)
     report_run(tmp_path)
     first = {p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()}
-    assert sorted(first) == ["curve.csv", "curve.json", "curve.png", "report.md", "steps.png"]
+    assert sorted(first) == [
+        "curve.csv",
+        "curve.json",
+        "curve.pdf",
+        "curve.png",
+        "curve.svg",
+        "report.md",
+        "steps.pdf",
+        "steps.png",
+        "steps.svg",
+    ]
     report_run(tmp_path)
     assert {
         p.name: p.read_bytes() for p in (tmp_path / "evaluations").iterdir() if p.is_file()
@@ -158,6 +183,12 @@ def test_what_could_not_be_evaluated_is_named_and_holds_up_nothing(tmp_path):
         {"method": ["alibi"]},
         {"tokens": "many"},
         {"checkpoint": 3},
+        {"run": 3},
+        {"step": "1"},
+        {"seed": True},
+        {"train_length": 0},
+        {"loss_low": "low"},
+        {"bytes": 1.5},
     ],
 )
 def test_a_bad_results_folder_is_warned_about_and_left_out(tmp_path, capfd, change):
@@ -181,8 +212,8 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert [r["perplexity"] for r in curve(tmp_path)["records"]] == [30.0, None, None, None]
     text = (tmp_path / "evaluations/report.md").read_text()
     assert (
-        "- 128 = L, nonoverlapping: best perplexity 30.00 at step 100; not finite at step 200, the "
-        "newest evaluated.\n"
+        "- 128 = L, nonoverlapping: best perplexity 30.00 +-0.61 at step 100; not finite at step "
+        "200, the newest evaluated.\n"
     ) in text
     assert "- 512 = 4 L, nonoverlapping: no finite perplexity." in text
 
@@ -228,3 +259,54 @@ for step in range(int(sys.argv[2]), 7, 2):
         (n, 100.0 + n) for n in range(1, 7)
     ]
     assert not list((tmp_path / "evaluations").glob(".*"))
+
+
+def test_results_of_earlier_releases_and_of_this_one_stand_together(tmp_path):
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
+    evaluate(tmp_path, 200, {("nonoverlapping", 128): 20.0})
+    path = tmp_path / "evaluations/step-00000100/curve.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"records": [as_of_0_6(r) for r in content["records"]]}))
+    said = report_run(tmp_path)
+    # The earlier one says nothing of its tokenizer and text, so the two are not compared.
+    assert said.count("Perplexity by training step") == 2 and "30.00\n" in said
+    records = curve(tmp_path)["records"]
+    assert [(r["step"], r["run"], r["tokenizer"]) for r in records] == [
+        (100, str(tmp_path), None),
+        (200, str(tmp_path), "aaaaaaaaaaaa"),
+    ]
+    assert curve(tmp_path)["train_length"] == 128
+    text = (tmp_path / "evaluations/report.md").read_text()
+    assert "## Validation set not recorded, tokenizer not recorded" in text
+    assert (tmp_path / "evaluations/steps_unknown_unknown.png").exists()
+    # When all are of one release again, so are the figures.
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
+    report_run(tmp_path)
+    names = {p.stem for p in (tmp_path / "evaluations").glob("*.png")}
+    assert names == {"steps", "curve"}
+
+
+def test_two_results_at_one_length_are_both_shown(tmp_path):
+    evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
+    path = tmp_path / "evaluations/step-00000100/curve.json"
+    content = json.loads(path.read_text())
+    content["records"].append(content["records"][0] | {"perplexity": 31.0, "tokens": 10})
+    path.write_text(json.dumps(content))
+    said = report_run(tmp_path)
+    assert "30.00" in said and "31.00" in said and "100, evaluation 2" in said
+
+
+def test_runs_that_were_evaluated_are_combined(tmp_path, capsys):
+    for name, trained in (("a", 128), ("b", 256)):
+        for step, perplexity in ((100, 30.0), (200, 20.0)):
+            run = tmp_path / name
+            evaluate(run, step, {("nonoverlapping", 256): perplexity}, train_length=trained)
+    (tmp_path / "c").mkdir()
+    table = combine([tmp_path / "a", tmp_path / "b"], tmp_path / "report/curve.json")
+    assert "20.00" in table and "30.00" not in table and "L = 128, 256" in table
+    assert f"{tmp_path / 'a'}: step 200, the newest evaluated\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="none of its checkpoints has been evaluated"):
+        combine([tmp_path / "a", tmp_path / "c"], None)
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"report\.md would be overwritten"):
+        combine([tmp_path / "a", tmp_path / "b"], tmp_path / "curve.json")

@@ -1,0 +1,85 @@
+"""Define the record of one evaluation: its keys, and what each of them says.
+
+The same keys stand in curve.json, as the columns of curve.csv and, as far as they are not the
+run's own, in the evaluation events of metrics.jsonl. This module imports no torch, so reports,
+model cards and the launcher can read records with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Record = Mapping[str, Any]
+"""One evaluation of one checkpoint, with the keys of FIELDS."""
+
+FIELDS = (
+    "run",
+    "step",
+    "method",
+    "seed",
+    "train_length",
+    "tokenizer",
+    "validation",
+    "protocol",
+    "stride",
+    "length",
+    "perplexity",
+    "loss_nats",
+    "loss_low",
+    "loss_high",
+    "bits_per_byte",
+    "tokens",
+    "bytes",
+    "checkpoint",
+)
+"""Keys of a record, in the order of the columns of curve.csv.
+
+| key | type | what it says |
+|---|---|---|
+| run | str | the run's directory as the user gave it, or the checkpoint's path if it stands alone |
+| step | int | optimizer steps that the checkpoint was trained for |
+| method | str | position.method |
+| seed | int | train.seed |
+| train_length | int | data.sequence_length, the training length L in tokens |
+| tokenizer | str | first 12 hex digits of the SHA-256 of the tokenizer's file |
+| validation | str | first 12 hex digits of the SHA-256 of the validation split that was scored |
+| protocol | str | "nonoverlapping" or "sliding" |
+| stride | int | tokens by which a window moves on; equals length where windows do not overlap |
+| length | int | tokens in a window |
+| perplexity | float | exp(loss_nats), per token of this tokenizer |
+| loss_nats | float | mean loss over all scored tokens, end-of-document tokens among them, in nats |
+| loss_low, loss_high | float | 95 % confidence interval of loss_nats, by a bootstrap over blocks |
+| bits_per_byte | float | all nats / ln 2 / bytes: comparable between tokenizers |
+| tokens | int | tokens scored |
+| bytes | int | bytes of the text of these tokens, in UTF-8 |
+| checkpoint | str | path of the checkpoint |
+
+The interval is of the text: it says how far the mean would move if other text of the same kind
+were scored, and nothing about another seed of the training. A value that is not known is None, as
+in files of earlier releases, which lack run, step, seed, train_length, tokenizer, validation,
+loss_low, loss_high, bits_per_byte and bytes.
+"""
+
+HASH_DIGITS = 12
+"""Hex digits of a SHA-256 in a record."""
+
+
+def completed(record: Record) -> dict[str, Any]:
+    """Return a record with all keys of FIELDS in their order; what it lacks is None."""
+    return {field: record.get(field) for field in FIELDS}
+
+
+@dataclass(frozen=True)
+class PositionLosses:
+    """Losses by position in the window, of one checkpoint at one length."""
+
+    losses: NDArray[np.float64]
+    """[length] mean loss in nats; nan at a position where no token was scored."""
+
+    counts: NDArray[np.int64]
+    """[length] tokens scored at each position."""

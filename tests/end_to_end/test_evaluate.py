@@ -1,0 +1,236 @@
+"""`pretrain evaluate` measures what it names: lengths, text, checkpoint and protocols."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrain.data.stream import TokenStream
+from pretrain.evaluate.records import FIELDS
+from tests.end_to_end.commands import explained, metrics, pretrain
+
+STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
+QUICK = ["--lengths", "32", "--protocols", "nonoverlapping", "--max-tokens", "512"]
+
+
+def curve(path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text())["records"]
+
+
+def copied(run: Path, name: str) -> Path:
+    copy = run.with_name(name)
+    shutil.rmtree(copy, ignore_errors=True)
+    return Path(shutil.copytree(run, copy))
+
+
+# ---- lengths and text ----------------------------------------------------------------------------
+def test_a_length_that_the_scored_text_cannot_fill_is_refused(refused, run, tiny_data):
+    words = "--lengths 2048", "1,000 tokens of --max-tokens", "Raise --max-tokens"
+    refused(["evaluate", run, "--lengths", "32,2048", "--max-tokens", "1000"], *words)
+    # The lengths of the config are 32 and 64.
+    words = "evaluation.lengths = 64", "40 tokens that are scored", "(--max-tokens)"
+    refused(["evaluate", run, "--max-tokens", "40"], *words)
+    whole = len(TokenStream(tiny_data / "validation"))
+    words = "--lengths 10000000", f"{whole:,} tokens that are scored", "up to", "hold out more text"
+    refused(["evaluate", run, "--lengths", "32,10000000"], *words)
+
+
+def test_default_lengths_stop_where_the_text_ends_and_say_so(workspace, run, tmp_path):
+    """The config of this copy names no lengths, so they would be 32 to 512."""
+    bare = workspace / "runs/bare"
+    config = (workspace / "run.toml").read_text().replace("lengths = [32, 64]\n", "")
+    (workspace / "bare.toml").write_text(config)
+    settings = [f"run.directory={bare}", "train.num_steps=2", "evaluation.max_tokens=300"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    done = pretrain("train", workspace / "bare.toml", *sets)
+    assert done.code == 0, done.text
+    [said] = [line for line in done.err.splitlines() if "evaluation.lengths" in line]
+    assert "512 left out" in said and "300 tokens" in said and "evaluation.max_tokens" in said
+    assert [r["length"] for r in metrics(bare) if r.get("evaluation")] == [32, 64, 128, 256]
+    # A run whose default lengths were cut is finished, and a second start has nothing to do.
+    again = pretrain("train", workspace / "bare.toml", *sets)
+    assert again.code == 0 and "nothing to train" in again.err, again.text
+    out = tmp_path / "curve.json"
+    done = pretrain(
+        "evaluate", bare, "--protocols", "nonoverlapping", "--max-tokens", "200", "--out", out
+    )
+    assert done.code == 0, done.text
+    assert [r["length"] for r in curve(out)] == [32, 64, 128]
+    assert "256, 512 left out" in done.text and "200 tokens" in done.text
+
+
+def test_a_length_that_memory_cannot_carry_is_refused(refused, run):
+    """The reference attention would store 1,649 GB of scores."""
+    options = ["--lengths", "131072", "--set", "model.attention_backend=reference"]
+    words = "length 131072: ", "1649.", " GB (", "on each process", "are free", "shorter length"
+    refused(["evaluate", run, *options], *words)
+
+
+def test_training_refuses_such_lengths_before_it_starts(refused, config, workspace):
+    settings = [f"run.directory={workspace}/runs/never", "evaluation.max_tokens=40"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    words = "evaluation.lengths = 64", "40 tokens that are scored", "evaluation.max_tokens"
+    refused(["train", config, *sets], *words)
+
+
+def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_path):
+    """evaluation.max_tokens = 2048 of the config bounds the evaluations while training alone."""
+    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    options = ["--lengths", "64", "--protocols", "nonoverlapping", "--out"]
+    done = pretrain("evaluate", run, *options, whole)
+    assert done.code == 0, done.text
+    stream = TokenStream(tiny_data / "validation")
+    [record] = curve(whole)
+    assert (record["tokens"], record["bytes"]) == (len(stream), stream.text_bytes)
+    assert f"{len(stream):,} tokens" in done.out and f"{stream.text_bytes:,} bytes" in done.out
+    assert pretrain("evaluate", run, *options, part, "--max-tokens", "2048").code == 0
+    [bounded] = curve(part)
+    assert bounded["tokens"] == 2048
+    last = [r for r in metrics(run) if r.get("evaluation") and r["step"] == 8 and r["length"] == 64]
+    assert bounded["loss_nats"] == pytest.approx(last[0]["loss_nats"], rel=1e-6)
+    assert last[0]["tokens"] == 2048
+
+
+def test_max_tokens_of_the_config_is_not_the_commands(refused, run):
+    setting = "evaluation.max_tokens=512"
+    refused(["evaluate", run, "--set", setting], setting, "--max-tokens 512")
+
+
+# ---- records -------------------------------------------------------------------------------------
+def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
+    out = tmp_path / "curve.json"
+    done = pretrain("evaluate", run, "--lengths", "32,64", "--max-tokens", "1000", "--out", out)
+    assert done.code == 0, done.text
+    stream = TokenStream(tiny_data / "validation")
+    for record in curve(out):
+        assert tuple(record) == FIELDS
+        assert record["run"] == str(run) and record["checkpoint"] == str(run / STEP_8)
+        assert (record["step"], record["seed"], record["train_length"]) == (8, 1234, 32)
+        assert record["tokenizer"] == stream.tokenizer_sha256[:12]
+        assert record["validation"] == stream.identity[:12]
+        assert record["loss_low"] < record["loss_nats"] < record["loss_high"]
+        # 1,000 tokens of a vocabulary of 512 are one and a half to two bytes each.
+        assert 1200 < record["bytes"] < 2200
+        bits = record["loss_nats"] * record["tokens"] / math.log(2) / record["bytes"]
+        assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    events = [r for r in metrics(run) if r.get("evaluation")]
+    theirs = {"loss_low", "loss_high", "bits_per_byte", "tokens", "bytes", "validation"}
+    assert all(event.keys() >= theirs for event in events)
+    # Given by its path, a checkpoint is still its run's; a copy elsewhere stands alone.
+    alone = tmp_path / "alone"
+    shutil.copytree(run / STEP_4, alone)
+    done = pretrain("evaluate", run / STEP_4, alone, *QUICK, "--out", out)
+    assert done.code == 0, done.text
+    assert [(r["run"], r["step"]) for r in curve(out)] == [(str(run), 4), (str(alone), 4)]
+
+
+def test_several_training_lengths_go_into_one_report(workspace, run, tmp_path):
+    short = workspace / "runs/short"
+    settings = [
+        f"run.directory={short}",
+        "data.sequence_length=16",
+        "train.num_steps=2",
+        "evaluation.lengths=[16]",
+    ]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    assert pretrain("train", workspace / "run.toml", *sets).code == 0
+    done = pretrain("evaluate", run, short, *QUICK, "--out", tmp_path / "curve.json")
+    assert done.code == 0, done.text
+    found = [(r["run"], r["train_length"]) for r in curve(tmp_path / "curve.json")]
+    assert found == [(str(run), 32), (str(short), 16)]
+
+
+# ---- which checkpoint ----------------------------------------------------------------------------
+def test_the_step_that_is_evaluated_is_named(run):
+    done = pretrain("evaluate", run, *QUICK)
+    assert done.code == 0 and done.err == "", done.text
+    assert re.match(rf"{run}: step 8 of 8, saved \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", done.out)
+    done = pretrain("evaluate", run / STEP_4, *QUICK)
+    assert re.match(rf"{run}: step 4 of 8, saved .*; the run's newest is step 8\n", done.out)
+
+
+def test_an_older_checkpoint_is_never_taken_without_a_word(refused, run, tmp_path):
+    """A newest checkpoint without its manifest is damaged like one with a flipped bit."""
+    copy = copied(run, "headless")
+    (copy / STEP_8 / "manifest.json").unlink()
+    words = f"{copy / STEP_8}: ", "no manifest.json", f"The one before it is {copy / STEP_4}"
+    refused(["evaluate", copy], *words)
+    refused(["export", copy, tmp_path / "hf"], *words)
+    # By its name, the user has said which one.
+    done = pretrain("evaluate", copy / STEP_4, *QUICK)
+    assert done.code == 0 and f"{copy}: step 4 of 8" in done.out, done.text
+    # A folder of somebody's under the name of a step is no checkpoint.
+    (copy / STEP_8).rename(copy / "elsewhere")
+    (copy / STEP_8).mkdir()
+    (copy / STEP_8 / "notes.txt").write_text("mine")
+    done = pretrain("evaluate", copy, *QUICK)
+    assert done.code == 0 and f"{copy}: step 4 of 8" in done.out, done.text
+    assert f"{copy / STEP_8}: no checkpoint" in done.err, done.err
+
+
+# ---- protocols -----------------------------------------------------------------------------------
+def test_the_stride_of_the_config_stays_or_the_command_says_so(workspace, run, tmp_path):
+    out, strided = tmp_path / "curve.json", ["--set", "evaluation.stride=16"]
+    options = ["--protocols", "sliding", "--max-tokens", "512", "--out", out]
+    done = pretrain("evaluate", run, "--lengths", "32,64", *options, *strided)
+    assert done.code == 0 and done.err == "", done.text
+    assert {r["stride"] for r in curve(out)} == {16}
+    done = pretrain("evaluate", run, "--lengths", "8,64", *options, *strided)
+    assert done.code == 0, done.text
+    assert {r["stride"] for r in curve(out)} == {8}
+    assert "evaluation.stride = 16" in done.err and "sliding windows move by 8" in done.err
+
+
+def test_protocols_that_coincide_are_measured_once(workspace, run, tmp_path):
+    out = tmp_path / "curve.json"
+    asked = ["evaluate", run, "--lengths", "32,64", "--max-tokens", "512", "--stride", "32"]
+    done = pretrain(*asked, "--out", out)
+    assert done.code == 0, done.text
+    found = [(r["protocol"], r["stride"], r["length"]) for r in curve(out)]
+    assert found == [("nonoverlapping", 32, 32), ("nonoverlapping", 64, 64), ("sliding", 32, 64)]
+    assert "sliding windows of 32 tokens by 32 do not overlap" in done.text
+    # In the training loop as well.
+    there = workspace / "runs/both"
+    settings = [
+        f"run.directory={there}",
+        "train.num_steps=2",
+        'evaluation.protocols=["nonoverlapping", "sliding"]',
+    ]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    assert pretrain("train", workspace / "run.toml", *sets).code == 0
+    found = [(r["protocol"], r["length"]) for r in metrics(there) if r.get("evaluation")]
+    assert found == [("nonoverlapping", 32), ("nonoverlapping", 64), ("sliding", 64)]
+
+
+# ---- what is in the way --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("curve.json", '{"my": "notes"}'),
+        ("curve.json", "not JSON at all"),
+        ("curve.csv", "date,price\n1,2\n"),
+        ("curve.png", "my photo"),
+        ("report.md", "# My thesis\n"),
+        ("positions.csv", "x,y\n"),
+    ],
+)
+def test_files_that_are_no_report_of_ours_are_not_overwritten(run, tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    done = pretrain("evaluate", run, *QUICK, "--out", tmp_path / "curve.json")
+    explained(done, 2, f"{tmp_path / name}", "--out", "another")
+    assert (tmp_path / name).read_text() == content and len(list(tmp_path.iterdir())) == 1
+    # Before anything was scored.
+    assert "perplexity" not in done.out
+
+
+def test_an_earlier_report_is_replaced(run, tmp_path):
+    out = tmp_path / "report/curve.json"
+    for _ in range(2):
+        done = pretrain("evaluate", run, *QUICK, "--out", out)
+        assert done.code == 0, done.text
+    assert len(curve(out)) == 1

@@ -1,0 +1,77 @@
+"""Records and losses by position as an evaluation makes them, for the tests of reports."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+
+import numpy as np
+
+from pretrain.evaluate.records import FIELDS, PositionLosses
+
+
+def make_record(method="alibi", protocol="nonoverlapping", length=128, perplexity=20.0, **changes):
+    """Return a record; `spread` is half of its interval, in nats."""
+    spread = changes.pop("spread", 0.02)
+    seed, train_length = changes.get("seed", 1), changes.get("train_length", 128)
+    run = changes.pop("run", f"runs/{method}_{train_length}_{seed}")
+    step = changes.pop("step", 400)
+    loss = math.log(perplexity)
+    record = {
+        "run": run,
+        "step": step,
+        "method": method,
+        "seed": seed,
+        "train_length": train_length,
+        "tokenizer": "aaaaaaaaaaaa",
+        "validation": "bbbbbbbbbbbb",
+        "protocol": protocol,
+        "stride": 64 if protocol == "sliding" else length,
+        "length": length,
+        "perplexity": perplexity,
+        "loss_nats": loss,
+        "loss_low": loss - spread,
+        "loss_high": loss + spread,
+        "bits_per_byte": loss / math.log(2) * 50_000 / 160_000,
+        "tokens": 50_000,
+        "bytes": 160_000,
+        "checkpoint": f"{run}/checkpoints/step-{step:08d}",
+    }
+    assert tuple(record) == FIELDS
+    return record | changes
+
+
+def curve_of(method, perplexities, first=128, **changes):
+    """Return the records of one checkpoint at first, 2 first, 4 first, ... tokens."""
+    return [
+        make_record(method, length=first * 2**i, perplexity=value, **changes)
+        for i, value in enumerate(perplexities)
+    ]
+
+
+def as_of_0_6(record):
+    """Return a record with the keys that releases before this one wrote."""
+    old = ("method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens")
+    return {key: record[key] for key in (*old, "checkpoint")}
+
+
+def position_losses(length, windows=10, offset=0.0):
+    """Return losses that fall with the position, of this many windows."""
+    losses = 4 + offset + 3 / np.sqrt(np.arange(1, length + 1))
+    return PositionLosses(losses, np.full(length, windows))
+
+
+def read_png(content):
+    """Return (width, height, decompressed pixel rows); fail when a chunk's checksum is wrong."""
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    offset, chunks = 8, {}
+    while offset < len(content):
+        (size,) = struct.unpack(">I", content[offset : offset + 4])
+        kind = content[offset + 4 : offset + 8]
+        data = content[offset + 8 : offset + 8 + size]
+        (checksum,) = struct.unpack(">I", content[offset + 8 + size : offset + 12 + size])
+        assert checksum == zlib.crc32(kind + data)
+        chunks[kind] = chunks.get(kind, b"") + data
+        offset += 12 + size
+    return *struct.unpack(">II", chunks[b"IHDR"][:8]), zlib.decompress(chunks[b"IDAT"])

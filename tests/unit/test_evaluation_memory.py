@@ -1,0 +1,68 @@
+"""Lengths that memory cannot carry are refused beforehand, with the numbers."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain import platform
+from pretrain.config import load_config
+from pretrain.evaluate.memory import forward_bytes
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs/demo.toml"
+
+
+def needed(length: int, *overrides: str) -> int:
+    config = load_config(DEMO, overrides)
+    return forward_bytes(config, config.layout(1), length)
+
+
+def test_the_estimate_grows_with_what_takes_the_memory():
+    # Measured on a CPU beside what the process takes without a forward pass: 381 and 683 MiB.
+    assert 381 < needed(16_384) / 2**20 < 1.3 * 381
+    assert 683 < needed(32_768) / 2**20 < 1.3 * 683
+    # Shorter windows go together in one batch, which takes the same.
+    assert needed(128) == needed(2048) == needed(8192)
+    assert needed(2048, "evaluation.tokens_per_batch=2048") < needed(2048) / 2
+    # The reference stores the scores of all pairs of tokens.
+    reference = "model.attention_backend=reference"
+    assert needed(32_768, reference) > 8 * 8 * 32_768**2
+
+
+LIMITED = """
+import resource, sys
+from pretrain import platform
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print(platform.available_memory())
+"""
+
+
+def test_a_limit_of_the_shell_is_known(tmp_path):
+    """`ulimit -v` counts addresses, of which torch alone maps some gigabytes."""
+    limit = 64 * 2**30
+    command = [sys.executable, "-c", LIMITED, str(limit)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < limit
+    assert int(done.stdout) <= platform.available_memory() * 1.2
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] != limit
+
+
+@pytest.mark.parametrize(("own", "expected"), [("/job/step", [700, 950]), ("/", [])])
+def test_every_cgroup_on_the_way_up_counts(tmp_path, own, expected):
+    """As of a Slurm job: the step may take less than the job, and files in cache are not lost."""
+    step = tmp_path / "job/step"
+    step.mkdir(parents=True)
+    (step / "memory.max").write_text("1000\n")
+    (step / "memory.current").write_text("500\n")
+    (step / "memory.stat").write_text("anon 300\ninactive_file 150\nactive_file 50\n")
+    (step.parent / "memory.max").write_text("1500\n")
+    (step.parent / "memory.current").write_text("550\n")
+    (step.parent / "memory.stat").write_text("anon 550\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert platform._cgroup_memory(tmp_path, own) == expected
