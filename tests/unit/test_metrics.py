@@ -303,7 +303,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """The records of an offline run. wandb's service writes the last ones after `finish` returns."""
+    """The records of an offline run, whose last ones may be written after `finish` returns."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     deadline = time.monotonic() + 60
