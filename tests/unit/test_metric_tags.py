@@ -21,10 +21,10 @@ from pretrain.train.weights_and_biases import check_wandb, is_installed
 from tests.unit.test_metrics import (
     ROOT,
     evaluation_records,
-    log_records,
     make_config,
     step_record,
     wandb_history,
+    wandb_records,
 )
 
 LENGTH = 128
@@ -50,13 +50,10 @@ def test_every_tag_is_in_a_group():
 
 
 def test_wandb_has_groups_and_three_axes_and_a_figure(tmp_path):
-    from wandb.proto.wandb_internal_pb2 import Record
-
     write(tmp_path, 1, 3, "logging.wandb=offline")
     [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    records = [Record.FromString(data) for data in log_records(path.read_bytes())]
     axes = {}
-    for record in records:
+    for record in wandb_records(path):
         if record.WhichOneof("record_type") == "metric":
             axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
     assert axes == {"step": "", "tokens": "", "elapsed_seconds": ""} | {

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -306,16 +307,24 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = []
 
 
-def wandb_history(directory: Path) -> list[dict]:
-    """Every logged row of the offline runs under `directory`, oldest run first."""
+def wandb_records(path: Path) -> list[Any]:
+    """The records of an offline run, whose last ones may be written after `finish` returns."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    deadline = time.monotonic() + 60
+    while True:
+        records = [Record.FromString(data) for data in log_records(path.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{path}: not ended after a minute"
+        time.sleep(0.1)
+
+
+def wandb_history(directory: Path) -> list[dict]:
+    """Every logged row of the offline runs under `directory`, oldest run first."""
     rows = []
-    for path in sorted(
-        directory.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns
-    ):
-        for data in log_records(path.read_bytes()):
-            record = Record.FromString(data)
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        for record in wandb_records(path):
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 rows.append(

@@ -17,11 +17,14 @@ from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.data.stream import TokenStream
 from pretrain.evaluate.command import evaluation_config, open_validation
+from pretrain.evaluate.memory import check_memory
+from pretrain.evaluate.records import HASH_DIGITS
 from pretrain.evaluate.tasks.report import check_out, format_tables, write_report
 from pretrain.evaluate.tasks.request import TasksRequest
 from pretrain.evaluate.tasks.results import FIELDS, measure
 from pretrain.evaluate.tasks.rows import Cell, Text, long_documents, make_cell
 from pretrain.evaluate.tasks.scoring import Scorer
+from pretrain.evaluate.windows import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import find_checkpoint
@@ -30,8 +33,6 @@ from pretrain.rundir.holds import hold
 
 SEED = 1234
 """Seed of all that is drawn, so that every checkpoint is asked the same."""
-DIGITS = 12
-"""Hex digits of a SHA-256 in a record, as in those of evaluations."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Plan:
             "method": self.config.position.method,
             "seed": self.config.run.seed,
             "train_length": self.config.data.sequence_length,
-            "tokenizer": self.stream.tokenizer_sha256[:DIGITS],
-            "validation": self.stream.identity[:DIGITS],
+            "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
+            "validation": self.stream.identity[:HASH_DIGITS],
             "checkpoint": str(self.checkpoint.path),
         }
 
@@ -157,6 +158,8 @@ def _measure(plan: Plan, is_main: bool) -> Iterator[dict[str, Any]]:
     check_positions(config, chunks)
     with hold(checkpoint.path):
         load_weights(checkpoint, chunks)
+    lengths = dict.fromkeys(cell.length for cell in plan.cells)
+    check_memory(config, topology, [Protocol("nonoverlapping", n, n) for n in lengths])
     scorer = Scorer(chunks, topology, plan.stream.eos_id, config.evaluation.tokens_per_batch)
     common = plan.common()
     if is_main:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from pretrain.evaluate.plots import COLOURS
+from pretrain.evaluate.drawing import COLOURS
 from pretrain.evaluate.tasks.results import Record
 
 Curve = tuple[str, int]

@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pretrain.config import ConfigError
-from pretrain.evaluate.report import markdown_table, plain_table, to_csv
+from pretrain.evaluate.tables import Table, to_csv
 from pretrain.evaluate.tasks.plots import Curve, draw
 from pretrain.evaluate.tasks.results import FEWEST, FIELDS, RESAMPLES, Record
 from pretrain.evaluate.tasks.rows import CUTS, PLANTED, QUERY
@@ -40,15 +40,6 @@ TABLES = (
     ("documents", "gain_nats", None, "documents: gain in nats per token"),
 )
 """(task, measure, what rows are told apart by, title)."""
-
-
-class Table(NamedTuple):
-    """One measure of a task."""
-
-    task: str
-    title: str
-    header: list[str]
-    rows: list[list[str]]
 
 
 def check_out(out: Path) -> None:
@@ -85,8 +76,8 @@ def curve_labels(records: Sequence[Record]) -> dict[Curve, str]:
     }
 
 
-def make_tables(records: Sequence[Record]) -> list[Table]:
-    """Return the tables of the tasks that were measured: a column for each length."""
+def make_tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
+    """Return (task, table) of what was measured: a column for each length."""
     labels = curve_labels(records)
     found = []
     for task, name, key, title in TABLES:
@@ -109,7 +100,7 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
             )
         ]
         header = ["method", key or "", *_length_labels(lengths, own)]
-        found.append(Table(task, title, header, rows))
+        found.append((task, Table(title, header, rows, 2)))
     return found
 
 
@@ -132,7 +123,7 @@ def _cell(record: Record, with_count: bool) -> str:
 
 def format_tables(records: Sequence[Record]) -> str:
     """Return all tables as plain text, with what the brackets mean."""
-    parts = ["\n".join([t.title, *plain_table(t.header, t.rows)]) for t in make_tables(records)]
+    parts = [table.plain() for _, table in make_tables(records)]
     return "\n\n".join([*parts, *_warnings(records), INTERVALS])
 
 
@@ -185,7 +176,7 @@ def _finite_or_none(value: Any) -> Any:
 def _markdown(records: Sequence[Record], left_out: Sequence[str], picture: str) -> str:
     """Return the report as Markdown, which shows the picture of this name."""
     tables = make_tables(records)
-    tasks = dict.fromkeys(table.task for table in tables)
+    tasks = dict.fromkeys(task for task, _ in tables)
     lengths: Mapping[str, int] = {r["run"]: r["train_length"] for r in records}
     trained = ", ".join(f"{run} at {length}" for run, length in lengths.items())
     parts = [
@@ -197,8 +188,7 @@ def _markdown(records: Sequence[Record], left_out: Sequence[str], picture: str) 
         *_warnings(records),
         f"![long-context tasks]({picture})",
     ]
-    for table in tables:
-        parts += [f"## {table.title}", markdown_table(table.header, table.rows)]
+    parts += [table.markdown() for _, table in tables]
     if left_out:
         parts += ["## Left out", "\n".join(f"- {sentence}" for sentence in left_out)]
     return "\n\n".join(parts) + "\n"
