@@ -17,7 +17,8 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 	$(BIN)/launcher local configs/demo.toml --nproc 2 \
 	    --set position.method=sinusoidal --set run.directory=$(DEMO)/sinusoidal
 	$(BIN)/pretrain export $(DEMO)/alibi $(DEMO)/hf
-	$(BIN)/pretrain evaluate $(DEMO)/alibi $(DEMO)/sinusoidal --out $(DEMO)/report/curve.json
+	$(BIN)/pretrain evaluate $(DEMO)/alibi $(DEMO)/sinusoidal --max-tokens 16384 \
+	    --out $(DEMO)/report/curve.json
 
 test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh

@@ -212,9 +212,10 @@ def is_run(directory: Path) -> bool:
     """
     paths = RunPaths(directory)
     return (
-        "run_directory_version" in read_json(paths.version)
-        or any(path.is_file() for path in (paths.jobs, paths.launch_record, paths.metrics))
+        any(path.is_file() for path in (paths.jobs, paths.launch_record, paths.metrics))
         or bool(attempt_numbers(paths.attempts))
+        # Last, since `launcher status --watch` asks every few seconds, and only this opens a file.
+        or (paths.version.is_file() and "run_directory_version" in read_json(paths.version))
     )
 
 

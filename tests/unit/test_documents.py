@@ -13,7 +13,7 @@ from pretrain.config.describe import describe
 from pretrain.config.schema import (
     ModelSection,
 )
-from pretrain.export.card import model_card
+from pretrain.export.card import ExportExtras, model_card
 from pretrain.export.targets import TARGETS
 from pretrain.kernels.call import Call
 from pretrain.kernels.dispatch import REFUSALS
@@ -79,5 +79,7 @@ def test_a_step_launches_a_handful_of_kernels_more(method):
 def test_the_model_card_says_that_documents_were_trained_on_alone():
     parted = tiny_config(data={"per_document_attention": True})
     row = "| Documents | each was trained on as if it stood alone"
-    assert row in model_card(parted, TARGETS["bloom"], [], {}, 32)
-    assert "Documents" not in model_card(tiny_config(), TARGETS["bloom"], [], {}, 32)
+    assert row in model_card(parted, TARGETS["bloom"], ExportExtras(), 32, "</s>")
+    assert "Documents" not in model_card(
+        tiny_config(), TARGETS["bloom"], ExportExtras(), 32, "</s>"
+    )

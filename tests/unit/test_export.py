@@ -359,6 +359,9 @@ def test_a_second_export_deletes_nothing_that_it_did_not_write(tmp_path, tokeniz
     (out / "notes").unlink()
     # An export of an earlier release has no list of its files.
     (out / "pretrain.files.json").unlink()
+    # Nor the class of this release.
+    for code in out.glob("modeling_*.py"):
+        code.unlink()
     (out / "model.gguf").touch()
     with pytest.raises(ConfigError, match=r"delete model\.gguf"):
         export(1)

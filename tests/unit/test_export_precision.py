@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from safetensors.torch import load_file
 from pretrain.cli import _tokenizer_obstacles
 from pretrain.config import ConfigError, load_config
 from pretrain.config.describe import describe
-from pretrain.config.trajectory import TOKENIZER
-from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
+from pretrain.data.stream import TokenStream
 from pretrain.export import check_parity, to_huggingface
 from pretrain.export.command import _comparison_ids, checked_length
 from pretrain.export.parity import STOCK, TRUSTED, LengthParity, ParityReport, PrecisionParity
@@ -253,9 +251,7 @@ def test_generation_up_to_max_length_with_the_cache(name, tmp_path, tokenizer_pa
 
 def test_memory_bounds_the_comparison(tiny_data):
     """16 training lengths, unless the export ends before or the scores would not fit."""
-    tokenizer = load_tokenizer(find_tokenizer(tiny_data))
-    origin = SimpleNamespace(data={TOKENIZER: tokenizer.fingerprint})
-    checkpoint: Any = SimpleNamespace(origin=origin, tokenizer_sha256=None)
+    stream = TokenStream(tiny_data / "validation")
     for length, max_length, expected in (
         (32, 512, [(4, 32), (1, 512)]),
         (32, 48, [(4, 32), (1, 48)]),
@@ -265,7 +261,7 @@ def test_memory_bounds_the_comparison(tiny_data):
         (12_000, 192_000, [(4, 12_000)]),
     ):
         config = tiny_config(data={"directory": str(tiny_data), "sequence_length": length})
-        rows = _comparison_ids(config, checkpoint, max_length)
+        rows = _comparison_ids(config, stream, max_length)
         assert [tuple(row.shape) for row in rows] == expected
 
 

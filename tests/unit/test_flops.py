@@ -77,7 +77,7 @@ def test_tying_changes_no_work():
 
 
 def test_matmul_parameters_are_all_but_biases_and_norms():
-    config = make_config()
+    config = make_config("model.use_bias=true")
     h, ffn, layers = 128, 512, 4
     biases = layers * (3 * h + h + ffn + h)
     norms = layers * 4 * h + 2 * h

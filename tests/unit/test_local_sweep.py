@@ -89,7 +89,15 @@ class Desk:
             "from pretrain.launcher.main import main; main()"
         )
         settings = ["train.num_steps=12", "schedule.lr_warmup_steps=1", "recovery.max_restarts=0"]
-        options = [word for setting in settings for word in ("--set", setting)]
+        given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        # A key is given once; a test's own setting comes before these.
+        keys = {setting.partition("=")[0] for setting in given}
+        options = [
+            word
+            for setting in settings
+            if setting.partition("=")[0] not in keys
+            for word in ("--set", setting)
+        ]
         return subprocess.Popen(
             [sys.executable, "-c", code, "sweep", CONFIG, *options, *words],
             cwd=self.folder,
