@@ -246,7 +246,7 @@ def test_a_full_disk_is_the_runs_fault(bench: Bench) -> None:
         ["mount", "-t", "tmpfs", "-o", "size=1m,mode=750", "none", bench.run], check=True
     )
     try:
-        with pytest.raises(NoSpace, match=r"a checkpoint takes 15.8 MB"):
+        with pytest.raises(NoSpace, match=r"a checkpoint takes 15.7 MB"):
             bench.check("/no/python")
         # What an unfinished save has left is removed before the next save.
         shutil.rmtree(bench.run / "attempts")
