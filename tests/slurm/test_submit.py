@@ -433,7 +433,8 @@ RUN_AS_THEY_ARE = [
     'a"b',
     "$(touch canary)",
     "`touch canary`",
-    "$HOME ${IFS}x",
+    # No names of variables.
+    "$1 ${x $-",
     "x; touch canary; ",
     "x && touch canary | touch canary",
     "x > canary",
@@ -450,6 +451,8 @@ REFUSED_NAMES = [
     "nul\0",
     "\x1b[31mred",
     "back\\slash",
+    # The variable is not set.
+    "$HOME ${IFS}x",
     "x" * 300,
     "y/" * 2000,
 ]
@@ -599,7 +602,7 @@ def test_hostile_words_on_the_command_line_are_passed_exactly_or_refused(desk: D
     assert shown.code == 0, shown.text
     directories = [Path(line[2:]) for line in shown.out.splitlines() if line.startswith("# /")]
     assert len(set(directories)) == 4 and all(
-        d.parent == desk.work / "s" and d.name.strip(".") for d in directories
+        d.parent == desk.work / "s-sweep" and d.name.strip(".") for d in directories
     )
     for over in (
         "position.method=$(touch canary)",
