@@ -220,13 +220,15 @@ class Job:
 
     def record(self, result: Evaluation) -> dict[str, Any]:
         """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
+        # What the checkpoint was trained with, whatever the command line has set.
+        trained = self.checkpoint.config
         return completed(
             {
                 "run": self.run,
                 "step": self.checkpoint.trainer_state.step,
-                "method": self.config.position.method,
-                "seed": self.config.run.seed,
-                "train_length": self.config.data.sequence_length,
+                "method": trained.position.method,
+                "seed": trained.run.seed,
+                "train_length": trained.data.sequence_length,
                 "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
                 "validation": self.stream.identity[:HASH_DIGITS],
                 **result.record(),

@@ -44,7 +44,7 @@ FIELDS = (
 | run | str | the run's directory as the user gave it, or the checkpoint's path if it stands alone |
 | step | int | optimizer steps that the checkpoint was trained for |
 | method | str | position.method |
-| seed | int | train.seed |
+| seed | int | run.seed |
 | train_length | int | data.sequence_length, the training length L in tokens |
 | tokenizer | str | first 12 hex digits of the SHA-256 of the tokenizer's file |
 | validation | str | first 12 hex digits of the SHA-256 of the validation split that was scored |
