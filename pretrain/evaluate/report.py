@@ -21,6 +21,7 @@ from pretrain.evaluate.blocks import (
     BlockLosses,
     block_key,
     block_rows,
+    blocks_path,
 )
 from pretrain.evaluate.comparison import describe_by_length, what_stands_out
 from pretrain.evaluate.curves import (
@@ -121,8 +122,10 @@ def write_report(
     pictures = {name: kinds for section in sections for name, kinds in section.pictures.items()}
     write_pictures(out.parent, out.stem, pictures, was_there=out.exists())
     if rows_of_blocks := list(block_rows(records)):
-        content = to_csv(BLOCK_FIELDS, rows_of_blocks)
-        replace_file(out.with_name(f"{out.stem}_blocks.csv"), content)
+        replace_file(blocks_path(out), to_csv(BLOCK_FIELDS, rows_of_blocks))
+    elif out.exists():
+        # An earlier report's: they are not those of these records.
+        blocks_path(out).unlink(missing_ok=True)
     replace_file(out.with_suffix(".csv"), records_to_csv(records))
     report = "\n\n".join(
         [
