@@ -19,6 +19,7 @@ from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
+from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
 from pretrain.evaluate.existing import check_overwrites
@@ -221,7 +222,7 @@ class Job:
     def record(self, result: Evaluation) -> dict[str, Any]:
         """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
         # What the checkpoint was trained with, whatever the command line has set.
-        trained = self.checkpoint.config
+        trained, data = self.checkpoint.config, self.checkpoint.origin.data
         return completed(
             {
                 "run": self.run,
@@ -229,6 +230,7 @@ class Job:
                 "method": trained.position.method,
                 "seed": trained.run.seed,
                 "train_length": trained.data.sequence_length,
+                "settings": settings_hash(trained, data.get(TRAINING))[:HASH_DIGITS],
                 "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
                 "validation": self.stream.identity[:HASH_DIGITS],
                 **result.record(),

@@ -29,6 +29,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
     "seed": _OPTIONAL_INT,
     "train_length": _OPTIONAL_INT,
+    "settings": _OPTIONAL_TEXT,
     "tokenizer": _OPTIONAL_TEXT,
     "validation": _OPTIONAL_TEXT,
     "protocol": str,

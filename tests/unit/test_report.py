@@ -292,11 +292,19 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path
         {"seed": 2, "validation": "eeeeeeeeeeee"},
         {"seed": 2, "length": 256},
         {"seed": 2, "train_length": 256},
+        {"seed": 2, "settings": "eeeeeeeeeeee"},
     ],
 )
 def test_runs_that_differ_in_more_are_not_averaged(change):
     curves = make_curves([make_record(seed=1), make_record(**change)])
     assert len(curves) == 2 and not any(curve.is_mean for curve in curves)
+
+
+def test_runs_of_other_settings_are_named_by_their_runs():
+    """A learning rate is not a seed: their names must not say that they differ in it alone."""
+    records = [make_record(seed=1), make_record(seed=2, settings="eeeeeeeeeeee")]
+    names = [curve.name for curve in make_curves(records)]
+    assert names == ["alibi, run alibi_128_1", "alibi, run alibi_128_2"]
 
 
 # ---- several training lengths --------------------------------------------------------------------
@@ -553,6 +561,17 @@ def test_the_only_copy_of_a_report_is_not_overwritten_by_another(tmp_path):
     (tmp_path / "new/curve_blocks.csv").write_text("mine,not yours\n")
     with pytest.raises(ConfigError, match=r"curve_blocks\.csv would be overwritten"):
         check_overwrites(tmp_path / "new/curve.json")
+
+
+def test_tables_say_the_steps_where_they_differ(tmp_path):
+    alibi, rotary = make_record("alibi", step=400), make_record("rotary", step=40_000)
+    assert "step" not in format_table([alibi, {**rotary, "step": 400}])
+    header, _, *rows = format_table([alibi, rotary]).splitlines()[1:5]
+    assert cells(header)[1] == "step" and [cells(row)[1] for row in rows] == ["400", "40000"]
+    other = make_record(step=800, train_length=256)
+    write_report(tmp_path / "curve.json", [alibi, other])
+    text = (tmp_path / "report.md").read_text()
+    assert "by training length L (50,000 tokens scored, trained for 400 to 800 steps)" in text
 
 
 # ---- losses by position --------------------------------------------------------------------------
