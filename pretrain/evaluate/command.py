@@ -5,6 +5,7 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -295,9 +296,11 @@ def _text_line(stream: TokenStream, text: ScoredText) -> str:
 def _result_line(method: str, record: Mapping[str, Any]) -> str:
     """Return the line of one result."""
     low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
+    # One block has no spread.
+    interval = "no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
     return (
         f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
-        f"perplexity {record['perplexity']:9.3f}  ({low:.3f} to {high:.3f})  "
+        f"perplexity {record['perplexity']:9.3f}  ({interval})  "
         f"{record['bits_per_byte']:.4f} bits per byte"
     )
 

@@ -80,7 +80,7 @@ def test_training_refuses_such_lengths_before_it_starts(refused, config, workspa
 
 def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_path):
     """evaluation.max_tokens = 2048 of the config bounds the evaluations while training alone."""
-    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    whole, part = tmp_path / "whole/curve.json", tmp_path / "part/curve.json"
     options = ["--lengths", "64", "--protocols", "nonoverlapping", "--out"]
     done = pretrain("evaluate", run, *options, whole)
     assert done.code == 0, done.text
