@@ -58,6 +58,8 @@ class EvaluationRequest:
                 f"--lengths {lengths}: expected numbers of tokens separated by commas, "
                 "as in --lengths 128,256,512"
             ) from None
+        if any(length < 1 for length in parsed or ()):
+            raise ConfigError(f"--lengths {lengths}: expected lengths of 1 or more tokens")
         names = tuple(protocols.split(","))
         for name in names:
             if name not in PROTOCOLS:

@@ -7,6 +7,8 @@ entry is an error in this table; tests/unit/test_trajectory.py fails until it ha
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,6 +201,26 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
                 effect = FREE if effect is CONTENT else effect
                 found.append(Difference(key, old, new, effect, note=_note(key, after)))
     return found
+
+
+_AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.num_steps"}
+"""Keys that a checkpoint does not mind, and that yet decide what a run becomes."""
+
+
+def settings_hash(config: RunConfig, training: str | None) -> str:
+    """Return a hash of all that training depends on but the seed, the same for runs that agree.
+
+    Args:
+        config: The config of a run.
+        training: The hash of its training split; None where a checkpoint did not record it.
+    """
+    values: dict[str, Any] = {TRAINING: training}
+    for section, keys in section_keys().items():
+        for key in (f"{section}.{name}" for name in keys):
+            counts = effect_of(key) in (FIXED, TRAJECTORY) or key in _AT_STEP_0
+            if counts and key != "run.seed":
+                values[key] = _value(config, section, key.partition(".")[2])
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def data_differences(

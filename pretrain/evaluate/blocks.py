@@ -38,6 +38,15 @@ BlockKey = tuple[str, str, int, int]
 """(checkpoint, protocol, stride, length) as in the record."""
 
 
+def blocks_path(out: Path) -> Path:
+    """Return the path of the losses by block of a report.
+
+    Args:
+        out: FILE.json of the report.
+    """
+    return out.with_name(f"{out.stem}_blocks.csv")
+
+
 def block_key(record: Record) -> BlockKey:
     """Return the key of a record's losses by block."""
     return record["checkpoint"], record["protocol"], record["stride"], record["length"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def _records(source: Path) -> list[dict[str, Any]]:
     if source.is_dir():
         check_version(source)
         evaluated = read_evaluations(source / "evaluations")
+        for name, reason in evaluated.missing.items():
+            print(f"warning: {source}: {name}: {reason}", file=sys.stderr, flush=True)
         if not evaluated.records:
             raise ConfigError(
                 f"{source}: none of its checkpoints has been evaluated. Name a curve.json that "

@@ -5,6 +5,7 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
+from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
 from pretrain.evaluate.existing import check_overwrites
@@ -220,13 +222,16 @@ class Job:
 
     def record(self, result: Evaluation) -> dict[str, Any]:
         """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
+        # What the checkpoint was trained with, whatever the command line has set.
+        trained, data = self.checkpoint.config, self.checkpoint.origin.data
         return completed(
             {
                 "run": self.run,
                 "step": self.checkpoint.trainer_state.step,
-                "method": self.config.position.method,
-                "seed": self.config.run.seed,
-                "train_length": self.config.data.sequence_length,
+                "method": trained.position.method,
+                "seed": trained.run.seed,
+                "train_length": trained.data.sequence_length,
+                "settings": settings_hash(trained, data.get(TRAINING))[:HASH_DIGITS],
                 "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
                 "validation": self.stream.identity[:HASH_DIGITS],
                 **result.record(),
@@ -291,9 +296,11 @@ def _text_line(stream: TokenStream, text: ScoredText) -> str:
 def _result_line(method: str, record: Mapping[str, Any]) -> str:
     """Return the line of one result."""
     low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
+    # One block has no spread.
+    interval = "no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
     return (
         f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
-        f"perplexity {record['perplexity']:9.3f}  ({low:.3f} to {high:.3f})  "
+        f"perplexity {record['perplexity']:9.3f}  ({interval})  "
         f"{record['bits_per_byte']:.4f} bits per byte"
     )
 

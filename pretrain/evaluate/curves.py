@@ -26,6 +26,7 @@ class Source(NamedTuple):
     method: str
     train_length: int | None
     seed: int | None
+    settings: str | None
     tokenizer: str | None
     validation: str | None
     step: int | None
@@ -121,10 +122,10 @@ class Text(NamedTuple):
 def make_curves(records: Sequence[Record]) -> list[Curve]:
     """Return the curves by window length, in the order of the records.
 
-    Runs are averaged when they agree in method, training length, tokenizer, validation set, step,
-    protocol and lengths, and each has another seed. Records say no more of a run's config, so
-    whatever else the runs differ in is the user's to know. Two of them with one seed differ in
-    something else, and then none of them is averaged.
+    Runs are averaged when they agree in method, training length, settings, tokenizer, validation
+    set, step, protocol and lengths, and each has another seed. Records of earlier releases do not
+    say the settings, and what else their runs differ in is the user's to know. Two runs with one
+    seed differ in something else, and then none of them is averaged.
 
     Args:
         records: Evaluations with the keys of `records.FIELDS`.
@@ -345,7 +346,14 @@ def _path(name: str) -> Callable[[_Groups], list[str]]:
     return qualifier
 
 
+def _settings(groups: _Groups) -> list[str]:
+    """Return the run where settings differ, since nobody knows settings by their hash."""
+    is_one = len({group[0].settings for group in groups}) == 1
+    return [""] * len(groups) if is_one else _path("run")(groups)
+
+
 _QUALIFIERS = (
+    _settings,
     _field("seed"),
     _field("tokenizer"),
     _field("validation"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from pretrain.config import ConfigError
+from pretrain.evaluate.blocks import BLOCK_FIELDS, blocks_path
 
 TITLE = "# Perplexity"
 """Every report.md begins with it."""
@@ -33,6 +34,7 @@ def check_overwrites(out: Path) -> None:
         curve: _has_columns(curve, _COLUMNS),
         report: _start(report).startswith(TITLE),
         positions: _has_columns(positions, _POSITION_COLUMNS),
+        blocks_path(out): _has_columns(blocks_path(out), set(BLOCK_FIELDS)),
     }
     ours |= {curve.with_suffix(p): ours[out] or ours[curve] for p in PICTURES}
     ours |= {positions.with_suffix(p): ours[positions] for p in PICTURES}
@@ -41,6 +43,13 @@ def check_overwrites(out: Path) -> None:
             raise ConfigError(
                 f"--out {out}: {path} would be overwritten, and it is no report that `pretrain "
                 "evaluate --out` wrote. Move it elsewhere, or choose another --out"
+            )
+    # report.md and positions.csv have one name in a folder, and no other file holds what they say.
+    for other in sorted(out.parent.glob("*.json")):
+        if other.name != out.name and report.exists() and _is_curve(other):
+            raise ConfigError(
+                f"--out {out}: {out.parent} holds the report {other.name}, whose report.md and "
+                "positions.csv would be overwritten. Choose a folder of its own"
             )
 
 

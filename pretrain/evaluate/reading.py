@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pretrain.evaluate.blocks import read_blocks, with_blocks
+from pretrain.evaluate.blocks import (
+    BlockKey,
+    BlockLosses,
+    block_key,
+    blocks_path,
+    read_blocks,
+    with_blocks,
+)
 from pretrain.evaluate.records import FIELDS, completed
 from pretrain.rundir.checkpoints import checkpoint_step
 
@@ -22,6 +29,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
     "seed": _OPTIONAL_INT,
     "train_length": _OPTIONAL_INT,
+    "settings": _OPTIONAL_TEXT,
     "tokenizer": _OPTIONAL_TEXT,
     "validation": _OPTIONAL_TEXT,
     "protocol": str,
@@ -56,10 +64,29 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     try:
         curve = json.loads(path.read_bytes())
         rows, trained = curve["records"], curve["train_length"]
-        blocks = read_blocks(path.with_name(f"{path.stem}_blocks.csv"))
-        return [with_blocks(_record(row, trained), blocks) for row in rows]
+        blocks = read_blocks(blocks_path(path))
+        return [_with_its_blocks(_record(row, trained), blocks) for row in rows]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _with_its_blocks(
+    record: dict[str, Any], blocks: Mapping[BlockKey, BlockLosses]
+) -> dict[str, Any]:
+    """Return a record with its losses by block, or without where those in the table are not its.
+
+    The table does not say which evaluation of a checkpoint a block is of. One of more text, or of
+    another run whose checkpoint had the same path, has other sums.
+    """
+    found = blocks.get(block_key(record))
+    if found is not None:
+        tokens, loss = found.counts.sum(), found.losses.sum()
+        is_its = tokens == record["tokens"] and math.isclose(
+            loss, record["loss_nats"] * tokens, rel_tol=1e-6
+        )
+        if not is_its:
+            return with_blocks(record, {})
+    return with_blocks(record, blocks)
 
 
 def _record(row: Mapping[str, Any], train_length: int | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ FIELDS = (
     "method",
     "seed",
     "train_length",
+    "settings",
     "tokenizer",
     "validation",
     "protocol",
@@ -44,8 +45,9 @@ FIELDS = (
 | run | str | the run's directory as the user gave it, or the checkpoint's path if it stands alone |
 | step | int | optimizer steps that the checkpoint was trained for |
 | method | str | position.method |
-| seed | int | train.seed |
+| seed | int | run.seed |
 | train_length | int | data.sequence_length, the training length L in tokens |
+| settings | str | first 12 hex digits of a hash of all that training depends on but the seed |
 | tokenizer | str | first 12 hex digits of the SHA-256 of the tokenizer's file |
 | validation | str | first 12 hex digits of the SHA-256 of the validation split that was scored |
 | protocol | str | "nonoverlapping" or "sliding" |
@@ -61,8 +63,8 @@ FIELDS = (
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
 were scored, and nothing about another seed of the training. A value that is not known is None, as
-in files of earlier releases, which lack run, step, seed, train_length, tokenizer, validation,
-loss_low, loss_high, bits_per_byte and bytes.
+in files of earlier releases, which lack run, step, seed, train_length, settings, tokenizer,
+validation, loss_low, loss_high, bits_per_byte and bytes.
 """
 
 HASH_DIGITS = 12

@@ -21,6 +21,7 @@ from pretrain.evaluate.blocks import (
     BlockLosses,
     block_key,
     block_rows,
+    blocks_path,
 )
 from pretrain.evaluate.comparison import describe_by_length, what_stands_out
 from pretrain.evaluate.curves import (
@@ -65,8 +66,9 @@ PROTOCOLS_EXPLAINED = (
 INTERVALS_EXPLAINED = (
     "The number after +- is the longer half of the 95 % confidence interval, by a bootstrap over "
     "blocks of the text: it says how far the value would move on other text of the same kind, and "
-    "nothing about another seed of the training. Values of several seeds are the geometric mean of "
-    "their perplexities (the mean of their bits per byte) and, in brackets, the least and the "
+    "nothing about another seed of the training. Values of several seeds, of runs that agree in "
+    "all other settings of training, are the geometric mean of their perplexities (the mean of "
+    "their bits per byte) and, in brackets, the least and the "
     'largest; the value of each seed is in the CSV. A value that is not known is "-".'
 )
 """What stands beside a value in report.md."""
@@ -121,8 +123,10 @@ def write_report(
     pictures = {name: kinds for section in sections for name, kinds in section.pictures.items()}
     write_pictures(out.parent, out.stem, pictures, was_there=out.exists())
     if rows_of_blocks := list(block_rows(records)):
-        content = to_csv(BLOCK_FIELDS, rows_of_blocks)
-        replace_file(out.with_name(f"{out.stem}_blocks.csv"), content)
+        replace_file(blocks_path(out), to_csv(BLOCK_FIELDS, rows_of_blocks))
+    elif out.exists():
+        # An earlier report's: they are not those of these records.
+        blocks_path(out).unlink(missing_ok=True)
     replace_file(out.with_suffix(".csv"), records_to_csv(records))
     report = "\n\n".join(
         [

@@ -60,12 +60,15 @@ class Table(NamedTuple):
         return range(len(self.header))
 
 
-def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
+def length_table(
+    curves: Sequence[Curve], quantity: str = PERPLEXITY, with_steps: bool = True
+) -> Table:
     """Return a table with a row for each curve and a column for each window length in tokens.
 
     Args:
         curves: Curves by window length. Perplexities must be of one tokenizer.
         quantity: PERPLEXITY or BITS_PER_BYTE.
+        with_steps: Add a column of the steps where curves are of several.
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
@@ -75,7 +78,7 @@ def length_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
     lengths = lengths_of(curves)
     labels = [length_label(n, only) for n in lengths]
     rows = [[cell(curve, n, quantity) for n in lengths] for curve in curves]
-    return _table(title, curves, labels, rows, quantity)
+    return _table(title, curves, labels, rows, quantity, with_steps)
 
 
 def relative_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
@@ -110,10 +113,13 @@ def training_length_tables(curves: Sequence[Curve]) -> list[Table]:
         rows = [
             [cell(row[t], length) if t in row else "-" for t in trained] for row in found.values()
         ]
-        tokens = tokens_in_words(curve for row in found.values() for curve in row.values())
+        shown = [curve for row in found.values() for curve in row.values()]
+        about = f"{tokens_in_words(shown)} tokens scored"
+        if len(steps := steps_of(shown)) > 1:
+            about += f", trained for {_range(steps)} steps"
         tables.append(
             Table(
-                f"Perplexity at {length} tokens, by training length L ({tokens} tokens scored)",
+                f"Perplexity at {length} tokens, by training length L ({about})",
                 ["method", "protocol", *(f"L = {t or 'unknown'}" for t in trained)],
                 [[*key, *row] for key, row in zip(found, rows)],
                 names=2,
@@ -129,7 +135,7 @@ def step_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
         curves: Curves by window length, named by their steps.
         quantity: PERPLEXITY or BITS_PER_BYTE.
     """
-    table = length_table(curves, quantity)
+    table = length_table(curves, quantity, with_steps=False)
     (trained, *_) = [*train_lengths(curves), "unknown"]
     title = f"{TITLES[quantity]} by training step and length in tokens (L = {trained})"
     return table._replace(title=title, header=["step", *table.header[1:]])
@@ -149,7 +155,12 @@ def source_table(curves: Iterable[Curve]) -> Table:
 
 
 def _table(
-    title: str, curves: Sequence[Curve], labels: list[str], rows: list[list[str]], quantity: str
+    title: str,
+    curves: Sequence[Curve],
+    labels: list[str],
+    rows: list[list[str]],
+    quantity: str,
+    with_steps: bool = True,
 ) -> Table:
     """Return a table with these cells, behind the curves' names, protocols and tokens scored."""
     heads = ["method", "protocol"]
@@ -158,6 +169,11 @@ def _table(
         heads.insert(1, "L")
         for row, curve in zip(words, curves):
             row.insert(1, _or_dash(curve.train_length))
+    # A checkpoint of half of the training beside one of all of it is no comparison of methods.
+    if with_steps and len(steps_of(curves)) > 1:
+        heads.insert(-1, "step")
+        for row, curve in zip(words, curves):
+            row.insert(-1, _or_dash(curve.sources[0].step))
     count = "tokens" if quantity == PERPLEXITY else "bytes"
     counts = [tokens_in_words([c]) if quantity == PERPLEXITY else _range(c.bytes()) for c in curves]
     table_rows = [[*w, n, *row] for w, n, row in zip(words, counts, rows)]
@@ -222,6 +238,11 @@ def length_in_words(length: int, train_length: int | None) -> str:
 def tokens_in_words(curves: Iterable[Curve]) -> str:
     """Return how many tokens were scored: "50,000", or "1,000 to 50,000" where it differs."""
     return _range(sorted({count for curve in curves for count in curve.tokens()}))
+
+
+def steps_of(curves: Iterable[Curve]) -> list[int]:
+    """Return the different training steps of curves by window length, ascending."""
+    return sorted({c.sources[0].step for c in curves if c.sources[0].step is not None})
 
 
 def _range(counts: Sequence[int]) -> str:

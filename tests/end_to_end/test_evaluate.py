@@ -80,7 +80,7 @@ def test_training_refuses_such_lengths_before_it_starts(refused, config, workspa
 
 def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_path):
     """evaluation.max_tokens = 2048 of the config bounds the evaluations while training alone."""
-    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    whole, part = tmp_path / "whole/curve.json", tmp_path / "part/curve.json"
     options = ["--lengths", "64", "--protocols", "nonoverlapping", "--out"]
     done = pretrain("evaluate", run, *options, whole)
     assert done.code == 0, done.text
@@ -118,6 +118,11 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
         assert 1200 < record["bytes"] < 2200
         bits = record["loss_nats"] * record["tokens"] / math.log(2) / record["bytes"]
         assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    # A seed on the command line is not the one that the checkpoint was trained with.
+    seeded = (run, *QUICK, "--set", "run.seed=5", "--out", tmp_path / "seeded/curve.json")
+    done = pretrain("evaluate", *seeded)
+    assert done.code == 0, done.text
+    assert [r["seed"] for r in curve(tmp_path / "seeded/curve.json")] == [1234]
     events = [r for r in metrics(run) if r.get("evaluation")]
     theirs = {"loss_low", "loss_high", "bits_per_byte", "tokens", "bytes", "validation"}
     assert all(event.keys() >= theirs for event in events)

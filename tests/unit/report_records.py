@@ -24,6 +24,7 @@ def make_record(method="alibi", protocol="nonoverlapping", length=128, perplexit
         "method": method,
         "seed": seed,
         "train_length": train_length,
+        "settings": "cccccccccccc",
         "tokenizer": "aaaaaaaaaaaa",
         "validation": "bbbbbbbbbbbb",
         "protocol": protocol,

@@ -47,6 +47,13 @@ def test_the_stride_of_the_run_stays_where_no_length_is_shorter(
     assert asked.applied_to(demo, "demo").evaluation_stride == expected
 
 
+@pytest.mark.parametrize("lengths", ["0", "32,0", "-1"])
+def test_no_length_of_no_tokens_is_asked_for(lengths):
+    """The config of the checkpoint is not to blame."""
+    with pytest.raises(ConfigError, match=f"^--lengths {lengths}: expected lengths of 1 or more"):
+        EvaluationRequest.parse(lengths, "sliding", None, None)
+
+
 def test_what_the_model_cannot_is_refused_with_the_file():
     learned = load_config(DEMO, ["position.method=learned", "evaluation.lengths=[128]"])
     with pytest.raises(ConfigError, match=r"demo: evaluation\.lengths = 256: the learned position"):

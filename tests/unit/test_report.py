@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -13,10 +14,12 @@ from scipy import stats
 
 from pretrain.config import ConfigError
 from pretrain.evaluate import plots
-from pretrain.evaluate.blocks import BlockLosses, block_key, with_blocks
+from pretrain.evaluate.blocks import KEY, BlockLosses, block_key, with_blocks
 from pretrain.evaluate.combine import combine
 from pretrain.evaluate.comparison import what_stands_out
 from pretrain.evaluate.curves import by_text, make_curves
+from pretrain.evaluate.existing import check_overwrites
+from pretrain.evaluate.reading import read_records
 from pretrain.evaluate.records import FIELDS, PositionLosses
 from pretrain.evaluate.report import format_table, write_report
 from tests.unit.report_records import (
@@ -289,11 +292,19 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path
         {"seed": 2, "validation": "eeeeeeeeeeee"},
         {"seed": 2, "length": 256},
         {"seed": 2, "train_length": 256},
+        {"seed": 2, "settings": "eeeeeeeeeeee"},
     ],
 )
 def test_runs_that_differ_in_more_are_not_averaged(change):
     curves = make_curves([make_record(seed=1), make_record(**change)])
     assert len(curves) == 2 and not any(curve.is_mean for curve in curves)
+
+
+def test_runs_of_other_settings_are_named_by_their_runs():
+    """A learning rate is not a seed: their names must not say that they differ in it alone."""
+    records = [make_record(seed=1), make_record(seed=2, settings="eeeeeeeeeeee")]
+    names = [curve.name for curve in make_curves(records)]
+    assert names == ["alibi, run alibi_128_1", "alibi, run alibi_128_2"]
 
 
 # ---- several training lengths --------------------------------------------------------------------
@@ -503,7 +514,11 @@ def test_values_of_one_text_are_compared_block_by_block():
 
 def test_losses_by_block_are_kept_and_read_again(tmp_path):
     difficulty = np.linspace(-1, 1, 64)
-    pair = [make_record("alibi", spread=0.1), make_record("rotary", perplexity=19.5, spread=0.1)]
+    # A whole number of tokens in each block.
+    pair = [
+        make_record("alibi", spread=0.1, tokens=64_000),
+        make_record("rotary", perplexity=19.5, spread=0.1, tokens=64_000),
+    ]
     blocks = {block_key(r): make_blocks(r, difficulty, 0.001, i) for i, r in enumerate(pair)}
     first, second = tmp_path / "one/curve.json", tmp_path / "two/curve.json"
     for out, record in ((first, pair[0]), (second, pair[1])):
@@ -513,6 +528,50 @@ def test_losses_by_block_are_kept_and_read_again(tmp_path):
     rows = read_csv(tmp_path / "both/curve_blocks.csv")
     assert len(rows) == 128
     assert [float(row["loss_nats"]) for row in rows[64:]] == list(blocks[block_key(pair[1])].losses)
+
+
+def test_losses_by_block_of_another_evaluation_are_not_taken(tmp_path):
+    out = tmp_path / "one/curve.json"
+    record = make_record(tokens=64_000)
+    blocks = {block_key(record): make_blocks(record, np.zeros(64), 0.001, 1)}
+    write_report(out, [record], blocks=blocks)
+    assert read_records(out)[0][KEY] is not None
+    # The same checkpoint path, and other text or another run behind it.
+    for change in ({"tokens": 40_000}, {"loss_nats": 3.1}):
+        curve = json.loads(out.read_text())
+        curve["records"][0] |= change
+        other = tmp_path / "other/curve.json"
+        other.parent.mkdir(exist_ok=True)
+        other.write_text(json.dumps(curve))
+        shutil.copy(tmp_path / "one/curve_blocks.csv", other.parent)
+        assert read_records(other)[0][KEY] is None
+    # A report without losses by block does not leave those of an earlier one behind.
+    write_report(out, [make_record(perplexity=30.0)])
+    assert not (tmp_path / "one/curve_blocks.csv").exists()
+
+
+def test_the_only_copy_of_a_report_is_not_overwritten_by_another(tmp_path):
+    write_report(tmp_path / "a.json", [make_record()], {("x", 128): position_losses(128)})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    check_overwrites(tmp_path / "a.json")
+    with pytest.raises(ConfigError, match=r"holds the report a\.json.*positions\.csv"):
+        check_overwrites(tmp_path / "b.json")
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/curve_blocks.csv").write_text("mine,not yours\n")
+    with pytest.raises(ConfigError, match=r"curve_blocks\.csv would be overwritten"):
+        check_overwrites(tmp_path / "new/curve.json")
+
+
+def test_tables_say_the_steps_where_they_differ(tmp_path):
+    alibi, rotary = make_record("alibi", step=400), make_record("rotary", step=40_000)
+    assert "step" not in format_table([alibi, {**rotary, "step": 400}])
+    header, _, *rows = format_table([alibi, rotary]).splitlines()[1:5]
+    assert cells(header)[1] == "step" and [cells(row)[1] for row in rows] == ["400", "40000"]
+    other = make_record(step=800, train_length=256)
+    write_report(tmp_path / "curve.json", [alibi, other])
+    text = (tmp_path / "report.md").read_text()
+    assert "by training length L (50,000 tokens scored, trained for 400 to 800 steps)" in text
 
 
 # ---- losses by position --------------------------------------------------------------------------

@@ -298,6 +298,11 @@ def test_a_report_of_something_else_is_not_overwritten(tmp_path):
         (tmp_path / "curve.json").write_text(content)
         with pytest.raises(ConfigError, match=r"--out .*curve.json: is there already"):
             check_out(tmp_path / "curve.json")
+    for name in ("notes.md", "notes.csv", "notes.png"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ConfigError, match=rf"{name} would be overwritten"):
+            check_out(tmp_path / "notes.json")
+        (tmp_path / name).unlink()
 
 
 @pytest.mark.parametrize(

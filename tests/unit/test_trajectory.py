@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pretrain.checkpoint.changes import trained_tokens
 from pretrain.checkpoint.content import Change, TrainerState
-from pretrain.config import ConfigError, RunConfig
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.keys import section_keys
 from pretrain.config.trajectory import (
     EFFECTS,
@@ -18,9 +20,11 @@ from pretrain.config.trajectory import (
     describe_differences,
     differences,
     effect_of,
+    settings_hash,
 )
 from tests.conftest import tiny_config
 
+DEMO = Path(__file__).parents[2] / "configs/demo.toml"
 KEYS = [f"{section}.{name}" for section, names in section_keys().items() for name in names]
 
 
@@ -167,3 +171,21 @@ def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
     )
     assert trained_tokens(config, state, changes) == (3 * 8 + 5 * 4) * 32 + 2 * 4 * 64
     assert trained_tokens(config, state, ()) == state.consumed_samples * 64
+
+
+def test_settings_are_one_for_runs_that_differ_in_their_seed_alone():
+    def found(*overrides, training="a"):
+        return settings_hash(load_config(DEMO, list(overrides)), training)
+
+    own = found()
+    free = ("run.seed=5", "run.directory=elsewhere", "logging.wandb=disabled")
+    assert all(found(each) == own for each in free)
+    others = (
+        "optimizer.learning_rate=1e-4",
+        "model.num_layers=3",
+        "model.embedding_init_method_std=0.5",
+        "train.num_steps=700",
+        "batch.global_batch_size=64",
+        "position.method=rotary",
+    )
+    assert len({own, found(training="b"), *map(found, others)}) == 2 + len(others)

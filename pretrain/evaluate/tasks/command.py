@@ -50,12 +50,14 @@ class Plan:
 
     def common(self) -> dict[str, Any]:
         """Return what all records of the checkpoint say."""
+        # What the checkpoint was trained with, whatever the command line has set.
+        trained = self.checkpoint.config
         return {
             "run": self.run,
             "step": self.checkpoint.trainer_state.step,
-            "method": self.config.position.method,
-            "seed": self.config.run.seed,
-            "train_length": self.config.data.sequence_length,
+            "method": trained.position.method,
+            "seed": trained.run.seed,
+            "train_length": trained.data.sequence_length,
             "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
             "validation": self.stream.identity[:HASH_DIGITS],
             "checkpoint": str(self.checkpoint.path),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError
+from pretrain.evaluate.drawing import FORMATS
 from pretrain.evaluate.tables import Table, to_csv
 from pretrain.evaluate.tasks.plots import Curve, draw
 from pretrain.evaluate.tasks.results import FEWEST, FIELDS, RESAMPLES, Record
@@ -41,6 +42,9 @@ TABLES = (
 )
 """(task, measure, what rows are told apart by, title)."""
 
+SUFFIXES = (".csv", *(f".{kind}" for kind in FORMATS), ".md")
+"""Endings of the files that are written beside FILE.json."""
+
 
 def check_out(out: Path) -> None:
     """Check that a report may be written to `out`.
@@ -53,6 +57,13 @@ def check_out(out: Path) -> None:
             f"--out {out}: the file name must end in .json. The other files are written beside it"
         )
     if not out.exists():
+        # Without the JSON nothing says that the others are of an earlier report.
+        for path in (out.with_suffix(suffix) for suffix in SUFFIXES):
+            if path.exists():
+                raise ConfigError(
+                    f"--out {out}: {path} would be overwritten, and no report of tasks lies "
+                    "beside it. Choose another name"
+                )
         return
     try:
         records = json.loads(out.read_text())["records"]
