@@ -91,9 +91,11 @@ def sweep_locally(
         )
         return code
     curve = sweep_folder(base) / "report" / "curve.json"
-    directories = [run.config.run.directory for run in runs]
-    evaluate = ["pretrain", "evaluate", *directories, "--out", str(curve)]
-    print(f"next: {shlex.join(evaluate)}")
+    saved = [run.config for run in runs if newest_checkpoint_step(run.config.directory) is not None]
+    if saved:
+        directories = [config.run.directory for config in saved]
+        evaluate = ["pretrain", "evaluate", *directories, "--out", str(curve)]
+        print(f"next: {shlex.join(evaluate)}")
     return code
 
 

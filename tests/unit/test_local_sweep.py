@@ -21,13 +21,16 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from pretrain.config import dump_config, load_config
+from pretrain.config.overrides import check_overrides
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 words = sys.argv[2:]
-config = load_config(words[0], [w for before, w in zip(words, words[1:]) if before == "--set"])
+settings = [w for before, w in zip(words, words[1:]) if before == "--set"]
+# As `pretrain train` does with the options of its command line.
+config = load_config(words[0], check_overrides(settings))
 rank, run, last = int(os.environ["RANK"]), config.directory, config.train.num_steps
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 step = newest_checkpoint_step(run) or 0
@@ -132,7 +135,8 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     assert first.split() == [f"{BASE}/0.001", "finished", "12/12", "42.00"]
     assert failed.split() == [f"{BASE}/9.0", "failed", "0/12", "-"]
     assert last.split() == [f"{BASE}/0.002", "finished", "12/12", "42.00"]
-    runs = " ".join(f"{BASE}/{value}" for value in ("0.001", "9.0", "0.002"))
+    # The one that failed has nothing to evaluate.
+    runs = f"{BASE}/0.001 {BASE}/0.002"
     assert goes_on == f"next: pretrain evaluate {runs} --out {BASE}/report/curve.json"
     assert desk.attempts() == {"0.001": 1, "9.0": 1, "0.002": 1}
 
@@ -143,6 +147,19 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     longer = desk.sweep(*more, "--set", "train.num_steps=14")
     assert longer.code == 0 and longer.out.count("14/14") == 2, longer.text
     assert desk.attempts() == {"0.001": 2, "9.0": 1, "0.002": 2}
+
+
+def test_the_directory_of_a_sweep_can_be_set(desk: Desk) -> None:
+    words = ["--nproc", "1", "--set", "run.directory=runs/mine", "--over", "run.seed=1,2"]
+    done = desk.sweep(*words)
+    assert done.code == 0 and done.out.count("12/12") == 2, done.text
+    assert {path.name for path in (desk.folder / "runs").iterdir()} == {"demo", "mine-sweep"}
+    assert "next: pretrain evaluate runs/mine-sweep/1 runs/mine-sweep/2" in done.out
+
+
+def test_of_runs_that_all_failed_there_is_nothing_to_evaluate(desk: Desk) -> None:
+    done = desk.sweep("--nproc", "1", "--over", "optimizer.learning_rate=9.0")
+    assert done.code == 1 and "next:" not in done.out, done.text
 
 
 def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
