@@ -92,7 +92,9 @@ class Desk:
             "from pretrain.launcher.main import main; main()"
         )
         settings = ["train.num_steps=12", "schedule.lr_warmup_steps=1", "recovery.max_restarts=0"]
-        options = [word for setting in settings for word in ("--set", setting)]
+        given = {word.partition("=")[0] for word in words}
+        own = [setting for setting in settings if setting.partition("=")[0] not in given]
+        options = [word for setting in own for word in ("--set", setting)]
         return subprocess.Popen(
             [sys.executable, "-c", code, "sweep", CONFIG, *options, *words],
             cwd=self.folder,
