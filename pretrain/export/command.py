@@ -145,7 +145,7 @@ def _export(
         print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
-        add_precisions(out, config, report)
+        add_precisions(out, config, report, is_text=stream is not None)
         record_files(out)
     print(report.format())
     return report.passed

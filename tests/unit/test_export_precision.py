@@ -190,6 +190,12 @@ def test_the_card_says_in_which_precisions_not_to_load(tmp_path):
     assert report.passed
     assert "110.0000 at 2,048" not in report.format() and "134.0000 at 2,048" in report.format()
     assert "DIFFERS: do not load it in fp16" in report.format()
+    assert "Perplexity of a piece of validation text, by" in card
+    # Without the run's data, random tokens are compared, which are no text.
+    (tmp_path / "README.md").write_text("# Model\n")
+    add_precisions(tmp_path, make_config("alibi"), report, is_text=False)
+    card = (tmp_path / "README.md").read_text()
+    assert "Perplexity of random tokens, because the run's data was not at hand, by" in card
 
 
 # ---- vLLM's reading of a folder ------------------------------------------------------------------
