@@ -233,10 +233,14 @@ def test_an_export_reaches_16_training_lengths():
     assert checked_length(tiny_config(evaluation={"lengths": [32, 4096]}), None) == 4096
     assert checked_length(short, 100_000) == 100_000
     learned = tiny_config(position={"method": "learned"}, evaluation={"lengths": [32]})
+    sinusoidal = tiny_config(position={"method": "sinusoidal"}, evaluation={"lengths": [32]})
     assert checked_length(learned, None) == 32
     for config, length, message in (
         (short, 31, "--max-length 31: shorter than data.sequence_length = 32"),
         (learned, 64, "--max-length 64: the trained table of positions has 32 rows"),
+        (short, 10**30, "--max-length 10+: more than the 2147483647 tokens that"),
+        (sinusoidal, 10**9, "--max-length 1000000000: with sinusoidal positions"),
+        (short, 2 * 10**9, "--max-length 2000000000: with alibi positions"),
     ):
         with pytest.raises(ConfigError, match=message):
             checked_length(config, length)
