@@ -185,7 +185,8 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
     if needed > free:
         raise ConfigError(
             f"--max-length {max_length}: with {config.position.method} positions an export takes "
-            f"about {in_bytes(needed)} of memory for them, and {in_bytes(free)} are free. Choose a shorter length"
+            f"about {in_bytes(needed)} of memory for them, and {in_bytes(free)} are "
+            "free. Choose a shorter length"
         )
     return max_length
 
