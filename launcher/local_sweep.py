@@ -16,7 +16,8 @@ from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher.login.sweep import SweepRun, parse_axes, sweep_folder, sweep_runs
 from pretrain.launcher.login.tables import stopped
-from pretrain.launcher.node.local import run_locally
+from pretrain.launcher.node.local import PASSED_ON, run_locally
+from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.starts import check_data, check_goes_on, is_done
 from pretrain.launcher.terminal import plain, plain_lines, say
 from pretrain.rundir.attempts import is_idle, read_attempts
@@ -72,14 +73,18 @@ def sweep_locally(
         _print_plan(runs, left, nproc)
         return ExitCode.FINISHED
     code = ExitCode.FINISHED.value
-    for number, run in enumerate(left, start=1):
-        say(f"run {number} of {len(left)}: {_name(run)}")
-        # A failure of an earlier run counts as long as the user does not end the sweep.
-        ended = _train(path, nproc, run, allow_changed)
-        if ended in STOPPED_BY_USER:
-            code = ended
-            break
-        code = ExitCode.FAILED if ended else code
+    # One record for all runs: a signal may come between two of them, or too late to stop one.
+    with Signals(*PASSED_ON) as signals:
+        for number, run in enumerate(left, start=1):
+            say(f"run {number} of {len(left)}: {_name(run)}")
+            # A failure of an earlier run counts as long as the user does not end the sweep.
+            ended = _train(path, nproc, run, allow_changed, signals)
+            if ended in STOPPED_BY_USER or (signals.stops and (ended or number < len(left))):
+                code = ended if ended in STOPPED_BY_USER else ExitCode.STOPPED
+                break
+            code = ExitCode.FAILED if ended else code
+            # The next run must not follow a SIGUSR1 that this one has followed.
+            signals.received.clear()
     print(table(runs), flush=True)
     if code in STOPPED_BY_USER:
         over = [word for axis in axes for word in ("--over", axis)]
@@ -91,9 +96,11 @@ def sweep_locally(
         )
         return code
     curve = sweep_folder(base) / "report" / "curve.json"
-    directories = [run.config.run.directory for run in runs]
-    evaluate = ["pretrain", "evaluate", *directories, "--out", str(curve)]
-    print(f"next: {shlex.join(evaluate)}")
+    saved = [run.config for run in runs if newest_checkpoint_step(run.config.directory) is not None]
+    if saved:
+        directories = [config.run.directory for config in saved]
+        evaluate = ["pretrain", "evaluate", *directories, "--out", str(curve)]
+        print(f"next: {shlex.join(evaluate)}")
     return code
 
 
@@ -149,16 +156,26 @@ def table(runs: Sequence[SweepRun]) -> str:
     )
 
 
-def _train(path: Path, nproc: int, run: SweepRun, allow_changed: Sequence[str]) -> int:
-    """Train one run as `launcher local` does, and return its exit code. Errors are printed."""
+def _train(
+    path: Path, nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Signals
+) -> int:
+    """Train one run as `launcher local` does, and return its exit code. Errors are printed.
+
+    Args:
+        path: The config that the runs have in common.
+        nproc: Processes of the run.
+        run: The run.
+        allow_changed: Keys that may differ from the checkpoint's.
+        signals: Records the signals to this process; none came so far.
+    """
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     settings = [word for setting in run.settings for word in ("--set", setting)]
     try:
-        code = run_locally(run.config, nproc, train, [str(path), *settings])
+        code = run_locally(run.config, nproc, train, [str(path), *settings], signals=signals)
     except (ConfigError, RunFailed) as error:
         print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
         code = exit_code_of(error)
-    if code and code not in STOPPED_BY_USER:
+    if code and code not in STOPPED_BY_USER and not signals.stops:
         say(f"{run.config.run.directory}: failed with exit code {code}; the other runs go on")
     return code
 

@@ -256,7 +256,9 @@ def sweep_runs(
             raise ConfigError(
                 f"--over {' '.join(settings)}: gives the same run as {runs[directory].over}"
             )
-        settings = [*overrides, *settings, f"run.directory={_toml(str(directory))}"]
+        # One command may set a key once, and the directory is already made from what was given.
+        others = [each for each in overrides if key_of(each) != "run.directory"]
+        settings = [*others, *settings, f"run.directory={_toml(str(directory))}"]
         runs[directory] = SweepRun(load_config(path, settings), over, tuple(settings))
         _check_same_run(directory, over)
     return list(runs.values())

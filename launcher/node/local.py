@@ -48,6 +48,7 @@ def run_locally(
     command: Sequence[str],
     arguments: Sequence[str],
     resume: str | None = None,
+    signals: Signals | None = None,
 ) -> int:
     """Run `nproc` copies of `command` with `arguments` until the run is over.
 
@@ -62,6 +63,7 @@ def run_locally(
         command: What each rank runs, up to its subcommand: [python, "-m", "pretrain", "train"].
         arguments: The config file and its --set options, which give `config`.
         resume: The value of --resume for the first attempt; None leaves the option out.
+        signals: Records PASSED_ON already, and none came so far; None records them from now on.
 
     Returns:
         The exit code of the last attempt.
@@ -81,7 +83,7 @@ def run_locally(
         ) from None
     resume_option = _ResumeOption(run, resume)
     # Before the attempt begins: whoever sees it may send a signal.
-    with Signals(*PASSED_ON) as signals:
+    with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         claim_version(run)
         first = attempt.number

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain import topology
+from pretrain import platform, topology
 from pretrain.checkpoint.changes import check_tokenizer, trained_tokens
 from pretrain.checkpoint.data_set import NoDataSet, with_data_set
 from pretrain.checkpoint.load import load_global_state, load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tokenizer import tokenizer_of
-from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config import ConfigError, RunConfig, in_bytes, writing
 from pretrain.config.exports import EXPORT_REACH, export_length
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
@@ -38,6 +38,8 @@ from pretrain.rundir.paths import RunPaths
 
 PARITY_ROWS = 4
 """Number of validation sequences that are compared at the training length; one beyond it."""
+MOST_TOKENS = 2**31 - 1
+"""Longest sequence that an export may be made for: the largest int32."""
 SCORE_BYTES = 2**32
 """Largest matrix of attention scores in the comparison, [heads, T, T] in fp32. It bounds T, and so
 the memory and the time of exporting a large model."""
@@ -145,7 +147,7 @@ def _export(
         print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
-        add_precisions(out, config, report)
+        add_precisions(out, config, report, is_text=stream is not None)
         record_files(out)
     print(report.format())
     return report.passed
@@ -159,10 +161,15 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
         max_length: What the user asks for; None takes the default.
 
     Raises:
-        ConfigError: It is shorter than the training length, or a learned table does not reach it.
+        ConfigError: It is shorter than the training length, a learned table does not reach it, or
+            no memory holds it.
     """
     if max_length is None:
         return export_length(config)
+    if max_length > MOST_TOKENS:
+        raise ConfigError(
+            f"--max-length {max_length}: more than the {MOST_TOKENS} tokens that programs count to"
+        )
     length = config.data.sequence_length
     if max_length < length:
         raise ConfigError(
@@ -174,7 +181,23 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
             f"--max-length {max_length}: the trained table of positions has "
             f"{config.max_position_embeddings} rows. Leave the option out"
         )
+    needed, free = max_length * _bytes_a_position(config), platform.available_memory()
+    if needed > free:
+        raise ConfigError(
+            f"--max-length {max_length}: with {config.position.method} positions an export takes "
+            f"about {in_bytes(needed)} of memory for them, and {in_bytes(free)} are "
+            "free. Choose a shorter length"
+        )
     return max_length
+
+
+def _bytes_a_position(config: RunConfig) -> int:
+    """Return the memory that a class takes for each position that it reaches, when it is made."""
+    if config.position.method == "sinusoidal":
+        # Angles and their sines and cosines in fp64, and the table in fp32, twice.
+        return 24 * config.model.hidden_size
+    # MPT makes the biases of all positions in each forward pass, and slices them.
+    return 12 * config.model.num_attention_heads if config.position.method == "alibi" else 0
 
 
 def check_finite(weights: Mapping[str, Tensor], checkpoint: Path) -> None:

@@ -11,28 +11,34 @@ from pretrain.export.parity import STOCK, ParityReport, PrecisionParity
 
 CARD = "README.md"
 _TITLE = "## Precision"
+_RANDOM = "random tokens, because the run's data was not at hand"
 
 
-def add_precisions(folder: Path, config: RunConfig, report: ParityReport) -> None:
+def add_precisions(
+    folder: Path, config: RunConfig, report: ParityReport, *, is_text: bool = True
+) -> None:
     """Add the section to the model card of an export.
 
     Args:
         folder: The export, with its card.
         config: The run's config.
         report: The comparison of the export with the trained model.
+        is_text: False if they were compared on random tokens.
     """
     card = folder / CARD
     text = card.read_text(encoding="utf-8").rstrip()
-    card.write_text(f"{text}\n\n{_section(config, report)}", encoding="utf-8")
+    card.write_text(f"{text}\n\n{_section(config, report, is_text)}", encoding="utf-8")
 
 
-def _section(config: RunConfig, report: ParityReport) -> str:
+def _section(config: RunConfig, report: ParityReport, is_text: bool) -> str:
     """Return the section: verdicts, and perplexities beside those of the trained model."""
+    # Those of random tokens are far above any text's, and say nothing of how good the model is.
+    what = "a piece of validation text" if is_text else _RANDOM
     longest = max(row.length for row in report.lengths)
     lines = [
         _TITLE,
         "",
-        "The weights are float32. Perplexity of a piece of text, by the trained model and by this "
+        f"The weights are float32. Perplexity of {what}, by the trained model and by this "
         f"folder, at up to {longest:,} tokens:",
         "",
         "| loaded as | tokens | scored | trained model | this folder | difference |",

@@ -45,6 +45,7 @@ def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     assert done.code == 0, done.text
     assert "not here, so the models are compared on random tokens" in done.out
     assert done.out.splitlines()[-1].endswith("computes the same function")
+    assert "Perplexity of random tokens, because" in (tmp_path / "hf/README.md").read_text()
     given = load_tokenizer(workspace / "mine.json")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     for text in ("To be, or not to be <|endoftext|>", "  \n\ttabs 漢字"):

@@ -179,7 +179,7 @@ SUBMIT = [
         (["--lengths", "128"], "--lengths 128: has no effect without --evaluate-checkpoints"),
         (["--evaluation-time", "30"], "--evaluation-time 30: has no effect without --evaluate-"),
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
-        (["--evaluate-checkpoints", "--lengths", "128,0"], r"demo\.toml: evaluation\.lengths = 0"),
+        (["--evaluate-checkpoints", "--lengths", "128,0"], "--lengths 128,0: expected lengths"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
         (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
         (

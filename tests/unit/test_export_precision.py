@@ -188,6 +188,12 @@ def test_the_card_says_in_which_precisions_not_to_load(tmp_path):
     assert report.passed
     assert "110.0000 at 2,048" not in report.format() and "134.0000 at 2,048" in report.format()
     assert "DIFFERS: do not load it in fp16" in report.format()
+    assert "Perplexity of a piece of validation text, by" in card
+    # Without the run's data, random tokens are compared, which are no text.
+    (tmp_path / "README.md").write_text("# Model\n")
+    add_precisions(tmp_path, make_config("alibi"), report, is_text=False)
+    card = (tmp_path / "README.md").read_text()
+    assert "Perplexity of random tokens, because the run's data was not at hand, by" in card
 
 
 # ---- vLLM's reading of a folder ------------------------------------------------------------------
@@ -225,10 +231,14 @@ def test_an_export_reaches_16_training_lengths():
     assert checked_length(tiny_config(evaluation={"lengths": [32, 4096]}), None) == 4096
     assert checked_length(short, 100_000) == 100_000
     learned = tiny_config(position={"method": "learned"}, evaluation={"lengths": [32]})
+    sinusoidal = tiny_config(position={"method": "sinusoidal"}, evaluation={"lengths": [32]})
     assert checked_length(learned, None) == 32
     for config, length, message in (
         (short, 31, "--max-length 31: shorter than data.sequence_length = 32"),
         (learned, 64, "--max-length 64: the trained table of positions has 32 rows"),
+        (short, 10**30, "--max-length 10+: more than the 2147483647 tokens that"),
+        (sinusoidal, 10**9, "--max-length 1000000000: with sinusoidal positions"),
+        (short, 2 * 10**9, "--max-length 2000000000: with alibi positions"),
     ):
         with pytest.raises(ConfigError, match=message):
             checked_length(config, length)

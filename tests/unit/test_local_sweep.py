@@ -21,20 +21,29 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from pretrain.config import dump_config, load_config
+from pretrain.config.overrides import check_overrides
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 words = sys.argv[2:]
-config = load_config(words[0], [w for before, w in zip(words, words[1:]) if before == "--set"])
+settings = [w for before, w in zip(words, words[1:]) if before == "--set"]
+# As `pretrain train` does with the options of its command line.
+config = load_config(words[0], check_overrides(settings))
 rank, run, last = int(os.environ["RANK"]), config.directory, config.train.num_steps
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 step = newest_checkpoint_step(run) or 0
 if config.optimizer.learning_rate == 9.0:
     sys.exit("error: not finite" if rank == 0 else 0)
-# Of seed 7 a run waits to be stopped.
-waits = config.run.seed == 7 and step < 3
+if config.run.seed == 8:
+    print("ready", flush=True)
+    # It ends by itself, and not well, when it is asked to stop; seed 9 finishes all the same.
+    while not asked:
+        time.sleep(0.01)
+    sys.exit("error: another fault")
+# Of seed 7 and 9 a run waits to be stopped.
+waits = config.run.seed in (7, 9) and step < 3
 
 def save():
     folder = run / "checkpoints" / checkpoint_name(step)
@@ -55,13 +64,15 @@ if rank == 0:
         write(step_seconds=0.1)
         while waits and step == 3 and not asked:
             time.sleep(0.01)
+        if config.run.seed == 9:
+            asked.clear()
     if not asked:
         for length in config.evaluation_lengths:
             write(evaluation=True, protocol="nonoverlapping", stride=length, length=length,
                   perplexity=42.0)
     save()
     attempt.phase("ending", step)
-while waits and not asked:
+while waits and not asked and config.run.seed == 7:
     time.sleep(0.01)
 os._exit(80 if asked else 0)
 """
@@ -89,15 +100,9 @@ class Desk:
             "from pretrain.launcher.main import main; main()"
         )
         settings = ["train.num_steps=12", "schedule.lr_warmup_steps=1", "recovery.max_restarts=0"]
-        given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-        # A key is given once; a test's own setting comes before these.
-        keys = {setting.partition("=")[0] for setting in given}
-        options = [
-            word
-            for setting in settings
-            if setting.partition("=")[0] not in keys
-            for word in ("--set", setting)
-        ]
+        given = {word.partition("=")[0] for word in words}
+        own = [setting for setting in settings if setting.partition("=")[0] not in given]
+        options = [word for setting in own for word in ("--set", setting)]
         return subprocess.Popen(
             [sys.executable, "-c", code, "sweep", CONFIG, *options, *words],
             cwd=self.folder,
@@ -140,7 +145,8 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     assert first.split() == [f"{BASE}/0.001", "finished", "12/12", "42.00"]
     assert failed.split() == [f"{BASE}/9.0", "failed", "0/12", "-"]
     assert last.split() == [f"{BASE}/0.002", "finished", "12/12", "42.00"]
-    runs = " ".join(f"{BASE}/{value}" for value in ("0.001", "9.0", "0.002"))
+    # The one that failed has nothing to evaluate.
+    runs = f"{BASE}/0.001 {BASE}/0.002"
     assert goes_on == f"next: pretrain evaluate {runs} --out {BASE}/report/curve.json"
     assert desk.attempts() == {"0.001": 1, "9.0": 1, "0.002": 1}
 
@@ -151,6 +157,19 @@ def test_runs_train_one_after_the_other_and_one_that_fails_keeps_none_from_it(de
     longer = desk.sweep(*more, "--set", "train.num_steps=14")
     assert longer.code == 0 and longer.out.count("14/14") == 2, longer.text
     assert desk.attempts() == {"0.001": 2, "9.0": 1, "0.002": 2}
+
+
+def test_the_directory_of_a_sweep_can_be_set(desk: Desk) -> None:
+    words = ["--nproc", "1", "--set", "run.directory=runs/mine", "--over", "run.seed=1,2"]
+    done = desk.sweep(*words)
+    assert done.code == 0 and done.out.count("12/12") == 2, done.text
+    assert {path.name for path in (desk.folder / "runs").iterdir()} == {"demo", "mine-sweep"}
+    assert "next: pretrain evaluate runs/mine-sweep/1 runs/mine-sweep/2" in done.out
+
+
+def test_of_runs_that_all_failed_there_is_nothing_to_evaluate(desk: Desk) -> None:
+    done = desk.sweep("--nproc", "1", "--over", "optimizer.learning_rate=9.0")
+    assert done.code == 1 and "next:" not in done.out, done.text
 
 
 def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
@@ -175,6 +194,28 @@ def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
     assert desk.attempts() == {"alibi": 1}
     shown = desk.sweep(*words, "--dry-run")
     assert "alibi): from step 3, to step 12" in shown.out, shown.text
+
+
+@pytest.mark.parametrize(("seed", "signals"), [(8, 1), (8, 2), (9, 1)])
+def test_a_sweep_stops_when_asked_however_the_present_run_ends(
+    desk: Desk, seed: int, signals: int
+) -> None:
+    """It failed, was ended by a second signal, or had no step left that it could stop before."""
+    words = ["--nproc", "1", "--over", "position.method=alibi,rotary", "--set", f"run.seed={seed}"]
+    run = desk.folder / BASE / "alibi"
+    process = desk.start(*words)
+
+    def waits() -> bool:
+        begun = (run / "metrics.jsonl") if seed == 9 else run / "logs/rank-0.log"
+        return begun.exists() and ("3" if seed == 9 else "ready") in begun.read_text()
+
+    wait_for(lambda: process.poll() is not None or waits())
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 80, out + err
+    assert "run 2 of 2" not in err and "go on with:" in err, err
+    assert desk.attempts() == {"alibi": 1}
 
 
 @pytest.mark.parametrize(
