@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import LAUNCHER, PRETRAIN, ROOT, explained, fresh, pretrain, ranks
+from tests.end_to_end.commands import (
+    LAUNCHER,
+    PRETRAIN,
+    ROOT,
+    explained,
+    fresh,
+    pretrain,
+    ranks,
+    sets,
+)
 from tests.end_to_end.damage import contents, flip, replace
 
 
@@ -303,7 +312,7 @@ def test_text_that_cannot_be_built_from(refused, config, tmp_path, settings, wor
         f"data.directory={tmp_path}/built",
         *(s.format(folder=tmp_path) for s in settings),
     ]
-    refused(["data", "build", config, *(word for s in settings for word in ("--set", s))], *words)
+    refused(["data", "build", config, *sets(*settings)], *words)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "binary.txt", "few.txt"]
 
 

@@ -132,8 +132,9 @@ def test_the_numbers_of_a_run(whole):
     assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
     assert all(r.keys() >= STEP_RECORD for r in steps)
     assert all(math.isfinite(r[name]) and r[name] > 0 for r in steps for name in STEP_RECORD)
-    # Before the first update the model predicts all 512 pieces alike.
-    assert steps[0]["loss_nats"] == pytest.approx(math.log(512), rel=0.02)
+    # Before the first update logits have a variance of 1, and a word's own one is larger, because
+    # the embedding is the output layer too.
+    assert 0 < steps[0]["loss_nats"] - math.log(512) < 1
     assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
     evaluations = [r for r in records if "evaluation" in r]
     assert [(r["step"], r["length"]) for r in evaluations] == [
@@ -151,13 +152,15 @@ def test_what_a_run_says_in_a_log(whole):
     lines = said.splitlines()
     assert lines[0] == f"{directory}: from scratch, to step 200; tensor 1 x pipeline 1 x data 2"
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 4 and len(lines) == 2 + 4 + 2 + 3
+    assert len(steps) == 5 and len(lines) == 2 + 5 + 2 + 3
+    assert steps.pop(0).startswith("step 1/200 ")
     assert lines[1].startswith("attention through sdpa: ")
     number = r"[\d.]+"
     for line, step in zip(steps, range(50, 201, 50)):
         expected = (
             rf"step {step}/200  loss {number}  lr 1\.0e-03  grad {number}  {number}k? tokens/s  "
-            r"eta \d+:\d\d"
+            # Shown on a busy machine.
+            r"(data wait \d+%  )?eta \d+:\d\d"
         )
         assert re.fullmatch(expected, line), line
     evaluation = "evaluation after step 200, nonoverlapping, 2,048 tokens, perplexity at"
