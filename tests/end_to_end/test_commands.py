@@ -24,6 +24,7 @@ from tests.end_to_end.commands import (
     press_ctrl_c,
     pretrain,
     ranks,
+    sets,
     started,
     wait_for,
 )
@@ -49,9 +50,9 @@ def options(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def launch(config: Path, directory: Path) -> list[str]:
+def launch(config: Path, directory: Path, *changes: str) -> list[str]:
     """Return the command line that trains the run of these tests in `directory`."""
-    settings = options(*SETTINGS, f"run.directory={directory}")
+    settings = sets(*SETTINGS, f"run.directory={directory}", *changes)
     return [*LAUNCHER, "local", str(config), "--nproc", "2", *settings]
 
 
@@ -225,9 +226,9 @@ def test_a_start_with_nothing_to_do_or_a_mistake_leaves_no_trace(workspace, conf
         ("train.num_steps=150", "has done 200 steps already"),
         ("model.num_layers=4", "was trained with"),
     ):
-        explained(fresh([*launch(config, directory), *options(setting)]), 2, says)
+        explained(fresh(launch(config, directory, setting)), 2, says)
     explained(
-        fresh([*launch(config, workspace / "runs/new"), *options("data.directory=nowhere")]),
+        fresh(launch(config, workspace / "runs/new", "data.directory=nowhere")),
         2,
         "data.directory = nowhere: no built data set",
     )
@@ -423,8 +424,8 @@ def test_config_prints_what_loads_again(tmp_path, config):
     assert done.code == 0 and done.err == "", done.text
     (tmp_path / "resolved.toml").write_text(done.out)
     assert load_config(tmp_path / "resolved.toml") == load_config(config, ["model.num_layers=3"])
-    # 512 x 32 embeddings, 3 layers of 12 h^2 + 13 h, the final LayerNorm
-    assert f"{512 * 32 + 3 * (12 * 32**2 + 13 * 32) + 2 * 32:,}" in done.out
+    # 512 x 32 embeddings, 3 layers of 12 h^2 + 2 h, the final LayerNorm, and no biases
+    assert f"{512 * 32 + 3 * (12 * 32**2 + 2 * 32) + 32:,}" in done.out
 
 
 COMMANDS = [

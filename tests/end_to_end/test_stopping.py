@@ -31,6 +31,7 @@ from tests.end_to_end.commands import (
     pretrain,
     ranks,
     running_ranks,
+    sets,
     started,
     wait_for,
 )
@@ -59,7 +60,7 @@ def train(workspace: Path, config: Path) -> Callable[..., list[object]]:
 
     def arguments(name: str, *settings: str) -> list[object]:
         settings = (f"run.directory={workspace}/runs/{name}", *settings)
-        return ["train", config, *(word for setting in settings for word in ("--set", setting))]
+        return ["train", config, *sets(*settings)]
 
     return arguments
 
@@ -249,8 +250,9 @@ def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
     done = fresh(command, {"PYTHONPATH": str(tmp_path)})
     assert done.code == code, done.text
     reason = f"{name.name}: step 8 is saved" if resumed else f"{name.name} before the first step"
-    line = f"{directory}: {reason}; the same command goes on from there"
-    assert done.err.splitlines()[-1] == line
+    *_, line, again = done.err.splitlines()
+    assert line == f"{directory}: {reason}; go on with:"
+    assert shlex.split(again)[1:] == command[-len(shlex.split(again)) + 1 :]
     assert contents(directory / "checkpoints") == before
     assert len(untimed(directory)) == (len(untimed(run)) if resumed else 0)
     assert last_attempt(directory).ended.code == code
