@@ -176,7 +176,14 @@ def _from_workers(
         # uninterrupted one.
         generator=torch.Generator(),
     )
-    micro_batches = _unless_failed(iter(loader))
+    # The workers inherit what is blocked. Before `_ignore_interrupts` has run in one, Ctrl-C would
+    # end it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        workers = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    micro_batches = _unless_failed(workers)
     for step in steps():
         yield list(islice(micro_batches, len(step) // micro_batch_size))
 
