@@ -185,7 +185,11 @@ def disturbed(config: Path, run: Path, kills: int, dice: random.Random) -> Count
         attempts, step = len(read_attempts(run)), newest_step(run)
         was_alive = process.poll() is None
         if was_alive:
-            counts[kill(process.pid, dice.choice(VICTIMS), dice)] += 1
+            killed = kill(process.pid, dice.choice(VICTIMS), dice)
+            counts[killed] += 1
+            if killed in ("launcher", "all"):
+                # A checkpoint that was published meanwhile is no sign that it goes on.
+                process.wait(30)
             counts["inside a save"] += partial is not None and partial.exists()
         wait_for_consequences(process, run, attempts, step)
         if process.poll() is not None:
