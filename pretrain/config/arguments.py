@@ -38,6 +38,14 @@ AllowChanged = Annotated[
         "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
     ),
 ]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
+    ),
+]
+"""The first argument of commands that read a checkpoint."""
 
 
 def expand_home(words: Sequence[str]) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.cli import _tokenizer_obstacles
 from pretrain.config import ConfigError, load_config
 from pretrain.config.describe import describe
 from pretrain.data.stream import TokenStream
@@ -19,6 +18,7 @@ from pretrain.export import check_parity, to_huggingface
 from pretrain.export.command import _comparison_ids, checked_length
 from pretrain.export.parity import STOCK, TRUSTED, LengthParity, ParityReport, PrecisionParity
 from pretrain.export.precision import add_precisions
+from pretrain.huggingface_cli import tokenizer_obstacles
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, random_state
 from tests.unit.test_dense_gpt import make_config
@@ -311,8 +311,8 @@ def test_pretrain_config_says_that_a_tokenizer_cannot_be_exported(tmp_path):
     path = train_tokenizer(tmp_path / "unigram", model_type="unigram")
     overrides = [f"data.tokenizer={path}", "data.vocab_size=500", "position.method=t5"]
     config = load_config("configs/demo.toml", overrides)
-    rows = describe(config, _tokenizer_obstacles(config)).splitlines()
+    rows = describe(config, tokenizer_obstacles(config)).splitlines()
     rows = [line for line in rows if line.startswith("# export ")]
     assert len(rows) == 2 and "none: position.method = t5" in rows[0]
     assert f"none: {path}: a Hugging Face tokenizer would not give the same ids" in rows[1]
-    assert _tokenizer_obstacles(load_config("configs/demo.toml")) == []
+    assert tokenizer_obstacles(load_config("configs/demo.toml")) == []

@@ -27,6 +27,7 @@ FLOORS = [
         "pretrain.bench_cli",
         "pretrain.checkpoint_cli",
         "pretrain.data_cli",
+        "pretrain.huggingface_cli",
         "pretrain.tasks_cli",
     },
     {"pretrain.preflight"},
