@@ -196,7 +196,8 @@ def test_ctrl_c_and_the_same_command_again(workspace, config, whole):
     assert 25 <= saved < STEPS
     answer = "saving, then stopping; press Ctrl-C again to leave at once, losing"
     *_, goes_on, command = done.err.splitlines()
-    assert re.search(rf"^{answer} \d+ steps since (step-\d+|the start)$", done.err, re.MULTILINE), done.err
+    answer = rf"^{answer} \d+ steps since (step-\d+|the start)$"
+    assert re.search(answer, done.err, re.MULTILINE), done.err
     assert goes_on == f"{directory}: {newest.name} is saved; go on with:"
     logs = [(directory / f"logs/rank-{rank}.log").read_text() for rank in range(2)]
     assert "Traceback" not in done.err + logs[1]
