@@ -269,7 +269,7 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
             ["--lengths abc: expected numbers of tokens", "--lengths 128,256,512"],
         ),
         (["--lengths", ""], ["--lengths : expected numbers of tokens"]),
-        (["--lengths", "32,0"], ["evaluation.lengths = 0", "Choose 1 or more"]),
+        (["--lengths", "32,0"], ["--lengths 32,0: expected lengths of 1 or more tokens"]),
         (
             ["--protocols", "foo"],
             ["--protocols foo: unknown protocol. Choose nonoverlapping or sliding"],
