@@ -106,7 +106,7 @@ def sweep_locally(
 
 @dataclass(frozen=True)
 class Row:
-    """How a run of the sweep stands."""
+    """The state of a run of the sweep."""
 
     run: str
     state: str

@@ -39,7 +39,7 @@ PAPER = (
 
 
 class Difference(NamedTuple):
-    """Whether two values differ by more than the text allows to say."""
+    """The verdict on two values: a difference, or none that the text can show."""
 
     is_shown: bool | None
     """None where the intervals are not known."""

@@ -21,7 +21,7 @@ PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 
 
 class Source(NamedTuple):
-    """What was evaluated, and on what. None where a record of an earlier release does not say."""
+    """The checkpoint of a curve and its text. None where an earlier release recorded nothing."""
 
     method: str
     train_length: int | None

@@ -64,7 +64,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the lines."""
+    """The labels, axes and marks around the lines."""
 
     x_label: str
     y_label: str

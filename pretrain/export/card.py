@@ -76,7 +76,7 @@ lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length} \
 
 @dataclass(frozen=True)
 class ExportExtras:
-    """What an export holds beside the model, and how it takes special tokens."""
+    """The contents of an export beside the model, and its way with special tokens."""
 
     curve: Sequence[Mapping[str, Any]] = ()
     """Evaluation records for the model card, as `pretrain evaluate` makes them. Those of earlier

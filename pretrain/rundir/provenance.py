@@ -41,7 +41,7 @@ SHOWN_HASH = 12
 
 @dataclass(frozen=True)
 class Provenance:
-    """What an attempt was made with (provenance.json)."""
+    """The code, versions, machine and command of an attempt (provenance.json)."""
 
     at: float = 0.0
     """Unix seconds."""

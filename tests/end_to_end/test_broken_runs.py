@@ -276,7 +276,7 @@ def test_what_is_no_run(refused, workspace, config, tmp_path):
         ),
         (
             ["--lengths", "32,64", "--stride", "48"],
-            ["evaluation.stride = 48", "shortest window of 32", "Choose 32 or less"],
+            ["--stride 48: longer than the shortest window of --lengths, 32", "Choose 32 or less"],
         ),
         (["--stride", "0"], ["--stride 0: expected 1 or more tokens"]),
         (["--max-tokens", "-5"], ["--max-tokens -5: expected 1 or more tokens"]),

@@ -181,7 +181,7 @@ SUBMIT = [
         (["--evaluate-checkpoints", "--lengths", "a"], "--lengths a: expected numbers of tokens"),
         (["--evaluate-checkpoints", "--lengths", "128,0"], "--lengths 128,0: expected lengths"),
         (["--evaluate-checkpoints", "--protocols", "both"], "--protocols both: unknown protocol"),
-        (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "evaluation.stride = 64"),
+        (["--evaluate-checkpoints", "--lengths", "32", "--stride", "64"], "--stride 64: longer"),
         (
             ["--evaluate-checkpoints", "--evaluation-tasks", "9"],
             "evaluation tasks = 9: a node of site h100 takes 8",

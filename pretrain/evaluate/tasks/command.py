@@ -37,7 +37,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of one checkpoint."""
+    """The measurements of one checkpoint."""
 
     run: str
     """The run's directory as the user gave it, or the checkpoint's path if it stands alone."""

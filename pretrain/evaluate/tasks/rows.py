@@ -175,7 +175,7 @@ def make_cell(task: str, text: Text, length: int, samples: int, cut: int) -> Cel
 
 
 class Content(NamedTuple):
-    """What is planted in one sample."""
+    """The tokens planted in one sample."""
 
     tokens: Tokens
     """[PLANTED]."""
