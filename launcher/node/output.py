@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
-import select
+import selectors
 import termios
 import threading
 import time
@@ -82,25 +82,36 @@ class RankOutput:
 
     def _copy(self) -> None:
         """Copy until both streams have ended, or the rank has and nothing is left."""
-        left = set(self._copies)
-        while left:
-            was_over = self._over.is_set()
-            ready = select.select(list(left), [], [], 0 if was_over else LOOK_SECONDS)[0]
-            if was_over and not ready:
-                return
-            for read in ready:
-                try:
-                    chunk = os.read(read, CHUNK_BYTES)
-                except OSError:
-                    # EIO: the last process with the other end of a terminal has closed it.
-                    chunk = b""
-                if not chunk:
-                    left.remove(read)
-                    continue
-                stream, lines = self._copies[read]
-                _resize(read, stream)
-                _show(stream, chunk)
-                lines.feed(chunk)
+        # Not select(2), which refuses descriptors from 1,024 on.
+        with selectors.DefaultSelector() as left:
+            for read in self._copies:
+                left.register(read, selectors.EVENT_READ)
+            while left.get_map():
+                was_over = self._over.is_set()
+                ready = left.select(0 if was_over else LOOK_SECONDS)
+                if was_over and not ready:
+                    return
+                for key, _ in ready:
+                    if not self._copy_chunk(key.fd):
+                        left.unregister(key.fd)
+
+    def _copy_chunk(self, read: int) -> bool:
+        """Copy what one stream holds now.
+
+        Returns:
+            False if the stream has ended.
+        """
+        try:
+            chunk = os.read(read, CHUNK_BYTES)
+        except OSError:
+            # EIO: the last process with the other end of a terminal has closed it.
+            chunk = b""
+        stream, lines = self._copies[read]
+        if chunk:
+            _resize(read, stream)
+            _show(stream, chunk)
+            lines.feed(chunk)
+        return bool(chunk)
 
 
 class _PlainLines:
@@ -182,4 +193,6 @@ def _show(stream: int, chunk: bytes) -> None:
             try:
                 chunk = chunk[os.write(stream, chunk) :]
             except BlockingIOError:
-                select.select([], [stream], [], 1.0)
+                with selectors.DefaultSelector() as writable:
+                    writable.register(stream, selectors.EVENT_WRITE)
+                    writable.select(1.0)

@@ -89,7 +89,8 @@ def test_the_class_in_a_bloom_folder_survives_16_bit(name, exported, trusted):
         own, stock_error = (
             error(load(folder, dtype), dense, ids) for load in (trusted, load_stock)
         )
-        assert own < 6 * rounding, dtype
+        # 6.04 was seen on another processor, 5.2 on this one.
+        assert own < 8 * rounding, dtype
         assert stock_error > 3 * own, dtype
     assert error(trusted(folder, torch.float32), dense, ids) < 1e-5
 

@@ -6,6 +6,7 @@ Tested are exit codes, the ranks' environment, logs and signals, and that no pro
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -192,6 +193,18 @@ def test_a_log_on_a_full_disk_stops_neither_the_run_nor_the_terminal(tmp_path, c
     output.close()
     out, err = capfd.readouterr()
     assert out == "out\nmore\n" and err.count("cannot be written (Broken pipe)") == 1
+
+
+def test_a_process_with_a_thousand_descriptors_still_copies_what_rank_0_prints(tmp_path, capfd):
+    """select(2) refuses descriptors from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        assert run_processes(python("print('out', rank)"), 1, tmp_path) == 0
+    assert capfd.readouterr()[0] == "out 0\n" and said(tmp_path, 0) == "out 0\n"
 
 
 @pytest.mark.parametrize("code", [1, 2, 77])
