@@ -581,13 +581,23 @@ VARIANTS = [
     ["model.embedding_layernorm=true"],
     ["position.method=rotary", "position.rotary_percent=0.25", "model.parallel_residual=true"],
 ]
+ADAPTIVE = [
+    ["model.adaptive_cutoffs=[20,100]"],
+    ["model.adaptive_cutoffs=[100]", "model.adaptive_factor=3", "model.tie_word_embeddings=false"],
+]
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 4, None), (4, 2, 2), (1, 8, 3)]
 
 
-@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+@pytest.mark.parametrize("overrides", VARIANTS + ADAPTIVE, ids=str)
 def test_parameter_count_equals_the_sum_over_all_tensors(path, overrides):
     config = load_config(path, overrides)
     assert num_parameters(config) == sum(math.prod(shape) for shape in shapes(config).values())
+
+
+@pytest.mark.parametrize("overrides", ADAPTIVE, ids=str)
+def test_a_rank_holds_all_of_an_adaptive_softmax(path, overrides):
+    config = load_config(path, overrides)
+    assert num_parameters_of_rank(config, 0) == num_parameters(config)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual"), LAYOUTS)
