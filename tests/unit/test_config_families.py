@@ -1,4 +1,4 @@
-"""Check the published runs under configs/: their values, the marks of these, and how they differ."""
+"""Check the published runs under configs/: their values, their sources, and how they differ."""
 
 import functools
 import itertools
@@ -322,6 +322,27 @@ def test_the_large_models_have_the_papers_size(run):
     # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows
     # are 8 % of the total).
     assert num_parameters(load_config(path_of(run))) == pytest.approx(1.3e9, rel=0.05)
+
+
+# What fairseq prints for transformer_lm_wiki103 (examples/layerdrop/README.md: num. model params).
+FAIRSEQ_WIKI103 = 246_933_504
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "wikitext103" in run])
+def test_the_word_level_models_are_fairseqs_and_a_layernorm(run):
+    """The paper's 247M, exactly: ours have a LayerNorm behind the last layer, of 1,024 + 1,024."""
+    biases = 8 * 32 if RUNS[run][1] == "t5" else 0
+    found = num_parameters(load_config(path_of(run)))
+    assert found == FAIRSEQ_WIKI103 + 2 * 1024 + biases
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "bookcorpus" in run])
+def test_the_books_models_are_the_word_level_ones_with_one_embedding(run):
+    """Appendix A.3: the adaptive embedding and softmax are replaced by one tied matrix."""
+    layers = 16 * (4 * 1024**2 + 2 * 1024 * 4096 + (4 * 1024 + 4096 + 1024) + 4 * 1024) + 2 * 1024
+    config = load_config(path_of(run))
+    assert num_parameters(config) == layers + config.padded_vocab_size * 1024
+    assert 28_500 <= config.data.vocab_size < 29_500
 
 
 def test_one_cosine_fills_the_run():
