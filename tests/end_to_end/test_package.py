@@ -181,8 +181,8 @@ def test_a_shipped_config_is_shown(installed, tmp_path):
 
 def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
     """The published run on its 16 nodes of 8 V100s, from another directory and without Slurm."""
-    paths = {path.name: path for path in listed(installed, tmp_path)}
-    config, site = paths["alibi_1024.toml"], paths["site.v100.toml"]
+    paths = {f"{path.parent.name}/{path.name}": path for path in listed(installed, tmp_path)}
+    config, site = paths["cc100_roberta/alibi_1024.toml"], paths["slurm/site.v100.toml"]
     done = installed.run(["launcher", "submit", config, "--site", site, "--dry-run"], tmp_path)
     assert done.code == 0, done.err
     assert "16 nodes x 8 ranks = tensor 1 x pipeline 1 x data 128" in done.out
