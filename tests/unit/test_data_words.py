@@ -105,9 +105,8 @@ def test_a_text_of_any_size_is_counted_and_encoded_in_parts(tmp_path, monkeypatc
 
 def test_decoding_joins_words_by_spaces_and_keeps_lines(tmp_path):
     tokenizer = tokenizer_of(tmp_path, train_words([TEXT], 64))
-    assert (
-        tokenizer.decode(tokenizer.encode("the  game ,\n\n of rare \n")) == "the game ,\n\nof <unk>"
-    )
+    ids = tokenizer.encode("the  game ,\n\n of rare \n")
+    assert tokenizer.decode(ids) == "the game ,\n\nof <unk>"
     assert tokenizer.decode([0, 1, 5, 2, 63, 64, 10**6]).count("\n") == 1
     assert tokenizer.encode("").tolist() == []
 
@@ -200,11 +199,9 @@ def test_the_same_words_are_counted_again_unless_a_file_gives_them(tmp_path):
         build(corpus_config(tmp_path, "data.tokenizer="))
 
 
-def test_an_estimate_counts_words(tmp_path, capsys):
+def test_an_estimate_counts_words(tmp_path):
     found = estimate(corpus_config(tmp_path), workers=1)
-    assert found["data"].tokens == pytest.approx(
-        len(FairseqDictionary(TEXT).encode(TEXT)), rel=0.05
-    )
+    assert found["text"].tokens == len(FairseqDictionary(TEXT).encode(TEXT))
 
 
 def test_bits_per_byte_are_unknown_where_words_are(tmp_path):
@@ -227,5 +224,5 @@ def test_a_run_of_words_is_not_exported(tmp_path):
     build(config)
     tokenizer = load_tokenizer(Path(config.data.directory) / "dict.txt")
     tokenizer.check_trainable()
-    with pytest.raises(ConfigError, match="not exported. To export a model, train it with"):
+    with pytest.raises(ConfigError, match="To export a model, train it with"):
         tokenizer.check_exportable()
