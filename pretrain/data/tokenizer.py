@@ -30,7 +30,7 @@ __all__ = [
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer in a file. Its name says if it is a dict.txt, else its content what it is.
+    """Load the tokenizer in a file: .txt is a dict.txt, and of others the content says what it is.
 
     Raises:
         ConfigError: The file cannot be read, is no tokenizer, or has no end-of-document token.

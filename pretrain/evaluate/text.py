@@ -43,8 +43,7 @@ class ScoredText:
         """Where the blocks end of which `pretrain.evaluate.spread` makes an interval."""
         self.bytes = stream.text_bytes
         """Bytes of the scored text in UTF-8; 0 where they are not known."""
-        is_words = stream.tokenizer_path.name == DICTIONARY
-        if is_words or self.tokens < self.total:
+        if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
             if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
                 # What these words are is not predicted, so no number of bits gives back the text.

@@ -175,7 +175,7 @@ def test_a_data_set_has_the_tokens_of_fairseq_preprocess(tmp_path):
     )
     build(config)
     directory = Path(config.data.directory)
-    assert (directory / "dict.txt").read_bytes() == expected.dict_txt()
+    assert (directory / "tokenizer.txt").read_bytes() == expected.dict_txt()
     for split, text in (("train", TEXT), ("validation", (tmp_path / "valid.txt").read_text())):
         stream = open_stream(config, split)
         assert stream.read(0, len(stream)).tolist() == expected.encode(text)
@@ -185,7 +185,7 @@ def test_a_data_set_has_the_tokens_of_fairseq_preprocess(tmp_path):
 
 def test_the_same_words_are_counted_again_unless_a_file_gives_them(tmp_path):
     build(config := corpus_config(tmp_path))
-    first = Path(config.data.directory) / "dict.txt"
+    first = Path(config.data.directory) / "tokenizer.txt"
     given = tmp_path / "given" / "dict.txt"
     given.parent.mkdir()
     given.write_bytes(first.read_bytes())
@@ -208,6 +208,17 @@ def test_bits_per_byte_are_unknown_where_words_are(tmp_path):
     """No number of bits gives back what `<unk>` stood for."""
     build(config := corpus_config(tmp_path))
     assert ScoredText(open_stream(config, "train")).bytes == 0
+    remote = config.model_copy(
+        update={
+            "data": config.data.model_copy(
+                update={
+                    "directory": f"file://{config.data.directory}",
+                    "cache_directory": str(tmp_path / "cache"),
+                }
+            )
+        }
+    )
+    assert ScoredText(open_stream(remote, "train")).bytes == 0
     validation = open_stream(config, "validation")
     assert ScoredText(validation).bytes == 0
     # " the game \n \n": these words are known.
@@ -222,7 +233,7 @@ def test_a_run_of_words_is_not_exported(tmp_path):
     ]
     assert tokenizer_obstacles(config) == []
     build(config)
-    tokenizer = load_tokenizer(Path(config.data.directory) / "dict.txt")
+    tokenizer = load_tokenizer(Path(config.data.directory) / "tokenizer.txt")
     tokenizer.check_trainable()
     with pytest.raises(ConfigError, match="To export a model, train it with"):
         tokenizer.check_exportable()

@@ -15,7 +15,7 @@ from pretrain.config import ConfigError
 if TYPE_CHECKING:
     import tokenizers
 
-MODEL, JSON, DICTIONARY = "tokenizer.model", "tokenizer.json", "dict.txt"
+MODEL, JSON, DICTIONARY = "tokenizer.model", "tokenizer.json", "tokenizer.txt"
 TOKENIZER_FILES = (MODEL, JSON, DICTIONARY)
 """Under these names a tokenizer lies in a data set, a checkpoint and an export."""
 MAX_BYTES = 2**30
@@ -160,7 +160,7 @@ def read_tokenizer(path: Path) -> bytes:
         if path.is_dir():
             raise ConfigError(
                 f"{path}: a directory. Give the file in it: a SentencePiece .model, a Hugging "
-                f"Face {JSON}, or a {DICTIONARY}"
+                f"Face {JSON}, or a fairseq dict.txt"
             )
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: not a regular file, so not a tokenizer")
