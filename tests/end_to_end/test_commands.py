@@ -439,6 +439,8 @@ COMMANDS = [
     ["export"],
     ["import"],
     ["bench", "train"],
+    ["bench", "methods"],
+    ["bench", "generate"],
 ]
 
 
