@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pretrain.config import ConfigError, load_config, writing
 from pretrain.config.arguments import Config, Overrides
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import RunPaths
+from pretrain.study.contestants import parse_lengths, with_lengths, with_methods
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -35,6 +38,109 @@ def bench_train(
     from pretrain.train.bench import bench_training
 
     bench_training(run, steps)
+
+
+@bench.command("methods")
+def bench_methods(
+    config: Config,
+    methods: Annotated[
+        str, typer.Option(metavar="NAME,NAME,...", help="Values of position.method to compare.")
+    ] = "alibi,sinusoidal,rotary,t5",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Training lengths in tokens, as in 64,128; batches are resized so that a step and "
+            "a micro batch keep their tokens. Default: data.sequence_length.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each contestant takes its turn.")
+    ] = 5,
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Processes of each contestant, on this machine.")
+    ] = 1,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Time training and evaluation of position methods in turns, with their memory.
+
+    Each turn has processes of its own, in which a model is built and random tokens pass through
+    training steps and an evaluation. Prints a table with ratios to sinusoidal positions of the same
+    length, and their range over the rounds.
+
+    \b
+    Example:
+      pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
+    """
+    configs = with_lengths(config, overrides, methods, lengths)
+    _check_folder(json_file)
+    from pretrain.study.efficiency import efficiency_table, measure
+
+    result = measure(configs, rounds, nproc)
+    _show(efficiency_table(result), result, json_file)
+
+
+@bench.command("generate")
+def bench_generate(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="TOML file of a run, or a run's directory, which means its config.",
+        ),
+    ],
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Tokens of the prompt, as in 128,1024."),
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Values of position.method to compare. Default: the config's.",
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that are generated behind each prompt.")
+    ] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each contestant takes its turn.")
+    ] = 5,
+    nproc: Annotated[
+        int,
+        typer.Option(min=1, help="Processes of each contestant: its tensor-parallel size."),
+    ] = 1,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Time generation with a cache of keys and values, by length of the context and method.
+
+    Prints tokens/s of the prompt and of the tokens generated behind it, the bytes of the cache and
+    peak memory. Methods and lengths take turns in processes of their own. Weights and prompts are
+    random, so neither a checkpoint nor data is needed.
+
+    \b
+    Example:
+      pretrain bench generate configs/demo.toml --lengths 128,1024 \\
+          --methods alibi,sinusoidal,rotary,t5
+    """
+    file = RunPaths(config).config if config.is_dir() else config
+    configs = with_methods(file, overrides, methods)
+    numbers = parse_lengths(lengths)
+    _check_folder(json_file)
+    from pretrain.study.inference import Sizes, inference_table, measure_inference
+
+    sizes = [Sizes(length, new_tokens, batch_size) for length in numbers]
+    result = measure_inference(configs, sizes, rounds, nproc)
+    _show(inference_table(result), result, json_file)
 
 
 @bench.command("step")
@@ -72,10 +178,7 @@ def bench_step(
     from pretrain.plan.step import bench_step_counts
 
     counted, table = bench_step_counts(run)
-    print(table)
-    if json_file is not None:
-        with writing(json_file):
-            json_file.write_text(json.dumps(counted, indent=1) + "\n")
+    _show(table, counted, json_file)
 
 
 @bench.command("attention")
@@ -131,3 +234,19 @@ def bench_checkpoint(
     from pretrain.train.bench_checkpoint import bench_checkpoint as measure
 
     measure(run, rounds, directory)
+
+
+def _check_folder(json_file: Path | None) -> None:
+    """Refuse a --json whose folder is missing, before minutes are spent on what goes there."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--json {json_file}: {json_file.parent} is not a directory. Make it, or choose another"
+        )
+
+
+def _show(table: str, result: dict[str, Any], json_file: Path | None) -> None:
+    """Print a table, and write what is in it to --json."""
+    print(table)
+    if json_file is not None:
+        with writing(json_file):
+            replace_file(json_file, json.dumps(result, indent=1) + "\n")
