@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
+from pretrain.evaluate.curves import make_curves
 from pretrain.evaluate.records import completed
+from pretrain.study.evidence import SPEEDS, Evidence, Row
 
 FILE = "published.toml"
 MODELS = ("wikitext103", "cc100_roberta")
@@ -134,3 +136,23 @@ def _cc100_roberta(table: Mapping[str, Any]) -> Iterator[_Row]:
         for length, value in row["ppl"].items():
             of = Perplexity(method, int(trained), table["protocol"], int(length))
             yield of, value, f"{name}.{model}.ppl.{length}"
+
+
+def evidence(model: str) -> Evidence:
+    """Return the published numbers as claims take them, to be judged like a study's own.
+
+    Args:
+        model: One of MODELS. The speeds and the memory are those of the WikiText-103 model.
+    """
+    numbers = efficiency() if model == "wikitext103" else {}
+    rows = [
+        Row(
+            method,
+            length,
+            # Twice, since a single round of a study is not judged: nothing says how it varies.
+            {work: (numbers[method, length, work].value,) * 2 for work in SPEEDS},
+            numbers[method, length, "memory"].value,
+        )
+        for method, length in dict.fromkeys((method, length) for method, length, _ in numbers)
+    ]
+    return Evidence(make_curves(records(model)), rows, "one V100")
