@@ -156,7 +156,7 @@ CLAIMS = (
         "trained_slopes_extrapolate_worse",
         "At the longest length from 4 L to 16 L, ALiBi with fixed slopes has a lower perplexity "
         "than with trained ones.",
-        "The section on the method; published.toml has no numbers of it",
+        "The text on trainable slopes; published.toml has no numbers of it",
         1.0,
         "Equality: any difference that the noise does not hide counts.",
         predicates.trained_slopes,

@@ -197,6 +197,9 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
             return missing(curve, length)
     found = gap(a, at_a, b, at_b)
     words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: {ratio_in_words(found)}"
+    steps = a.sources[0].step, b.sources[0].step
+    if steps[0] != steps[1]:
+        words += f", after {steps[0]} and {steps[1]} steps"
     of_a, of_b = a.records[at_a], b.records[at_b]
     return Case(
         judge(found),

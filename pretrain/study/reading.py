@@ -59,11 +59,14 @@ class Study:
     def curves(self) -> Sequence[Curve]:
         return self.evidence.curves
 
-    @property
-    def without_results(self) -> list[Run]:
-        """Return the finished runs that the evaluation does not hold."""
-        evaluated = {source.run for curve in self.curves for source in curve.sources}
-        return [r for r in self.runs if r.state == FINISHED and r.name not in evaluated]
+    def runs_that(self, *, finished: bool, evaluated: bool) -> list[str]:
+        """Return the names of the runs that are finished, or not, and evaluated, or not."""
+        names = {source.run for curve in self.curves for source in curve.sources}
+        return [
+            run.name
+            for run in self.runs
+            if (run.state == FINISHED) == finished and (run.name in names) == evaluated
+        ]
 
 
 def read_study(directory: Path) -> Study:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pretrain.config import ConfigError
 from pretrain.evaluate import drawing
 from pretrain.evaluate.positions import Binned, read_positions
-from pretrain.study import beside, claims
+from pretrain.study import beside, claims, sections
 from pretrain.study.figures import figures
 from pretrain.study.pages import as_code, plain, to_page
 from pretrain.study.reading import read_study
@@ -304,7 +304,7 @@ def test_runs_without_results_and_contestants_that_failed_are_named(tmp_path):
     costs["failed"] = [{"method": "t5", "train_length": 64, "reason": "out of memory"}]
     (directory / "efficiency.json").write_text(json.dumps(costs))
     found = read_study(directory)
-    assert [run.name for run in found.without_results] == ["t5-64"]
+    assert found.runs_that(finished=True, evaluated=False) == ["t5-64"]
     assert found.unmeasured == ["t5 at L = 64: out of memory"]
 
 
@@ -339,6 +339,17 @@ def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
     other = make_study(tmp_path / "other", published="gpt4", methods=("alibi",), trained=(64,))
     with pytest.raises(ConfigError, match='published = "gpt4": there are no such numbers'):
         read_study(other)
+
+
+def test_a_run_that_was_evaluated_before_it_was_finished_is_said_to_be_so(tmp_path):
+    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
+    content = json.loads((directory / "study.json").read_text())
+    content["runs"][0] |= {"state": "waiting", "reason": "step 200 of 400"}
+    (directory / "study.json").write_text(json.dumps(content))
+    found = read_study(directory)
+    said = "\n".join(sections._runs(found))
+    assert "**Not finished, and evaluated as far as they had come: alibi-64.**" in said
+    assert "Not in the results" not in said
 
 
 # ---- parts ---------------------------------------------------------------------------------------
