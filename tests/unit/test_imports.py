@@ -21,7 +21,7 @@ FLOORS = [
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
     {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
-    {"pretrain.plan", "pretrain.importing"},
+    {"pretrain.plan", "pretrain.study", "pretrain.importing"},
     {
         "pretrain.exits",
         "pretrain.bench_cli",
