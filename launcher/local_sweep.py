@@ -18,12 +18,12 @@ from pretrain.launcher.login.sweep import SweepRun, parse_axes, sweep_folder, sw
 from pretrain.launcher.login.tables import stopped
 from pretrain.launcher.node.local import PASSED_ON, run_locally
 from pretrain.launcher.node.signals import Signals
-from pretrain.launcher.starts import check_data, check_goes_on, is_done
 from pretrain.launcher.terminal import plain, plain_lines, say
 from pretrain.rundir.attempts import is_idle, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.starts import check_data, check_goes_on, is_done
 from pretrain.rundir.states import ExitCode, Outcome, exit_code_of, in_words
 
 STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)

@@ -19,8 +19,8 @@ from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import check_path, job_name
 from pretrain.launcher.login.build import check_build
-from pretrain.launcher.starts import check_data, check_goes_on, missing_data
 from pretrain.rundir.jobs import read_jobs
+from pretrain.rundir.starts import check_data, check_goes_on, missing_data
 from pretrain.rundir.states import JobKind
 
 

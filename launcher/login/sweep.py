@@ -26,9 +26,9 @@ from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.submit import print_dry_run, send, training_job
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.launcher.starts import is_done
 from pretrain.rundir.files import read_json
 from pretrain.rundir.paths import LAYOUT, RunPaths, is_run
+from pretrain.rundir.starts import is_done
 
 NAME_LENGTH = 80
 """Longest name of a run's directory, before its hash."""

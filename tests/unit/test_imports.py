@@ -58,7 +58,6 @@ LAUNCHER_FLOORS = [
             "job",
             "evaluations",
             "options",
-            "starts",
             "rank_logs",
         )
     },

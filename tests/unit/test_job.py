@@ -23,11 +23,11 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import signal_seconds, start_seconds
 from pretrain.launcher.node import job as node_job
 from pretrain.launcher.slurm_options import OUR_OPTIONS
-from pretrain.launcher.starts import is_done
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
+from pretrain.rundir.starts import is_done
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
 
