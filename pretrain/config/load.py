@@ -78,7 +78,7 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
+        raise ConfigError("\n".join(f"{origin}: {explain(e)}" for e in error.errors())) from None
     except ConfigError as error:
         lines = str(error).splitlines()
         raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
@@ -117,7 +117,7 @@ def _integers(key: str, value: Any) -> Iterator[tuple[str, int]]:
             yield from _integers(key, part)
 
 
-def _explain(error: Any) -> str:
+def explain(error: Any) -> str:
     """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
