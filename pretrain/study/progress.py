@@ -51,7 +51,8 @@ def state_of(run: StudyRun, launched: str = "") -> State:
         return State(FAILED, launched, step)
     if not attempts:
         return State(WAITING, "not started")
-    return State(WAITING, f"{'stopped' if ended else 'interrupted'} after step {step}", step)
+    how = "stopped" if ended else "running, or interrupted"
+    return State(WAITING, f"{how}; saved at step {step}", step)
 
 
 def states_of(

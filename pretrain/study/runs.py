@@ -136,7 +136,8 @@ def not_asked(study: Study) -> list[Path]:
     named = {run.name for run in study.runs}
     folder = study.directory / "runs"
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in found if path.is_dir() and path.name not in named]
+    # Slurm's logs of an array lie in a hidden folder beside its runs.
+    return [p for p in found if p.is_dir() and p.name not in named and not p.name.startswith(".")]
 
 
 def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:

@@ -704,7 +704,7 @@ def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
-    plan = partial(sweep.sweep, Path("configs/demo.toml"), site, dry_run=True)
+    plan = partial(sweep.sweep, [Path("configs/demo.toml")], site, dry_run=True)
     with pytest.raises(ConfigError, match=r"--set evaluation\.max_tokens="):
         plan(["evaluation.max_tokens=none,1000"])
     with pytest.raises(ConfigError, match="a value is missing"):
