@@ -246,10 +246,8 @@ def test_several_configs_are_a_run_each(desk: Desk) -> None:
     done = desk.sweep(*words)
     assert done.code == 0, done.text
     states = [line.split()[:3] for line in done.out.splitlines() if line.startswith("runs/")]
-    assert states == [
-        ["runs/demo/alibi", "finished", "12/12"],
-        ["runs/rotary", "finished", "12/12"],
-    ]
+    runs = ["runs/demo/alibi", "runs/rotary"]
+    assert states == [[run, "finished", "12/12"] for run in runs]
     # They have no folder RUN-sweep: what they share lies above both.
     assert f"pretrain evaluate {' '.join(runs)} --out runs/report/curve.json" in done.out
     again = desk.sweep(*words)
