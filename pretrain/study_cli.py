@@ -16,9 +16,13 @@ def study(
         typer.Argument(metavar="STUDY.toml", help="The study: methods, lengths, seeds, settings."),
     ],
     nproc: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Processes of each run, and of the evaluation."),
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes of each run, of the evaluation and of what is measured. Default: 1.",
+        ),
+    ] = None,
     site: Annotated[
         Path | None,
         typer.Option(
@@ -55,6 +59,9 @@ def study(
         raise ConfigError(
             "--report-only and --site: choose one. --report-only evaluates on this machine"
         )
-    from pretrain.study.command import Request, run_study
+    from pretrain.study.command import Request, print_plan, run_study
 
-    raise typer.Exit(run_study(file, Request(nproc, site, report_only), dry_run))
+    if dry_run:
+        print_plan(file, nproc)
+        return
+    raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only)))

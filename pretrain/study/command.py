@@ -74,13 +74,12 @@ class Work:
         return states
 
 
-def run_study(path: Path, request: Request, dry_run: bool = False) -> int:
+def run_study(path: Path, request: Request) -> int:
     """Do what a study still lacks.
 
     Args:
         path: The study file.
         request: Where, and what.
-        dry_run: Only print what would be done.
 
     Returns:
         The exit code: 1 if a run failed, 80 if the user stopped it, else 0.
@@ -93,9 +92,6 @@ def run_study(path: Path, request: Request, dry_run: bool = False) -> int:
     check_runs(study, None if request.site else request.nproc)
     for folder in not_asked(study):
         say(f"{folder}: no run of {path}, so no part of the report")
-    if dry_run:
-        _print_plan(study)
-        return ExitCode.FINISHED
     work = Work(study, request)
     with writing(study.directory), _alone(study), work.processes.listening():
         try:
@@ -104,6 +100,34 @@ def run_study(path: Path, request: Request, dry_run: bool = False) -> int:
             work.record()
             say(f"stopped; go on with:\n  {work.again}")
             return ExitCode.STOPPED
+
+
+def print_plan(path: Path, nproc: int | None) -> None:
+    """Print every run, in the order in which they would train, and what is left of it.
+
+    Args:
+        path: The study file.
+        nproc: Processes of each run; None checks no layout.
+
+    Raises:
+        ConfigError: The study cannot work.
+    """
+    study = resolve(path, load_study_file(path))
+    check_runs(study, nproc)
+    states = states_of(study)
+    for run, state in states:
+        config, last = run.config, run.config.train.num_steps
+        start = f"from step {state.step}" if state.step else "from scratch"
+        to_do = "finished" if state.state == FINISHED else f"{start}, to step {last}"
+        why = f" ({state.state}: {state.reason})" if state.state == FAILED else ""
+        print(
+            f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
+        )
+    left = [run for run, state in states if state.state != FINISHED]
+    for run in data_sets(left):
+        print(f"{run.config.data.directory}: not built yet; it would be built first")
+    lengths = ", ".join(f"{length:,}" for length in study.lengths)
+    print(f"{len(left)} of {len(states)} runs would train; all would be evaluated at {lengths}")
 
 
 def say(text: str) -> None:
@@ -313,24 +337,6 @@ def _alone(study: Study) -> Iterator[None]:
                 f"{study.directory}: another `pretrain study` works on it. Wait until it ends"
             ) from None
         yield
-
-
-def _print_plan(study: Study) -> None:
-    """Print every run, in the order in which they would train, and what is left of it."""
-    states = states_of(study)
-    for run, state in states:
-        config, last = run.config, run.config.train.num_steps
-        start = f"from step {state.step}" if state.step else "from scratch"
-        to_do = "finished" if state.state == FINISHED else f"{start}, to step {last}"
-        why = f" ({state.state}: {state.reason})" if state.state == FAILED else ""
-        print(
-            f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
-        )
-    left = [run for run, state in states if state.state != FINISHED]
-    for run in data_sets(left):
-        print(f"{run.config.data.directory}: not built yet; it would be built first")
-    lengths = ", ".join(f"{length:,}" for length in study.lengths)
-    print(f"{len(left)} of {len(states)} runs would train; all would be evaluated at {lengths}")
 
 
 def _stop_if_asked(work: Work) -> None:
