@@ -11,6 +11,7 @@ import typer
 
 from pretrain.config import ConfigError, load_config, writing
 from pretrain.config.arguments import Config, Overrides
+from pretrain.rundir.files import replace_file
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -35,6 +36,52 @@ def bench_train(
     from pretrain.train.bench import bench_training
 
     bench_training(run, steps)
+
+
+@bench.command("methods")
+def bench_methods(
+    config: Config,
+    methods: Annotated[
+        str, typer.Option(metavar="NAME,NAME,...", help="Values of position.method to compare.")
+    ] = "alibi,sinusoidal,rotary,t5",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Training lengths in tokens, as in 64,128; batches are resized so that a step and "
+            "a micro batch keep their tokens. Default: data.sequence_length.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each contestant takes its turn.")
+    ] = 5,
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Processes of each contestant, on this machine.")
+    ] = 1,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Time training and evaluation of position methods in turns, with their memory.
+
+    Each turn has processes of its own, in which a model is built and random tokens pass through
+    training steps and an evaluation. Prints a table with ratios to sinusoidal positions of the same
+    length, and their range over the rounds.
+
+    \b
+    Example:
+      pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
+    """
+    from pretrain.study.efficiency import contestants, efficiency_table, measure
+
+    configs = contestants(config, overrides, methods, lengths)
+    with writing(json_file) if json_file is not None else contextlib.nullcontext():
+        result = measure(configs, rounds, nproc)
+        print(efficiency_table(result))
+        if json_file is not None:
+            replace_file(json_file, json.dumps(result, indent=1) + "\n")
 
 
 @bench.command("step")

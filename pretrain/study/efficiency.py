@@ -1,19 +1,126 @@
 """Measure what methods and training lengths cost beside each other, in one job.
 
-The contestants take turns, round by round, so that what else the machine does hits all of them
-alike. Numbers of runs that trained at different times could not be compared.
+The contestants take turns, round by round and in the opposite order every second round, so that
+what else the machine does hits all of them alike. Numbers of runs that trained at different times
+could not be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from pretrain.config import RunConfig
+import numpy as np
+import torch.distributed as dist
+
+from pretrain import platform
+from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
+from pretrain.evaluate.perplexity import Evaluator
+from pretrain.evaluate.text import ScoredText
+from pretrain.evaluate.windows import Protocol
+from pretrain.study.turns import take_turn
+from pretrain.topology import Topology
+from pretrain.train.bench import WARM_UP_STEPS, TrainingStep
+
+STEPS = 5
+"""Training steps that are timed in a turn, after WARM_UP_STEPS."""
+PASSES = 4
+"""Forward passes of each rank that are timed in a turn, after one that warms up."""
+BASELINE = "sinusoidal"
+"""The method that ratios are taken to, as in the paper's table of speed and memory."""
+SPEEDS = ("train_tokens_per_second", "evaluation_tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one rank measured in one turn."""
+
+    train_seconds: float
+    """Seconds of STEPS training steps."""
+    evaluation_seconds: float
+    """Seconds of an evaluation of `evaluation_tokens`."""
+    evaluation_tokens: int
+    """Tokens that all ranks scored together."""
+    peak_memory_bytes: int
+    """Peak memory of training: allocated on a GPU; on a CPU all that was resident, libraries
+    included."""
+    device: str
+    """The device's name."""
+
+
+class Ratio(NamedTuple):
+    """How often as much one contestant has as another: over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+TakeTurn = Callable[[RunConfig, int], list[Turn]]
+"""Lets a contestant take its turn in so many processes; returns what each rank measured."""
+
+
+def contestants(
+    file: Path, overrides: list[str], methods: str, lengths: str | None
+) -> list[RunConfig]:
+    """Return a config for each method and training length, alike in all else.
+
+    A step and a micro batch keep their tokens: their sequences become fewer as they become longer.
+
+    Args:
+        file: The config file.
+        overrides: `section.key=value` settings.
+        methods: Values of position.method, separated by commas.
+        lengths: Training lengths in tokens, separated by commas; None for the config's own.
+
+    Raises:
+        ConfigError: The config is wrong, or a length does not divide the tokens of a step or of a
+            micro batch.
+    """
+    given = load_config(file, overrides)
+    own = given.data.sequence_length
+    chosen = parse_lengths(lengths) if lengths is not None else [own]
+    configs = []
+    for method in dict.fromkeys(methods.split(",")):
+        for length in chosen:
+            settings = [f"position.method={method}", f"data.sequence_length={length}"]
+            for key in ("global_batch_size", "micro_batch_size"):
+                tokens = getattr(given.batch, key) * own
+                if tokens % length:
+                    raise ConfigError(
+                        f"--lengths {length}: does not divide the {tokens:,} tokens of "
+                        f"batch.{key} = {getattr(given.batch, key)} x {own}. Choose lengths that "
+                        f"do, or --set batch.{key}"
+                    )
+                settings.append(f"batch.{key}={tokens // length}")
+            configs.append(load_config(file, [*overrides, *settings]))
+    return configs
+
+
+def parse_lengths(lengths: str) -> list[int]:
+    """Return the numbers of --lengths, each once."""
+    try:
+        parsed = list(dict.fromkeys(int(length) for length in lengths.split(",")))
+    except ValueError:
+        parsed = [0]
+    if min(parsed) < 1:
+        raise ConfigError(
+            f"--lengths {lengths}: expected numbers of tokens separated by commas, as in "
+            "--lengths 64,128"
+        )
+    return parsed
 
 
 def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, Any]:
     """Time training and evaluation of several configs in turns, and measure their memory.
+
+    Each turn has new processes, builds the model and its optimizer, and takes a few real training
+    steps and a real evaluation at the training length, on random tokens. Progress goes to stderr.
 
     Args:
         configs: The contestants, one for each method and training length. All must take equally
@@ -23,12 +130,221 @@ def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, 
 
     Returns:
         {"device", "rounds", "rows": [{"method", "train_length", "train_tokens_per_second",
-        "evaluation_tokens_per_second", "peak_memory_bytes"}]}: the speeds are lists with one value
-        for each round, of the whole job; the memory is the largest of any process of the
-        contestant.
+        "evaluation_tokens_per_second", "peak_memory_bytes"}], "failed": [{"method", "train_length",
+        "reason"}]}: the speeds are lists with one value for each round, of the whole job; the
+        memory is the largest of any process of the contestant while it trained. A contestant that
+        failed in any round has no row.
 
     Raises:
         ConfigError: Two configs are the same contestant, or take different numbers of tokens a
-            step, or a contestant failed.
+            step, or one cannot run on so many processes.
+        RunFailed: All contestants failed.
     """
-    raise NotImplementedError
+    check_contestants(configs, nproc)
+    return measure_with(_turn_in_processes, configs, rounds, nproc)
+
+
+def measure_with(
+    turn: TakeTurn, configs: Sequence[RunConfig], rounds: int, nproc: int
+) -> dict[str, Any]:
+    """Let the contestants take turns, and put together what they measured.
+
+    Args:
+        turn: Lets one contestant take one turn.
+        configs: The contestants.
+        rounds: How often each takes its turn.
+        nproc: Processes of each.
+
+    Returns:
+        As `measure`.
+
+    Raises:
+        RunFailed: All contestants failed.
+    """
+    turns: dict[int, list[list[Turn]]] = {number: [] for number in range(len(configs))}
+    failed: dict[int, str] = {}
+    for number in range(1, rounds + 1):
+        # Back and forth, so that what drifts during the job favours nobody.
+        order = list(turns) if number % 2 else list(turns)[::-1]
+        for contestant in order:
+            if contestant in failed:
+                continue
+            config = configs[contestant]
+            try:
+                ranks = turn(config, nproc)
+            except RunFailed as error:
+                failed[contestant] = str(error)
+                _say(f"round {number} of {rounds}: {_name(config)} failed: {error}")
+                continue
+            turns[contestant].append(ranks)
+            train, evaluation = _speeds(config, ranks)
+            _say(
+                f"round {number} of {rounds}: {_name(config)}: {train:,.0f} tokens/s in training, "
+                f"{evaluation:,.0f} in evaluation"
+            )
+    if len(failed) == len(configs):
+        raise RunFailed("no contestant could be measured:\n" + "\n".join(failed.values()))
+    return {
+        "device": f"{nproc} x {next(filter(None, turns.values()))[0][0].device}",
+        "rounds": rounds,
+        "rows": [
+            _row(configs[contestant], taken)
+            for contestant, taken in turns.items()
+            if contestant not in failed
+        ],
+        "failed": [{**_key(configs[n]), "reason": reason} for n, reason in failed.items()],
+    }
+
+
+def check_contestants(configs: Sequence[RunConfig], nproc: int) -> None:
+    """Check that configs can be compared with each other on so many processes.
+
+    Raises:
+        ConfigError: They cannot; see `measure`.
+    """
+    seen = set()
+    for config in configs:
+        if _name(config) in seen:
+            raise ConfigError(f"{_name(config)}: given twice. Measure each method and length once")
+        seen.add(_name(config))
+        config.layout(nproc)
+    tokens = {config.tokens_per_step: config for config in configs}
+    if len(tokens) > 1:
+        said = ", ".join(f"{_name(c)} takes {n:,}" for n, c in tokens.items())
+        raise ConfigError(
+            f"tokens a step: {said}. Set batch.global_batch_size so that all take equally many"
+        )
+
+
+def ratio(row: dict[str, Any], baseline: dict[str, Any], speed: str) -> Ratio:
+    """Return a contestant's speed as a multiple of the baseline's, by rounds.
+
+    Args:
+        row: The contestant's row.
+        baseline: The baseline's row, of the same rounds.
+        speed: Which of SPEEDS.
+    """
+    ratios = [own / other for own, other in zip(row[speed], baseline[speed], strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def efficiency_table(result: dict[str, Any]) -> str:
+    """Return what `measure` returned as a Markdown table, with ratios to sinusoidal positions.
+
+    A ratio is the median over the rounds of the ratio in a round, with the smallest and the largest
+    one; it is taken to the baseline of the same training length.
+    """
+    baselines = {r["train_length"]: r for r in result["rows"] if r["method"] == BASELINE}
+    lines = [
+        f"{result['device']}; medians of {result['rounds']} rounds in turn; ratios to {BASELINE} "
+        "positions of the same length, with their range over the rounds",
+        "",
+        "| method | L | training, tokens/s | ratio | evaluation, tokens/s | ratio | peak memory "
+        "in training | ratio |",
+        "|---|---:|---:|---|---:|---|---:|---:|",
+    ]
+    for row in result["rows"]:
+        baseline = baselines.get(row["train_length"])
+        cells = [row["method"], f"{row['train_length']:,}"]
+        for speed in SPEEDS:
+            cells.append(f"{statistics.median(row[speed]):,.0f}")
+            cells.append("-" if baseline is None else _shown(ratio(row, baseline, speed)))
+        memory = row["peak_memory_bytes"]
+        cells.append(f"{memory / 2**20:,.0f} MiB")
+        cells.append("-" if baseline is None else f"{memory / baseline['peak_memory_bytes']:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    for failed in result["failed"]:
+        reason = failed["reason"].strip().splitlines()[-1]
+        lines += ["", f"{failed['method']}, L = {failed['train_length']:,}: failed: {reason}"]
+    return "\n".join(lines)
+
+
+class RandomText(ScoredText):
+    """Random tokens to score, where speed is measured and no data set is needed."""
+
+    def __init__(self, config: RunConfig, tokens: int) -> None:
+        """Draw `tokens` token ids of the config's vocabulary."""
+        self.total = self.tokens = self.bytes = tokens
+        self.tokenizer = self.validation = ""
+        generator = np.random.default_rng(config.run.seed)
+        self._ids = generator.integers(config.data.vocab_size, size=tokens + 1)
+        self.block_ends = np.array([tokens])
+
+
+def measure_turn(config: RunConfig, topology: Topology) -> Turn:
+    """Build a model, time training steps and an evaluation of it, and note its memory.
+
+    All ranks together, in processes that have done nothing before.
+    """
+    training = TrainingStep(config, topology)
+    for _ in range(WARM_UP_STEPS):
+        training.take()
+    begin = _together()
+    for _ in range(STEPS):
+        training.take()
+    train_seconds = _together() - begin
+    training.optimizer.wait_for_weights()
+    peak = platform.peak_memory_bytes()
+    length = config.data.sequence_length
+    protocol = Protocol("nonoverlapping", length, length)
+    layout = topology.layout
+    windows = max(1, config.evaluation.tokens_per_batch // length)
+    tokens = windows * length * layout.data * layout.pipeline * layout.virtual
+    seconds = []
+    for passes in (1, PASSES):
+        evaluator = Evaluator(
+            training.chunks,
+            topology,
+            RandomText(config, passes * tokens),
+            tokens_per_batch=config.evaluation.tokens_per_batch,
+            schedule_module=training.optimizer.schedule_module,
+        )
+        begin = _together()
+        evaluator.evaluate(protocol)
+        seconds.append(_together() - begin)
+    return Turn(train_seconds, seconds[-1], PASSES * tokens, peak, platform.device_name())
+
+
+def _turn_in_processes(config: RunConfig, nproc: int) -> list[Turn]:
+    return take_turn(measure_turn, config, nproc)
+
+
+def _together() -> float:
+    """Return the time in seconds once all ranks have done everything so far."""
+    platform.synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _speeds(config: RunConfig, ranks: list[Turn]) -> tuple[float, float]:
+    """Return the job's tokens/s in training and in evaluation, by its slowest rank."""
+    train = max(rank.train_seconds for rank in ranks)
+    evaluation = max(rank.evaluation_seconds for rank in ranks)
+    return STEPS * config.tokens_per_step / train, ranks[0].evaluation_tokens / evaluation
+
+
+def _row(config: RunConfig, turns: list[list[Turn]]) -> dict[str, Any]:
+    """Return a contestant's row, from what each rank measured in each of its turns."""
+    train, evaluation = zip(*(_speeds(config, ranks) for ranks in turns))
+    return {
+        **_key(config),
+        "train_tokens_per_second": list(train),
+        "evaluation_tokens_per_second": list(evaluation),
+        "peak_memory_bytes": max(rank.peak_memory_bytes for ranks in turns for rank in ranks),
+    }
+
+
+def _key(config: RunConfig) -> dict[str, Any]:
+    return {"method": config.position.method, "train_length": config.data.sequence_length}
+
+
+def _name(config: RunConfig) -> str:
+    return f"{config.position.method}, {config.data.sequence_length:,} tokens"
+
+
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from pretrain.config import RunConfig, num_parameters
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.topology import finish
+from pretrain.topology import Topology, finish
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.step import average_loss, forward_backward
 
@@ -42,20 +42,15 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
         "tokens_per_second" of the whole job; "peak_memory_bytes" of this process.
     """
     topology = initialize_topology(config)
-    chunks = build_model(config)
-    optimizer = ZeroOptimizer(config, topology, chunks)
-    clock = Clock()
-    batches = random_batches(config, topology.layout.num_microbatches)
-    # A document of random tokens has data.vocab_size of them on average, so this measures what the
-    # mask costs, and not what it saves where documents are short.
-    eos_id = 0 if config.data.per_document_attention else None
+    training = TrainingStep(config, topology)
+    optimizer, clock = training.optimizer, Clock()
     for number in range(WARM_UP_STEPS + steps):
         if number == WARM_UP_STEPS:
             clock.times.clear()
         begin = clock.now()
-        micro_batches = clock.timed("data", next)(batches)
+        micro_batches = clock.timed("data", next)(training.batches)
         losses = clock.timed("forward and backward", forward_backward)(
-            chunks, optimizer, micro_batches, eos_id
+            training.chunks, optimizer, micro_batches, training.eos_id
         )
         # What is left of the reduction after the backward pass, in which it began.
         clock.timed("gradient reduction", optimizer.reduce_gradients)()
@@ -74,6 +69,26 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
         print(_table(config, steps, topology.layout.world_size, medians))
     finish()
     return result
+
+
+class TrainingStep:
+    """A model, its optimizer and random tokens, for training steps without a run's directory."""
+
+    def __init__(self, config: RunConfig, topology: Topology) -> None:
+        """Build the model and its optimizer. All ranks together."""
+        self.config, self.topology = config, topology
+        self.chunks = build_model(config)
+        self.optimizer = ZeroOptimizer(config, topology, self.chunks)
+        self.batches = random_batches(config, topology.layout.num_microbatches)
+        # A document of random tokens has data.vocab_size of them on average, so this measures what
+        # the mask costs, and not what it saves where documents are short.
+        self.eos_id = 0 if config.data.per_document_attention else None
+
+    def take(self) -> None:
+        """Take one optimizer step, and wait for its loss. All ranks together."""
+        losses = forward_backward(self.chunks, self.optimizer, next(self.batches), self.eos_id)
+        self.optimizer.step(self.config.optimizer.learning_rate)
+        average_loss(losses, self.topology)
 
 
 class Clock:

@@ -1,0 +1,244 @@
+"""Compare measured values with a threshold, and say when noise leaves the answer open.
+
+Noise is what the evaluation and the seeds show of it: values of one text are compared block by
+block, and of several seeds each of one curve is compared with each of the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from pretrain.evaluate.blocks import paired_interval
+from pretrain.evaluate.curves import Curve, number
+from pretrain.evaluate.records import Record
+from pretrain.evaluate.tables import full_name, length_in_words
+
+NONOVERLAPPING, SLIDING = "nonoverlapping", "sliding"
+SPEEDS = ("training", "evaluation")
+"""What a method's speed is measured in."""
+
+
+class Verdict(Enum):
+    """What the measured values say of a claim."""
+
+    PASSES = "passes"
+    FAILS = "fails"
+    NOISE = "cannot be judged: inside the noise"
+    NO_INTERVAL = "cannot be judged: the noise is not known"
+    MISSING = "cannot be judged: not measured"
+
+    @property
+    def short(self) -> str:
+        """Return "passes", "fails" or "cannot be judged"."""
+        return self.value.partition(":")[0]
+
+
+class Gap(NamedTuple):
+    """How far one loss lies above another, in nats, and the range in which noise puts it."""
+
+    low: float
+    value: float
+    high: float
+
+    def at_most(self, ratio: float) -> Verdict:
+        """Judge that the one perplexity is at most `ratio` times the other."""
+        return self._judge(math.log(ratio), is_below=True)
+
+    def at_least(self, ratio: float) -> Verdict:
+        """Judge that the one perplexity is at least `ratio` times the other."""
+        return self._judge(math.log(ratio), is_below=False)
+
+    def within(self, ratio: float) -> Verdict:
+        """Judge that the two perplexities are at most a factor of `ratio` apart."""
+        return combined([self.at_most(ratio), self.at_least(1 / ratio)])
+
+    def ratios(self) -> tuple[float, float, float]:
+        """Return the ratio of the perplexities, between the ends of its range."""
+        # exp would overflow a float64 beyond 709 nats.
+        low, value, high = (math.inf if x > 700 else math.exp(x) for x in self)
+        return low, value, high
+
+    def _judge(self, bound: float, is_below: bool) -> Verdict:
+        if math.isnan(self.low) or math.isnan(self.high):
+            return Verdict.MISSING if math.isnan(self.value) else Verdict.NO_INTERVAL
+        # Logarithms round: a ratio that is printed as the threshold itself lies on it.
+        margin = 1e-12
+        if self.high <= bound + margin:
+            return Verdict.PASSES if is_below or self.low >= bound - margin else Verdict.FAILS
+        if self.low >= bound - margin:
+            return Verdict.FAILS if is_below else Verdict.PASSES
+        return Verdict.NOISE
+
+
+def combined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on a claim of which these are the parts.
+
+    One part that fails refutes it. What lies inside the noise leaves it open, whatever else passes.
+    A part that was not measured says nothing.
+    """
+    for verdict in (Verdict.FAILS, Verdict.NOISE, Verdict.NO_INTERVAL, Verdict.PASSES):
+        if verdict in verdicts:
+            return verdict
+    return Verdict.MISSING
+
+
+@dataclass(frozen=True)
+class Case:
+    """A claim at one training length, with the numbers that its verdict stands on."""
+
+    verdict: Verdict
+    words: str
+    train_length: int | None = None
+    ratio: tuple[float, float, float] | None = None
+    """(low, value, high) of the ratio that was compared with the threshold."""
+    tokens: int | None = None
+    """Tokens scored for each of the values."""
+    seeds: int | None = None
+    """Seeds of the curve that has fewer of them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Speed and memory of one method at one training length, measured in turns with the others."""
+
+    method: str
+    train_length: int
+    speeds: Mapping[str, Sequence[float]]
+    """ "training" and "evaluation" -> tokens per second in each round."""
+    memory: float | None
+    """Largest peak memory of a process in bytes; None where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that claims are judged on: curves of one text and tokenizer, speeds and memory."""
+
+    curves: Sequence[Curve]
+    rows: Sequence[Row] = ()
+    device: str = ""
+    """What the speeds and memory were measured on."""
+    _of: dict[Any, list[Curve]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for curve in self.curves:
+            kind = SLIDING if curve.protocol.startswith(SLIDING) else NONOVERLAPPING
+            self._of.setdefault((curve.method, kind), []).append(curve)
+
+    def of(self, method: str, kind: str) -> list[Curve]:
+        """Return the curves of a method whose training length is known, shortest first.
+
+        Args:
+            method: The method's name.
+            kind: NONOVERLAPPING or SLIDING, with whatever stride.
+        """
+        found = [curve for curve in self._of.get((method, kind), []) if curve.train_length]
+        return sorted(found, key=lambda curve: curve.train_length or 0)
+
+    def both(self, method: str) -> list[Curve]:
+        """Return the curves of a method under both protocols."""
+        return self.of(method, NONOVERLAPPING) + self.of(method, SLIDING)
+
+    def pairs(self, method: str, other: str, multiple: int = 1) -> Iterator[tuple[Curve, Curve]]:
+        """Yield curves of two methods under one protocol.
+
+        Args:
+            method: The method of the first.
+            other: The method of the second.
+            multiple: Training length of the second in training lengths of the first.
+        """
+        for a, b in itertools.product(self.both(method), self.both(other)):
+            if a.protocol == b.protocol and (a.train_length or 0) * multiple == b.train_length:
+                yield a, b
+
+
+def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
+    """Return how far the loss of a curve lies above that of another, or of itself elsewhere.
+
+    The range is that of the paired intervals, or where losses by block are not known, of the two
+    intervals. Of several seeds it holds the ranges of all pairs; of one curve at two lengths, each
+    seed is paired with itself. What is not finite is infinitely bad.
+
+    Args:
+        a: A curve.
+        at_a: Length of its value.
+        b: The curve to compare with; it may be the same.
+        at_b: Length of its value.
+    """
+    of_a, of_b = a.records[at_a], b.records[at_b]
+    pairs = list(zip(of_a, of_b)) if a is b else list(itertools.product(of_a, of_b))
+    loss_a, loss_b = _mean_loss(of_a), _mean_loss(of_b)
+    if math.isinf(loss_a) or math.isinf(loss_b):
+        apart = loss_a - loss_b
+        return Gap(apart, apart, apart)
+    ranges = [paired_interval(x, y) or _unpaired(x, y) for x, y in pairs]
+    apart = loss_a - loss_b
+    if any(math.isnan(end) for ends in ranges for end in ends):
+        return Gap(math.nan, apart, math.nan)
+    return Gap(min(low for low, _ in ranges), apart, max(high for _, high in ranges))
+
+
+def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Verdict]) -> Case:
+    """Return the case of two values, or one that says which of them was not measured.
+
+    Args:
+        a: A curve.
+        at_a: Length of its value.
+        b: The curve to compare with; it may be the same.
+        at_b: Length of its value.
+        judge: Judges how far they are apart.
+    """
+    for curve, length in ((a, at_a), (b, at_b)):
+        if length not in curve.records:
+            return missing(curve, length)
+    found = gap(a, at_a, b, at_b)
+    words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: {ratio_in_words(found)}"
+    of_a, of_b = a.records[at_a], b.records[at_b]
+    return Case(
+        judge(found),
+        words,
+        a.train_length,
+        found.ratios(),
+        min(record["tokens"] or 0 for record in (*of_a, *of_b)) or None,
+        min(len(of_a), len(of_b)),
+    )
+
+
+def missing(curve: Curve, length: int) -> Case:
+    """Return the case of a value that is not there."""
+    at = length_in_words(length, curve.train_length)
+    words = f"{full_name(curve)} was not evaluated at {at}, {curve.protocol}"
+    return Case(Verdict.MISSING, words, curve.train_length)
+
+
+def ratio_in_words(found: Gap) -> str:
+    """Return a ratio with its range, as in "0.868 times (0.861 to 0.875)"."""
+    low, value, high = found.ratios()
+    if math.isnan(low):
+        return f"{value:.3f} times"
+    return f"{value:.3f} times" + (f" ({low:.3f} to {high:.3f})" if high > low else "")
+
+
+def _value(curve: Curve, length: int, than: Curve | None = None) -> str:
+    """Return a value in words; of the curve that was named just before without its name."""
+    at = f"{curve.value(length).value:.2f} at {length_in_words(length, curve.train_length)}"
+    return at if curve is than else f"{full_name(curve)}: {at}"
+
+
+def _mean_loss(records: Sequence[Record]) -> float:
+    """Return the mean loss of seeds; infinite where one is not finite."""
+    losses = [number(record["loss_nats"]) for record in records]
+    finite = all(math.isfinite(loss) for loss in losses)
+    return sum(losses) / len(losses) if finite else math.inf
+
+
+def _unpaired(a: Record, b: Record) -> tuple[float, float]:
+    """Return the range of a difference of two values whose intervals alone are known."""
+    low_a, high_a, low_b, high_b = (
+        number(record[key]) for record in (a, b) for key in ("loss_low", "loss_high")
+    )
+    return low_a - high_b, high_a - low_b

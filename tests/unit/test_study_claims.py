@@ -1,0 +1,291 @@
+"""Claims: curves of the published shape pass, and each broken curve fails one claim alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pretrain.evaluate.blocks import with_blocks
+from pretrain.evaluate.curves import make_curves
+from pretrain.study import claims, published
+from pretrain.study.evidence import Evidence, Gap, Row, Verdict, combined
+from tests.unit.study_files import (
+    MEMORY,
+    METHODS,
+    SPEEDS,
+    make_blocks,
+    make_records,
+    published_shape,
+    rows,
+)
+
+IDS = [claim.id for claim in claims.CLAIMS]
+OF_COST = ["alibi_trains_as_fast", "alibi_evaluates_as_fast", "alibi_needs_no_more_memory"]
+OF_CURVES = [name for name in IDS if name not in OF_COST]
+
+
+def as_rows(found):
+    return [
+        Row(
+            row["method"],
+            row["train_length"],
+            {
+                "training": row["train_tokens_per_second"],
+                "evaluation": row["evaluation_tokens_per_second"],
+            },
+            row["peak_memory_bytes"],
+        )
+        for row in found
+    ]
+
+
+def verdicts(records=None, cost=None, device="one synthetic GPU"):
+    """Return claim -> verdict."""
+    records = make_records() if records is None else records
+    cost = as_rows(rows()) if cost is None else cost
+    found = claims.judge(Evidence(make_curves(records), cost, device))
+    return {judgement.claim.id: judgement.verdict for judgement in found}
+
+
+def test_curves_of_the_published_shape_pass_every_claim():
+    assert set(verdicts().values()) == {Verdict.PASSES}
+    assert len(IDS) == len(set(IDS))
+
+
+# ---- a broken curve ------------------------------------------------------------------------------
+def where(factor, method, trained=(64, 128), protocol=None, lengths=None):
+    """Return perplexities of which some are multiplied by a factor."""
+
+    def perplexity(of, at, under, length):
+        is_changed = (
+            of == method
+            and at in trained
+            and under == (protocol or under)
+            and (lengths is None or lengths(length, at))
+        )
+        return published_shape(of, at, under, length) * (factor if is_changed else 1)
+
+    return perplexity
+
+
+BROKEN = {
+    "alibi_falls_to_2L": where(
+        1.01 / 0.94, "alibi", (128,), "nonoverlapping", lambda n, L: n == 2 * L
+    ),
+    "alibi_stays_near_best_to_16L": where(
+        1.06, "alibi", (64, 128), "nonoverlapping", lambda n, L: n == 8 * L
+    ),
+    "alibi_is_flat_when_sliding": where(
+        0.95, "alibi", (64, 128), "sliding", lambda n, L: n == 4 * L
+    ),
+    "alibi_no_worse_than_sinusoidal_at_L": where(
+        0.96, "sinusoidal", (64,), "nonoverlapping", lambda n, L: n == L
+    ),
+    "alibi_at_2L_matches_sinusoidal_trained_at_2L": where(
+        1.055, "alibi", (64,), "nonoverlapping", lambda n, L: n == 2 * L
+    ),
+    "sinusoidal_degrades_at_once": where(1.04 / 1.5, "sinusoidal", lengths=lambda n, L: n == 2 * L),
+    "rotary_holds_for_100_tokens": where(1.2, "rotary", lengths=lambda n, L: L < n <= L + 128),
+    "rotary_degrades": lambda method, trained, protocol, length: (
+        published_shape(method, trained, protocol, trained if method == "rotary" else length)
+        * (1.03 if method == "rotary" and length > trained + 128 else 1)
+    ),
+    "t5_holds_for_500_tokens": where(1.2, "t5", lengths=lambda n, L: L < n <= L + 512),
+    "order_of_extrapolation": where(10, "t5", lengths=lambda n, L: n == 16 * L),
+    "trained_slopes_extrapolate_worse": where(
+        0.5, "alibi_trained_slopes", lengths=lambda n, L: n == 16 * L
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_CURVES)
+def test_a_broken_curve_fails_the_claim_that_it_breaks_and_no_other(name):
+    found = verdicts(make_records(BROKEN[name]))
+    assert {key for key, verdict in found.items() if verdict != Verdict.PASSES} == {name}
+    assert found[name] == Verdict.FAILS
+
+
+@pytest.mark.parametrize("name", OF_COST)
+def test_what_costs_more_fails_its_claim_and_no_other(name):
+    slow = as_rows(rows(speeds=SPEEDS | {"alibi": 0.9}))
+    large = as_rows(rows(memory=MEMORY | {"alibi": 1.02}))
+    work = {"alibi_trains_as_fast": "training", "alibi_evaluates_as_fast": "evaluation"}.get(name)
+    cost = [
+        Row(
+            row.method,
+            row.train_length,
+            {key: (s if key == work else row).speeds[key] for key in row.speeds},
+            big.memory if work is None else row.memory,
+        )
+        for row, s, big in zip(as_rows(rows()), slow, large)
+    ]
+    found = verdicts(cost=cost)
+    assert {key for key, verdict in found.items() if verdict != Verdict.PASSES} == {name}
+    assert found[name] == Verdict.FAILS
+
+
+def test_what_is_not_finite_fails_what_should_hold_and_passes_what_should_degrade():
+    records = make_records()
+    lost = {"perplexity": math.nan, "loss_nats": math.nan, "loss_low": None, "loss_high": None}
+    for record in records:
+        if record["method"] in ("alibi", "sinusoidal") and record["length"] > 128:
+            record.update(lost)
+    found = verdicts(records)
+    assert found["alibi_falls_to_2L"] == Verdict.FAILS
+    assert found["alibi_stays_near_best_to_16L"] == Verdict.FAILS
+    assert found["sinusoidal_degrades_at_once"] == Verdict.PASSES
+    assert found["order_of_extrapolation"] == Verdict.FAILS
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("noise", [{"spread": 3.0}, {"seeds": (1, 2, 3), "noise": 3.0}])
+def test_claims_inside_the_noise_are_not_judged(noise):
+    """Intervals of 3 nats, and seeds that lie as far apart, each leave every comparison open."""
+    found = verdicts(make_records(**noise))
+    # A seed is compared with itself where one curve is compared at two lengths.
+    of_two_curves = [
+        "alibi_no_worse_than_sinusoidal_at_L",
+        "alibi_at_2L_matches_sinusoidal_trained_at_2L",
+        "order_of_extrapolation",
+        "trained_slopes_extrapolate_worse",
+    ]
+    for name in of_two_curves if "seeds" in noise else OF_CURVES:
+        assert found[name] == Verdict.NOISE, name
+        assert found[name].short == "cannot be judged"
+
+
+def test_values_of_one_text_are_told_apart_block_by_block():
+    """Intervals of 0.1 nats overlap; the paired ones, of a thousandth, do not."""
+    records = make_records(spread=0.1)
+    assert Verdict.NOISE in verdicts(records).values()
+    blocks = make_blocks(records)
+    assert set(verdicts([with_blocks(r, blocks) for r in records]).values()) == {Verdict.PASSES}
+
+
+def test_seeds_that_agree_give_the_verdict_of_one():
+    assert set(verdicts(make_records(seeds=(1, 2, 3), noise=0.0005)).values()) == {Verdict.PASSES}
+
+
+def test_speeds_that_vary_more_than_they_differ_are_not_judged():
+    found = verdicts(cost=as_rows(rows(rounds=(0.9, 1.0, 1.1))))
+    assert found["alibi_trains_as_fast"] == Verdict.PASSES  # round by round nothing differs
+    uneven = as_rows(rows(rounds=(0.9, 1.0, 1.1)))
+    cost = [r for r in uneven if r.method == "alibi"]
+    cost += [r for r in as_rows(rows()) if r.method == "sinusoidal"]
+    found = verdicts(cost=cost)
+    assert found["alibi_trains_as_fast"] == found["alibi_evaluates_as_fast"] == Verdict.NOISE
+    found = verdicts(cost=as_rows(rows(rounds=(1.0,))))
+    assert found["alibi_trains_as_fast"] == Verdict.NO_INTERVAL
+
+
+def test_values_without_intervals_are_not_judged():
+    records = [record | {"loss_low": None, "loss_high": None} for record in make_records()]
+    found = verdicts(records)
+    assert {found[name] for name in OF_CURVES} == {Verdict.NO_INTERVAL}
+
+
+# ---- what was not measured -----------------------------------------------------------------------
+NEEDED = {
+    "alibi": [name for name in OF_CURVES if "alibi" in name and "slopes" not in name]
+    + ["trained_slopes_extrapolate_worse"],
+    "sinusoidal": [name for name in OF_CURVES if "sinusoidal" in name],
+    "rotary": ["rotary_holds_for_100_tokens", "rotary_degrades"],
+    "t5": ["t5_holds_for_500_tokens"],
+    "alibi_trained_slopes": ["trained_slopes_extrapolate_worse"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_claims_of_a_method_that_was_not_trained_are_not_judged(method):
+    found = verdicts(make_records(methods=[m for m in METHODS if m != method]))
+    assert {name for name in OF_CURVES if found[name] == Verdict.MISSING} == set(NEEDED[method]) - (
+        {"sinusoidal_degrades_at_once"} if method == "alibi" else set()
+    )
+
+
+def test_claims_beyond_the_training_length_are_not_judged_without_longer_lengths():
+    records = [r for r in make_records() if r["length"] == r["train_length"]]
+    found = verdicts(records)
+    assert [name for name in OF_CURVES if found[name] != Verdict.MISSING] == [
+        "alibi_no_worse_than_sinusoidal_at_L"
+    ]
+
+
+def test_eight_lengths_are_not_sixteen():
+    records = [r for r in make_records() if r["length"] <= 8 * r["train_length"]]
+    assert verdicts(records)["alibi_stays_near_best_to_16L"] == Verdict.MISSING
+
+
+def test_runs_of_other_steps_are_not_compared():
+    records = [r | {"step": 200} if r["method"] == "sinusoidal" else r for r in make_records()]
+    found = verdicts(records)
+    assert found["alibi_no_worse_than_sinusoidal_at_L"] == Verdict.MISSING
+    assert found["sinusoidal_degrades_at_once"] == Verdict.PASSES
+
+
+def test_a_stride_of_the_training_length_says_nothing_of_flatness():
+    records = [
+        r | {"stride": r["train_length"]} if r["protocol"] == "sliding" else r
+        for r in make_records()
+    ]
+    assert verdicts(records)["alibi_is_flat_when_sliding"] == Verdict.MISSING
+
+
+def test_costs_are_not_judged_where_they_were_not_measured():
+    found = verdicts(cost=[])
+    assert {found[name] for name in OF_COST} == {Verdict.MISSING}
+    assert verdicts(device="CPU, 2 cores")["alibi_needs_no_more_memory"] == Verdict.MISSING
+
+
+# ---- the paper's own numbers ---------------------------------------------------------------------
+SUPPORTED = {
+    "wikitext103": [
+        name for name in IDS if "rotary" not in name and name != "trained_slopes_extrapolate_worse"
+    ],
+    "cc100_roberta": [
+        "alibi_falls_to_2L",
+        "alibi_no_worse_than_sinusoidal_at_L",
+        "alibi_at_2L_matches_sinusoidal_trained_at_2L",
+        "sinusoidal_degrades_at_once",
+        "order_of_extrapolation",
+    ],
+}
+
+
+@pytest.mark.parametrize("model", published.MODELS)
+def test_the_published_numbers_pass_the_claims_that_they_support(model):
+    found = claims.judge(published.evidence(model))
+    passed = [j.claim.id for j in found if j.verdict == Verdict.PASSES]
+    assert passed == SUPPORTED[model]
+    assert {j.verdict for j in found if j.claim.id not in passed} == {Verdict.MISSING}
+
+
+# ---- how it is decided ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("low", "high", "at_most", "at_least"),
+    [
+        (0.01, 0.03, Verdict.PASSES, Verdict.FAILS),
+        (0.06, 0.08, Verdict.FAILS, Verdict.PASSES),
+        (0.03, 0.08, Verdict.NOISE, Verdict.NOISE),
+        (math.log(1.05), math.log(1.05), Verdict.PASSES, Verdict.PASSES),
+        (math.nan, math.nan, Verdict.NO_INTERVAL, Verdict.NO_INTERVAL),
+    ],
+)
+def test_a_range_on_one_side_of_the_threshold_decides(low, high, at_most, at_least):
+    value = 0.05 if math.isnan(low) else (low + high) / 2
+    assert Gap(low, value, high).at_most(1.05) == at_most
+    assert Gap(low, value, high).at_least(1.05) == at_least
+
+
+def test_one_failure_refutes_and_noise_leaves_open():
+    passes, fails, noise, missing = (
+        Verdict.PASSES,
+        Verdict.FAILS,
+        Verdict.NOISE,
+        Verdict.MISSING,
+    )
+    assert combined([passes, fails, noise]) == fails
+    assert combined([passes, noise, missing]) == noise
+    assert combined([passes, missing]) == passes
+    assert combined([missing]) == combined([]) == missing

@@ -1,0 +1,71 @@
+"""The published numbers: each is found again under the key that the report shows for it."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pretrain.study
+from pretrain.study import published
+
+FILE = Path(pretrain.study.__file__).with_name("published.toml")
+HAND_COPIED = {
+    ("wikitext103", "alibi", 512, "nonoverlapping", 3072): 18.40,
+    ("wikitext103", "alibi", 64, "nonoverlapping", 1024): 21.73,
+    ("wikitext103", "sinusoidal", 3072, "nonoverlapping", 3072): 18.67,
+    ("wikitext103", "rotary", 1024, "nonoverlapping", 1024): 19.33,
+    ("wikitext103", "t5", 512, "sliding", 3072): 30.77,
+    ("wikitext103", "sinusoidal", 512, "sliding", 1024): 204.42,
+    ("cc100_roberta", "alibi", 1024, "nonoverlapping", 2048): 8.92,
+    ("cc100_roberta", "sinusoidal", 512, "nonoverlapping", 2048): 105.42,
+}
+"""Numbers as the paper prints them, typed here a second time."""
+
+
+def look_up(key):
+    """Follow a dotted key through the file, read without the package's loader."""
+    found = tomllib.loads(FILE.read_text())
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+@pytest.mark.parametrize("model", published.MODELS)
+def test_every_perplexity_stands_in_the_file_under_its_key(model):
+    numbers = published.perplexities(model)
+    for number in numbers.values():
+        assert look_up(number.key) == number.value
+        assert number.status in ("text", "transcribed")
+    # Nothing of the tables is left out: each pair of a training and a validation length is one.
+    tables = look_up(model)
+    if model == "wikitext103":
+        names = ("alibi_nonoverlapping", "same_length_nonoverlapping", "sliding_stride1")
+        assert len(numbers) == sum(len(row) for n in names for row in tables[n].values())
+    else:
+        assert len(numbers) == sum(len(row["ppl"]) for row in tables["equal_updates"].values())
+
+
+@pytest.mark.parametrize("of", HAND_COPIED, ids=lambda of: "-".join(map(str, of)))
+def test_numbers_are_of_the_method_and_lengths_that_the_paper_gives_them(of):
+    model, *rest = of
+    assert published.perplexities(model)[published.Perplexity(*rest)].value == HAND_COPIED[of]
+
+
+def test_efficiency_stands_in_the_file_under_its_key():
+    numbers = published.efficiency()
+    assert len(numbers) == 4 * 3 * 3
+    for number in numbers.values():
+        assert look_up(number.key) == number.value
+    assert numbers["t5", 3072, "training"].value == 4.3
+    assert numbers["alibi", 1024, "memory"].value == 19.3
+
+
+def test_records_have_the_published_numbers_and_no_interval():
+    records = published.records("wikitext103")
+    assert len(records) == len(published.perplexities("wikitext103"))
+    for record in records:
+        assert math.exp(record["loss_nats"]) == pytest.approx(record["perplexity"], rel=1e-12)
+        assert record["loss_low"] == record["loss_nats"] == record["loss_high"]
