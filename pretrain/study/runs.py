@@ -11,7 +11,6 @@ from pathlib import Path
 from pretrain.checkpoint.changes import data_hashes
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.config.overrides import key_of
 from pretrain.config.trajectory import AT_STEP_0, Difference, Effect, data_differences, differences
 from pretrain.data.stream import open_stream
 from pretrain.rundir.checkpoints import complete_checkpoints
@@ -167,18 +166,16 @@ def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]
     base = load_config(source, asked.settings)
     tokens = asked.tokens_per_step or base.tokens_per_step
     micro_tokens = base.batch.micro_batch_size * base.data.sequence_length
-    keys = [("global_batch_size", tokens)]
-    if "batch.micro_batch_size" not in map(key_of, asked.settings):
-        # A micro batch keeps its tokens too, so that methods and lengths need the same memory.
-        keys.append(("micro_batch_size", micro_tokens))
+    # A micro batch keeps its tokens too, so that all lengths are computed in equal pieces.
+    keys = [("global_batch_size", tokens), ("micro_batch_size", micro_tokens)]
     for seed in asked.seeds or (None,):
         for length in asked.training_lengths:
             for key, count in keys:
                 if count % length:
+                    key = "tokens_per_step" if key == "global_batch_size" else f"batch.{key}"
                     raise ConfigError(
                         f"{path}: training_lengths = {length}: does not divide the {count:,} "
-                        f"tokens of batch.{key}. Choose lengths that do, or set "
-                        + ("tokens_per_step" if key == "global_batch_size" else f"batch.{key}")
+                        f"tokens of {key}. Choose lengths that do, or another {key}"
                     )
             batch = [f"batch.{key}={count // length}" for key, count in keys]
             for method in asked.methods:
