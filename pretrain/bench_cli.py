@@ -12,6 +12,7 @@ import typer
 from pretrain.config import ConfigError, load_config, writing
 from pretrain.config.arguments import Config, Overrides
 from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import RunPaths
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -80,6 +81,71 @@ def bench_methods(
     with writing(json_file) if json_file is not None else contextlib.nullcontext():
         result = measure(configs, rounds, nproc)
         print(efficiency_table(result))
+        if json_file is not None:
+            replace_file(json_file, json.dumps(result, indent=1) + "\n")
+
+
+@bench.command("generate")
+def bench_generate(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="TOML file of a run, or a run's directory, which means its config.",
+        ),
+    ],
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Tokens of the prompt, as in 128,1024."),
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Values of position.method to compare. Default: the config's.",
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that are generated behind each prompt.")
+    ] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each contestant takes its turn.")
+    ] = 5,
+    nproc: Annotated[
+        int,
+        typer.Option(min=1, help="Processes of each contestant: its tensor-parallel size."),
+    ] = 1,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Time generation with a cache of keys and values, by length of the context and method.
+
+    Prints tokens/s of the prompt and of the tokens generated behind it, the bytes of the cache and
+    peak memory. Methods and lengths take turns in processes of their own. Weights and prompts are
+    random, so neither a checkpoint nor data is needed.
+
+    \b
+    Example:
+      pretrain bench generate configs/demo.toml --lengths 128,1024 \\
+          --methods alibi,sinusoidal,rotary,t5
+    """
+    from pretrain.study.efficiency import parse_lengths
+    from pretrain.study.inference import Sizes, inference_table, measure_inference
+
+    file = RunPaths(config).config if config.is_dir() else config
+    names = dict.fromkeys(methods.split(",")) if methods is not None else [None]
+    configs = [
+        load_config(file, [*overrides, *([f"position.method={name}"] if name else [])])
+        for name in names
+    ]
+    sizes = [Sizes(length, new_tokens, batch_size) for length in parse_lengths(lengths)]
+    with writing(json_file) if json_file is not None else contextlib.nullcontext():
+        result = measure_inference(configs, sizes, rounds, nproc)
+        print(inference_table(result))
         if json_file is not None:
             replace_file(json_file, json.dumps(result, indent=1) + "\n")
 

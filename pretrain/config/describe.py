@@ -69,11 +69,19 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
         ("positions", f"{config.position.method}, {trained}, evaluated at {lengths}"),
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
+        ("evaluations", _evaluations(config)),
         ("layout", _layout(config)),
         *_stages(config),
         *_export(config, obstacles),
     ]
     return "\n".join(f"# {name:<16} {text}" for name, text in rows)
+
+
+def _evaluations(config: RunConfig) -> str:
+    """Return when a run is evaluated while it trains, and in how much of its time."""
+    share = config.evaluation_time_share
+    bound = f", in at most {share:.3g} of the time" if share is not None else ""
+    return f"every {config.evaluation_interval_steps:,} steps{bound}, and after the last one"
 
 
 def _layout(config: RunConfig) -> str:

@@ -152,6 +152,21 @@ class RunConfig(Section):
         return tuple(length * k for k in (1, 2, 4, 8, 16) if length * k <= reach)
 
     @property
+    def evaluation_interval_steps(self) -> int:
+        """Return the steps from one evaluation in the training loop to when the next is due."""
+        return self.evaluation.interval_steps or 1000
+
+    @property
+    def evaluation_time_share(self) -> float | None:
+        """Return the bound of the evaluations' time, as a share of the steps'; None for no bound.
+
+        A user who sets an interval means it.
+        """
+        given = self.evaluation.max_time_share
+        is_free = given is None and self.evaluation.interval_steps is None
+        return 0.02 if is_free else given
+
+    @property
     def evaluation_stride(self) -> int:
         """Return the stride of sliding windows, in tokens."""
         # There are no lengths where a learned table is shorter than the training length. The rules

@@ -358,9 +358,17 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """[evaluation]: perplexity by length, in the training loop and in `pretrain evaluate`."""
 
-    interval_steps: int = Field(default=1000, gt=0)
+    interval_steps: int | None = Field(default=None, gt=0)
     """Steps from one evaluation in the training loop to the next. The last step is always
-    evaluated."""
+    evaluated. Default: 1000, where max_time_share allows; an interval that is set is kept, unless
+    max_time_share is set too."""
+
+    max_time_share: float | None = Field(default=None, gt=0, le=1)
+    """Most seconds of the evaluations in the training loop, as a share of the seconds of its steps,
+    both measured: an evaluation that would exceed it is left out, the log says so, and the next one
+    is due interval_steps later. Each evaluation scores the same tokens, so that curves stay
+    comparable. The last step is evaluated in any case. Default: 0.02, or no bound if interval_steps
+    is set."""
 
     lengths: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -49,6 +50,46 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         # The heads of a group are next to each other.
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         return query, key, value
+
+    def _adjust_key_value_for_inference(
+        self,
+        inference_context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None,
+        *others: Any,
+        **named: Any,
+    ) -> tuple[Any, ...]:
+        """Put keys and values into the cache of generated sequences, if there is one.
+
+        Megatron caches keys as they are and rotates all of them again for every new token; here
+        they are rotated once, as in other libraries.
+
+        Args:
+            inference_context: Holds the cache and how many tokens are in it; None: no cache.
+            query: The new tokens' queries, [n, B, heads, D].
+            key: Their keys, [n, B, groups, D].
+            value: Their values, [n, B, groups, D].
+            rotary_pos_emb: Angles of queries and keys, from position 0 on; None without rotation.
+            *others: Further arguments of Megatron's.
+            **named: The same.
+
+        Returns:
+            (queries, all keys, all values, angles that are still to be applied, kind of mask, None)
+        """
+        if inference_context is not None and rotary_pos_emb is not None:
+            begin = inference_context.sequence_len_offset
+            angles = rotary_pos_emb[1][begin : begin + key.shape[0]]
+            key = apply_rotary_pos_emb(
+                key, angles, config=self.config, cp_group=self.pg_collection.cp
+            )
+        query, key, value, rotary_pos_emb, *rest = super()._adjust_key_value_for_inference(
+            inference_context, query, key, value, rotary_pos_emb, *others, **named
+        )
+        if inference_context is not None and rotary_pos_emb is not None:
+            rotary_pos_emb = (rotary_pos_emb[0], None)
+        return query, key, value, rotary_pos_emb, *rest
 
 
 class _Split(torch.autograd.Function):

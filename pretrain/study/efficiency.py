@@ -8,7 +8,6 @@ could not be compared.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ import numpy as np
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
+from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.evaluate.perplexity import Evaluator
 from pretrain.evaluate.text import ScoredText
 from pretrain.evaluate.windows import Protocol
-from pretrain.study.turns import take_turn
+from pretrain.study.turns import interleave, take_turn
 from pretrain.topology import Topology
 from pretrain.train.bench import WARM_UP_STEPS, TrainingStep
 
@@ -161,37 +160,33 @@ def measure_with(
     Raises:
         RunFailed: All contestants failed.
     """
-    turns: dict[int, list[list[Turn]]] = {number: [] for number in range(len(configs))}
-    failed: dict[int, str] = {}
-    for number in range(1, rounds + 1):
-        # Back and forth, so that what drifts during the job favours nobody.
-        order = list(turns) if number % 2 else list(turns)[::-1]
-        for contestant in order:
-            if contestant in failed:
-                continue
-            config = configs[contestant]
-            try:
-                ranks = turn(config, nproc)
-            except RunFailed as error:
-                failed[contestant] = str(error)
-                _say(f"round {number} of {rounds}: {_name(config)} failed: {error}")
-                continue
-            turns[contestant].append(ranks)
-            train, evaluation = _speeds(config, ranks)
-            _say(
-                f"round {number} of {rounds}: {_name(config)}: {train:,.0f} tokens/s in training, "
-                f"{evaluation:,.0f} in evaluation"
+    names = [_name(config) for config in configs]
+
+    def speeds(turn: tuple[float, float, list[Turn]]) -> str:
+        return f"{turn[0]:,.0f} tokens/s in training, {turn[1]:,.0f} in evaluation"
+
+    def one(contestant: int) -> tuple[float, float, list[Turn]]:
+        ranks = turn(configs[contestant], nproc)
+        return *_speeds(configs[contestant], ranks), ranks
+
+    taken, failed = interleave(names, rounds, one, speeds)
+    rows = []
+    for number, (config, turns) in enumerate(zip(configs, taken)):
+        if number not in failed:
+            train, evaluation, ranks = zip(*turns)
+            peaks = [rank.peak_memory_bytes for each in ranks for rank in each]
+            rows.append(
+                {
+                    **_key(config),
+                    "train_tokens_per_second": list(train),
+                    "evaluation_tokens_per_second": list(evaluation),
+                    "peak_memory_bytes": max(peaks),
+                }
             )
-    if len(failed) == len(configs):
-        raise RunFailed("no contestant could be measured:\n" + "\n".join(failed.values()))
     return {
-        "device": f"{nproc} x {next(filter(None, turns.values()))[0][0].device}",
+        "device": f"{nproc} x {next(filter(None, taken))[0][2][0].device}",
         "rounds": rounds,
-        "rows": [
-            _row(configs[contestant], taken)
-            for contestant, taken in turns.items()
-            if contestant not in failed
-        ],
+        "rows": rows,
         "failed": [{**_key(configs[n]), "reason": reason} for n, reason in failed.items()],
     }
 
@@ -222,7 +217,7 @@ def ratio(row: dict[str, Any], baseline: dict[str, Any], speed: str) -> Ratio:
     Args:
         row: The contestant's row.
         baseline: The baseline's row, of the same rounds.
-        speed: Which of SPEEDS.
+        speed: The key of the speeds by round, such as one of SPEEDS.
     """
     ratios = [own / other for own, other in zip(row[speed], baseline[speed], strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
@@ -248,7 +243,7 @@ def efficiency_table(result: dict[str, Any]) -> str:
         cells = [row["method"], f"{row['train_length']:,}"]
         for speed in SPEEDS:
             cells.append(f"{statistics.median(row[speed]):,.0f}")
-            cells.append("-" if baseline is None else _shown(ratio(row, baseline, speed)))
+            cells.append("-" if baseline is None else shown(ratio(row, baseline, speed)))
         memory = row["peak_memory_bytes"]
         cells.append(f"{memory / 2**20:,.0f} MiB")
         cells.append("-" if baseline is None else f"{memory / baseline['peak_memory_bytes']:.3f}")
@@ -323,17 +318,6 @@ def _speeds(config: RunConfig, ranks: list[Turn]) -> tuple[float, float]:
     return STEPS * config.tokens_per_step / train, ranks[0].evaluation_tokens / evaluation
 
 
-def _row(config: RunConfig, turns: list[list[Turn]]) -> dict[str, Any]:
-    """Return a contestant's row, from what each rank measured in each of its turns."""
-    train, evaluation = zip(*(_speeds(config, ranks) for ranks in turns))
-    return {
-        **_key(config),
-        "train_tokens_per_second": list(train),
-        "evaluation_tokens_per_second": list(evaluation),
-        "peak_memory_bytes": max(rank.peak_memory_bytes for ranks in turns for rank in ranks),
-    }
-
-
 def _key(config: RunConfig) -> dict[str, Any]:
     return {"method": config.position.method, "train_length": config.data.sequence_length}
 
@@ -342,9 +326,5 @@ def _name(config: RunConfig) -> str:
     return f"{config.position.method}, {config.data.sequence_length:,} tokens"
 
 
-def _shown(ratio: Ratio) -> str:
+def shown(ratio: Ratio) -> str:
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

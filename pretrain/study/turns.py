@@ -13,11 +13,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -35,12 +36,52 @@ ADDRESS = "127.0.0.1"
 """All processes of a turn are on this machine."""
 
 
+def interleave(
+    names: Sequence[str], rounds: int, turn: Callable[[int], T], shown: Callable[[T], str]
+) -> tuple[list[list[T]], dict[int, str]]:
+    """Let contestants take turns, round by round, back and forth. Progress goes to stderr.
+
+    Args:
+        names: What to call each contestant.
+        rounds: How often each takes its turn.
+        turn: Lets the contestant of a number take one turn. A RunFailed that it raises is that
+            contestant's end, and the others go on.
+        shown: What to print of a turn.
+
+    Returns:
+        (what each contestant measured in each round, number -> why a contestant failed)
+
+    Raises:
+        RunFailed: All contestants failed.
+    """
+    taken: list[list[T]] = [[] for _ in names]
+    failed: dict[int, str] = {}
+    for number in range(1, rounds + 1):
+        # Back and forth, so that what drifts during the job favours nobody.
+        order = range(len(names)) if number % 2 else reversed(range(len(names)))
+        for contestant in order:
+            if contestant in failed:
+                continue
+            said = f"round {number} of {rounds}: {names[contestant]}"
+            try:
+                result = turn(contestant)
+            except RunFailed as error:
+                failed[contestant] = str(error)
+                print(f"{said} failed: {error}", file=sys.stderr, flush=True)
+                continue
+            taken[contestant].append(result)
+            print(f"{said}: {shown(result)}", file=sys.stderr, flush=True)
+    if len(failed) == len(names):
+        raise RunFailed("nothing could be measured:\n" + "\n".join(failed.values()))
+    return taken, failed
+
+
 def take_turn(task: Callable[[RunConfig, Topology], T], config: RunConfig, nproc: int) -> list[T]:
     """Call task(config, topology) in `nproc` new processes of this machine.
 
     Args:
-        task: A function of a module, since it is found by its name. Called on all ranks together;
-            what it returns and `config` are pickled.
+        task: A function of a module, since it is found by its name, or functools.partial of one.
+            Called on all ranks together; it, what it returns and `config` are pickled.
         config: The run, whose layout the processes join in.
         nproc: Number of processes, one for each GPU or a few on CPU cores.
 
@@ -50,7 +91,7 @@ def take_turn(task: Callable[[RunConfig, Topology], T], config: RunConfig, nproc
     Raises:
         RunFailed: The task failed on a rank, or a process was killed. All have ended then.
     """
-    context = _context(task.__module__)
+    context = _context(getattr(task, "func", task).__module__)
     with tempfile.TemporaryDirectory(prefix="turn-") as folder:
         processes, pipes = [], []
         try:

@@ -1,21 +1,12 @@
 """What the loop calls around its steps: logging, evaluation, checks of the ranks, and saving.
 
-Numbers of a step reach the hooks while the device works on the next one. A hook that needs the
-model as it stands after a step says that it is due, and is called between two steps.
-
-Hooks read the run and never steer it, with one exception: a request to stop has to be agreed on by
-all ranks, and where a hook runs for long it has the ranks agree in between. An evaluation does so
-before each of its passes and is broken off when they have agreed; a save does so when it is done.
-A stopped run then saves its step, and the evaluation is done at the next start.
+`pretrain.train.hook` has the interface.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain import platform
@@ -23,56 +14,19 @@ from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.evaluate.memory import check_memory
-from pretrain.evaluate.perplexity import Evaluator
-from pretrain.evaluate.records import HASH_DIGITS
-from pretrain.evaluate.text import ScoredText
-from pretrain.evaluate.windows import Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import STATE_BYTES, check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
+from pretrain.train.evaluation_hook import EvaluationHook
 from pretrain.train.health import check_health
+from pretrain.train.hook import Hook
 from pretrain.train.metrics import PASS, MetricsWriter
 from pretrain.train.profile import Profiler
-from pretrain.train.start import Run, is_evaluated_after
+from pretrain.train.start import Run
 from pretrain.train.step import agree
-from pretrain.train.stopping import Interrupted
 from pretrain.train.upload import Patience
-
-
-class Hook:
-    """The interface that the loop calls on every rank. Each hook overrides what it needs."""
-
-    def at_start(self, run: Run) -> None:
-        """Finish the work that the previous attempt left undone at this step."""
-
-    def before_step(self, run: Run) -> None:
-        """Act right before the step after `run.state.step` is queued."""
-
-    def after_step(self, run: Run, record: Record) -> None:
-        """Act on a step's numbers (`QueuedStep.read`), while the next step may be under way."""
-
-    def is_due(self, run: Run) -> bool:
-        """Return True if the hook has to act before the next step begins, alike on all ranks."""
-        return False
-
-    def between_steps(self, run: Run) -> None:
-        """Act with no step under way. Called on all hooks as soon as one of them is due."""
-
-    def before_rollback(self, run: Run) -> None:
-        """Finish what is under way: the run goes back to its newest checkpoint next."""
-
-    def newest_checkpoint(self, run: Run) -> Path | None:
-        """Return the newest checkpoint of the run as it stands, from the hook that saves."""
-        return None
-
-    def after_rollback(self, run: Run) -> None:
-        """Forget the steps after `run.state.step`, which are taken again."""
-
-    def close(self) -> None:
-        """Release what the hook holds; called once, also after a failure."""
 
 
 def make_hooks(run: Run) -> list[Hook]:
@@ -178,73 +132,6 @@ class ProfileHook(Hook):
     def close(self) -> None:
         """Write what was recorded of a run that is stopped meanwhile."""
         self.profiler.end()
-
-
-class EvaluationHook(Hook):
-    """Measure perplexity at several lengths, every evaluation.interval_steps and at the end."""
-
-    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
-        config, text = run.config.evaluation, run.validation_stream
-        self.writer = writer
-        # Not thousands of steps later, in the first evaluation.
-        check_memory(run.config, run.topology, run.start_point.evaluations)
-        self.evaluator = Evaluator(
-            run.chunks,
-            run.topology,
-            ScoredText(text, config.max_tokens),
-            tokens_per_batch=config.tokens_per_batch,
-            schedule_module=run.optimizer.schedule_module,
-        )
-        self.common = {
-            "evaluation": True,
-            "tokenizer": text.tokenizer_sha256[:HASH_DIGITS],
-            "validation": text.identity[:HASH_DIGITS],
-        }
-
-    def at_start(self, run: Run) -> None:
-        """Do the evaluations that the previous attempt was stopped in."""
-        self._evaluate(run, run.start_point.pending_evaluations)
-
-    def is_due(self, run: Run) -> bool:
-        """Return True if the step is to be evaluated."""
-        return is_evaluated_after(run.config, run.state.step)
-
-    def between_steps(self, run: Run) -> None:
-        """Evaluate if it is due. All ranks score; rank 0 writes."""
-        # A loss of an earlier step says nothing about the checkpoint of this one.
-        run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
-        if self.is_due(run):
-            self._evaluate(run, run.start_point.evaluations)
-
-    def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
-        """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
-        if not pending or run.requests.agreed:
-            return
-        step = run.state.step
-
-        def before_pass() -> None:
-            run.reporter.progress(step)
-            agree(run.requests)
-            if run.requests.agreed:
-                raise Interrupted
-
-        # All results are written at once or not at all, so that the metrics never hold a part of
-        # an evaluation: what was scored before a stop is dropped and done again.
-        with run.reporter.during(Phase.EVALUATING, step), contextlib.suppress(Interrupted):
-            results = [
-                self.evaluator.evaluate(protocol, before_pass=before_pass) for protocol in pending
-            ]
-            if self.writer is not None:
-                self.writer.evaluation(
-                    [{"step": step, **self.common, **result.record()} for result in results]
-                )
-            trained = "nonoverlapping", run.config.data.sequence_length
-            for result in results:
-                is_trained = (result.protocol.name, result.protocol.length) == trained
-                if is_trained and math.isfinite(result.loss_nats):
-                    run.origin = dataclasses.replace(
-                        run.origin, validation_loss_nats=result.loss_nats
-                    )
 
 
 class HealthHook(Hook):

@@ -25,7 +25,8 @@ from pretrain.rundir.states import Phase
 from pretrain.rundir.unsaved import saving_then_stopping
 from pretrain.topology import Topology, on_main, supervised_attempt
 from pretrain.train.health import check_same_data
-from pretrain.train.hooks import Hook, make_hooks
+from pretrain.train.hook import Hook
+from pretrain.train.hooks import make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
 from pretrain.train.spikes import Spike

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunFailed
-from pretrain.train.hooks import Hook
+from pretrain.train.hook import Hook
 from pretrain.train.spikes import Spike
 from pretrain.train.start import Run
 

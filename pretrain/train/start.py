@@ -69,7 +69,8 @@ class StartPoint:
     evaluations: tuple[Protocol, ...] = ()
     """What every evaluation of this run measures."""
     pending_evaluations: tuple[Protocol, ...] = ()
-    """Evaluations due after `step` that this run has not completed."""
+    """Evaluations due after `step` that this run has not completed. They may have been left out on
+    purpose (`pretrain.train.time_share`), which is decided again, and alike."""
     saved_step: int | None = 0
     """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
     when the checkpoint belongs to another run."""
@@ -424,9 +425,12 @@ def evaluations_of(
 
 
 def is_evaluated_after(config: RunConfig, step: int) -> bool:
-    """Return True every evaluation.interval_steps steps and after the last step."""
+    """Return True every evaluation.interval_steps steps and after the last step.
+
+    In between, `pretrain.train.time_share` may leave an evaluation out.
+    """
     last = config.train.num_steps
-    return 0 < step <= last and (step % config.evaluation.interval_steps == 0 or step == last)
+    return 0 < step <= last and (step % config.evaluation_interval_steps == 0 or step == last)
 
 
 def _show_log(name: str) -> None:

@@ -1,0 +1,89 @@
+"""Compare generation with a cache against an independent dense GPT that sees all tokens at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.config import ConfigError, RunConfig
+from pretrain.model.generate import cache_bytes, check_generation
+from tests.conftest import mark_torture, tiny_config
+from tests.distributed import generation_tasks
+from tests.distributed.test_parallel_equals_dense import METHODS, TOLERANCE, VARIANTS
+from tests.distributed.test_parallel_equals_dense import variant_config as of_variant
+from tests.reference.dense_gpt import DenseGPT, random_state
+
+LENGTH, PROMPT = 48, 20
+CASES = [(variant, tensor) for variant in VARIANTS for tensor in (1, 2)]
+CORE = {case for case in CASES if case[0] in METHODS or case[1] == 1}
+
+
+def variant_config(variant: str, tensor: int) -> RunConfig:
+    config = of_variant(variant, 8, {"tensor_model_parallel_size": tensor})
+    if config.position.method == "learned":
+        position = {"method": "learned", "max_position_embeddings": LENGTH}
+        parallel = config.parallel.model_dump()
+        config = tiny_config(position=position, parallel=parallel, evaluation={"lengths": [32]})
+    return config
+
+
+def dense(config: RunConfig) -> tuple[dict[str, Tensor], DenseGPT]:
+    state = random_state(config, seed=3)
+    return state, DenseGPT(config).load_global_state(state)
+
+
+@pytest.mark.parametrize(("variant", "tensor"), mark_torture(CASES, CORE))
+def test_every_step_has_the_logits_of_the_whole_text(pools, variant, tensor):
+    config = variant_config(variant, tensor)
+    state, model = dense(config)
+    tokens = torch.randint(0, 512, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    results = pools(tensor).run(generation_tasks.decode, config, state, tokens, PROMPT)
+    after = [PROMPT - 1, *range(PROMPT + 2, LENGTH)]
+    for first, size, second in results:
+        for found, text in ((first, tokens), (second, tokens.flip(1))):
+            expected = model(text).detach()[:, after].transpose(0, 1)
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+        # Keys and values of fp32, of 4 layers: heads of 12 numbers, fewer of them where grouped.
+        heads = (config.model.num_query_groups or 8) // tensor
+        layers = config.model.num_layers
+        assert size == cache_bytes(config, 2, LENGTH) == 2 * 4 * layers * heads * 12 * 2 * LENGTH
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_generation_takes_the_most_probable_token(pools, method):
+    config = variant_config(method, 1)
+    state, model = dense(config)
+    text = torch.randint(0, 512, (2, PROMPT), generator=torch.Generator().manual_seed(5))
+    (found,) = pools(1).run(generation_tasks.generate, config, state, text, 9)
+    for _ in range(9):
+        best = model(text).detach()[:, -1, : config.data.vocab_size].argmax(dim=1, keepdim=True)
+        text = torch.cat([text, best], dim=1)
+    assert found.tolist() == text[:, PROMPT:].tolist()
+
+
+def test_a_full_cache_takes_no_more_tokens(pools):
+    config = variant_config("alibi", 1)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    (said,) = pools(1).run(generation_tasks.overfill, config, random_state(config, seed=3), tokens)
+    assert said == "2 x 1 tokens after 8: the cache is for 2 sequences of 8 tokens"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size = 2"),
+        (
+            {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+            "parallel.sequence_parallel = true",
+        ),
+        (
+            {"position": {"method": "learned"}, "evaluation": {"lengths": [32]}},
+            "33 tokens, .* has 32 rows",
+        ),
+    ],
+)
+def test_what_cannot_generate_is_refused(sections, said):
+    with pytest.raises(ConfigError, match=said):
+        check_generation(tiny_config(**sections), 33)
+    check_generation(tiny_config(), 1_000_000)
