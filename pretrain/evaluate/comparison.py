@@ -19,7 +19,7 @@ from pretrain.evaluate.curves import (
     lengths_of,
     number,
 )
-from pretrain.evaluate.tables import cell, length_in_words
+from pretrain.evaluate.tables import cell, full_name, length_in_words
 
 EXPLAINED = (
     "Two values of one text are compared block by block: the interval is that of their difference, "
@@ -138,8 +138,9 @@ def _ratio(curve: Curve, x: int, best: int) -> str:
 def what_stands_out(texts: Sequence[Text]) -> str:
     """Return the rankings of the methods and what is against the paper's picture, in Markdown.
 
-    Perplexities are ranked among curves of one tokenizer and one training length. Curves of several
-    tokenizers of one text are ranked by bits per byte.
+    Perplexities are ranked among curves of one tokenizer: those of one training length, and at
+    the lengths where models of several were evaluated, those of all. Curves of several tokenizers
+    of one text are ranked by bits per byte.
     """
     blocks = []
     for text in texts:
@@ -166,7 +167,31 @@ def _of_one_tokenizer(curves: Sequence[Curve], where: Sequence[str]) -> list[str
         lines = rankings(group, train_length) + against_the_paper(group, train_length)
         if lines:
             blocks.append(f"{opening}:\n\n" + "\n".join(f"- {line}" for line in lines))
+    for protocol in dict.fromkeys(curve.protocol for curve in curves):
+        lines = _between_training_lengths([c for c in curves if c.protocol == protocol])
+        if lines:
+            opening = ", ".join(["Between training lengths", protocol, *where])
+            blocks.append(f"{opening}:\n\n" + "\n".join(f"- {line}" for line in lines))
     return blocks
+
+
+def _between_training_lengths(curves: Sequence[Curve]) -> list[str]:
+    """Return rankings of models trained short beside models trained long, as the paper has them.
+
+    They are made at the training lengths and at the longest length, as far as models of several
+    training lengths were evaluated there.
+
+    Args:
+        curves: Curves of one tokenizer and protocol.
+    """
+    common = [
+        length
+        for length in lengths_of(curves)
+        if len({c.train_length for c in curves if length in c.records}) > 1
+    ]
+    trained = {curve.train_length for curve in curves}
+    chosen = [n for n in common if n in trained or n == common[-1]]
+    return [_ranking(curves, n, None, PERPLEXITY) for n in chosen]
 
 
 def _across_tokenizers(curves: Sequence[Curve]) -> list[str]:
@@ -221,11 +246,12 @@ def _ranking(curves: Sequence[Curve], length: int, train_length: int | None, qua
 
 
 def _named(curve: Curve, among: Iterable[Curve]) -> str:
-    """Return a curve's name, with its step where the others have other steps."""
-    step = curve.sources[0].step
-    if len({c.sources[0].step for c in among}) == 1 or f"step {step}" in curve.name:
-        return curve.name
-    return f"{curve.name}, step {'unknown' if step is None else step}"
+    """Return a curve's name, with training length and step where the others have others."""
+    step, among = curve.sources[0].step, list(among)
+    name = full_name(curve) if len({c.train_length for c in among}) > 1 else curve.name
+    if len({c.sources[0].step for c in among}) == 1 or f"step {step}" in name:
+        return name
+    return f"{name}, step {'unknown' if step is None else step}"
 
 
 def against_the_paper(curves: Sequence[Curve], train_length: int | None) -> list[str]:

@@ -77,6 +77,8 @@ class Frame:
     """What the dotted lines mark."""
     counts: Sequence[tuple[float, float, int]] = ()
     """(first, end, tokens) of ranges on the x axis, drawn as steps in a strip below the lines."""
+    panels: Sequence[str] = ()
+    """The panels in their order; by default in the order of the lines."""
 
 
 def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
@@ -86,7 +88,7 @@ def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
         lines: What to draw.
         frame: What to write around it.
     """
-    titles = list(dict.fromkeys(line.panel for line in lines))
+    titles = list(dict.fromkeys([*frame.panels, *(line.panel for line in lines)]))
     words = {word for line in lines for word in (line.mark, line.colour)}
     figure, panels = _panels(titles, frame, legend_inches=0.21 * (len(words) + 6))
     colours, marks = _colours(lines), _marks(lines)

@@ -27,7 +27,22 @@ def plot_by_length(
     relative: bool = False,
     subject: str = "",
 ) -> Pictures:
-    """Plot values against window length, with a panel for each protocol.
+    """Plot values against window length: see `lines_by_length`."""
+    return draw(*lines_by_length(curves, quantity, relative, subject))
+
+
+def plot_by_position(curves: Sequence[PositionCurve], subject: str = "") -> Pictures:
+    """Plot loss against the position in the window: see `lines_by_position`."""
+    return draw(*lines_by_position(curves, subject))
+
+
+def lines_by_length(
+    curves: Sequence[Curve],
+    quantity: str = PERPLEXITY,
+    relative: bool = False,
+    subject: str = "",
+) -> tuple[list[Line], Frame]:
+    """Return the lines of values against window length, with a panel for each protocol.
 
     Of one training length each curve has its colour. Of several, colours are training lengths and
     markers are methods, as in the paper's figures.
@@ -67,7 +82,7 @@ def plot_by_length(
         marked = {float(n): _colour_word(n) for n in trained}
         ticks = {x: length_label(int(x), only, "\n") for x in _spread(xs)}
     title = _title(curves, subject)
-    return draw(lines, Frame(label, TITLES[quantity], title, ticks, marked, "training length"))
+    return lines, Frame(label, TITLES[quantity], title, ticks, marked, "training length")
 
 
 def plot_by_step(curves: Sequence[Curve], subject: str = "") -> Pictures:
@@ -90,8 +105,10 @@ def plot_by_step(curves: Sequence[Curve], subject: str = "") -> Pictures:
     return draw(lines, Frame("Training step", TITLES[PERPLEXITY], _title(curves, subject)))
 
 
-def plot_by_position(curves: Sequence[PositionCurve], subject: str = "") -> Pictures:
-    """Plot loss against the position in the window, and below it the tokens of each range.
+def lines_by_position(
+    curves: Sequence[PositionCurve], subject: str = ""
+) -> tuple[list[Line], Frame]:
+    """Return the lines of loss against position, above a strip with the tokens of each range.
 
     The tokens are those of the longest window.
 
@@ -127,7 +144,7 @@ def plot_by_position(curves: Sequence[PositionCurve], subject: str = "") -> Pict
         "training length",
         counts,
     )
-    return draw(lines, frame)
+    return lines, frame
 
 
 def _title(curves: Sequence[Curve], subject: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,13 +101,20 @@ Positions = Mapping[tuple[str, int], PositionLosses]
 
 def position_curves(curves: Iterable[Curve], positions: Positions) -> list[PositionCurve]:
     """Return loss by position in the longest window of each nonoverlapping curve that has it."""
+    return binned_curves(curves, {key: Binned.of(found) for key, found in positions.items()})
+
+
+def binned_curves(
+    curves: Iterable[Curve], positions: Mapping[tuple[str, int], Binned]
+) -> list[PositionCurve]:
+    """Return the curves of losses that are averaged over ranges already; see `position_curves`."""
     found = []
     for curve in curves:
         if curve.protocol != "nonoverlapping":
             continue
         for length in sorted(curve.records, reverse=True):
             keys = [(source.checkpoint, length) for source in curve.sources]
-            binned = [Binned.of(positions[key]) for key in keys if key in positions]
+            binned = [positions[key] for key in keys if key in positions]
             if binned:
                 found.append(PositionCurve(curve, length, binned))
                 break
@@ -129,3 +138,30 @@ def position_rows(records: Sequence[Record], positions: Positions) -> Iterable[l
             itertools.pairwise(binned.edges), binned.losses, binned.counts
         ):
             yield [*said, length, int(first), int(end) - 1, loss, n, checkpoint]
+
+
+def read_positions(path: Path) -> dict[tuple[str, int], Binned]:
+    """Return (checkpoint, window length) -> losses of a positions.csv; none without a file.
+
+    Raises:
+        ValueError: The file is no table of losses by position.
+    """
+    rows: dict[tuple[str, int], list[tuple[int, int, float, int]]] = {}
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                ends = int(row["first_position"]), int(row["last_position"]) + 1
+                values = *ends, float(row["loss_nats"]), int(row["tokens"])
+                rows.setdefault((row["checkpoint"], int(row["length"])), []).append(values)
+    except FileNotFoundError:
+        return {}
+    except (KeyError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+    return {
+        key: Binned(
+            np.array([found[0][0], *(end for _, end, _, _ in found)], dtype=np.int64),
+            [loss for _, _, loss, _ in found],
+            [tokens for _, _, _, tokens in found],
+        )
+        for key, found in rows.items()
+    }

@@ -50,7 +50,6 @@ from pretrain.evaluate.tables import (
     relative_table,
     source_table,
     to_csv,
-    training_length_tables,
 )
 from pretrain.rundir.files import replace_file
 
@@ -247,9 +246,11 @@ def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str, subject:
     if several:
         relative = f"{name}_relative"
         pictures[relative] = plots.plot_by_length(curves, relative=True, subject=subject)
-        parts += [table.markdown() for table in training_length_tables(curves)]
-        parts += [show(relative, "perplexity by length in training lengths")]
-        parts += [relative_table(curves).markdown()]
+        parts += [
+            length_table(curves).markdown(),
+            show(relative, "perplexity by length in training lengths"),
+            relative_table(curves).markdown(),
+        ]
     else:
         parts.append(length_table(curves).markdown())
     if has_bits(curves):

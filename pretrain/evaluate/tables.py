@@ -101,33 +101,6 @@ def relative_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table
     return _table(title, curves, [relative_length(m) for m in multiples], rows, quantity)
 
 
-def training_length_tables(curves: Sequence[Curve]) -> list[Table]:
-    """Return a table of perplexities for each window length, with a column for each L."""
-    trained = sorted({curve.train_length or 0 for curve in curves})
-    tables = []
-    for length in lengths_of(curves):
-        found: dict[tuple[str, str], dict[int, Curve]] = {}
-        for curve in curves:
-            if length in curve.records:
-                found.setdefault((curve.name, curve.protocol), {})[curve.train_length or 0] = curve
-        rows = [
-            [cell(row[t], length) if t in row else "-" for t in trained] for row in found.values()
-        ]
-        shown = [curve for row in found.values() for curve in row.values()]
-        about = f"{tokens_in_words(shown)} tokens scored"
-        if len(steps := steps_of(shown)) > 1:
-            about += f", trained for {_range(steps)} steps"
-        tables.append(
-            Table(
-                f"Perplexity at {length} tokens, by training length L ({about})",
-                ["method", "protocol", *(f"L = {t or 'unknown'}" for t in trained)],
-                [[*key, *row] for key, row in zip(found, rows)],
-                names=2,
-            )
-        )
-    return tables
-
-
 def step_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
     """Return a table of one run's curves: a row for each step, named by it, and protocol.
 

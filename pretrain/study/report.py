@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from pretrain.rundir.files import make_directory, replace_file
+from pretrain.study import beside, claims, early, sections, summaries
+from pretrain.study.claims import Judgement
+from pretrain.study.figures import FORMATS, Figure, figures
+from pretrain.study.pages import to_page
+from pretrain.study.reading import read_study
+
+FIGURES = ("extrapolation", "ratio", "position", "efficiency", "growth")
+"""Names of all figures that a report may have."""
+TABLES = ("perplexity", "early_tokens")
+"""Names of the tables that are written as CSV beside the numbers of the figures."""
 
 
 def write_study_report(directory: Path) -> None:
@@ -18,4 +35,85 @@ def write_study_report(directory: Path) -> None:
     Raises:
         ConfigError: `directory` holds no study.json, or a file in it cannot be read.
     """
-    raise NotImplementedError
+    study = read_study(directory)
+    judged = claims.judge(study.evidence)
+    costs = beside.costs(study.evidence)
+    gains = early.gains(study.curves, study.positions)
+    drawn = figures(study, costs)
+    assert set(drawn) <= set(FIGURES)
+    rows = beside.perplexities(study.curves, study.published)
+    text = sections.report(study, judged, rows, costs, gains, drawn)
+    files = _files(drawn)
+    files["claims.json"] = claims_json(judged)
+    if rows:
+        files["data/perplexity.csv"] = sections.perplexity_csv(rows)
+    if gains:
+        files["data/early_tokens.csv"] = sections.gains_csv(gains)
+    for path, content in summaries.event_files(study.curves).items():
+        files[f"tensorboard/{path}"] = content
+    files["report.html"] = to_page(study.title, text, files).encode()
+    # The text comes last: where it exists, the files that it shows do.
+    files["report.md"] = text.encode()
+    _write(directory / "report", files)
+
+
+def _files(drawn: Mapping[str, Figure]) -> dict[str, bytes]:
+    """Return the files of the figures and their numbers, by their paths in the report."""
+    files: dict[str, bytes] = {}
+    for name, figure in drawn.items():
+        pictures = figure.pictures()
+        files |= {f"figures/{name}.{kind}": pictures[kind] for kind in FORMATS}
+        files[f"data/{name}.csv"] = figure.csv()
+    return files
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a report's files, and remove those that an earlier report of the study left.
+
+    Files of other names, which a user may have put there, stay.
+    """
+    for path, content in files.items():
+        make_directory((folder / path).parent)
+        replace_file(folder / path, content)
+    ours = {f"figures/{name}.{kind}" for name in FIGURES for kind in FORMATS}
+    ours |= {f"data/{name}.csv" for name in (*FIGURES, *TABLES)}
+    found = folder.glob(f"tensorboard/*/{summaries.NAME}")
+    ours |= {path.relative_to(folder).as_posix() for path in found}
+    for name in sorted(ours - set(files)):
+        (folder / name).unlink(missing_ok=True)
+
+
+def claims_json(judged: Sequence[Judgement]) -> bytes:
+    """Return claims.json: every claim with its verdict and all of its cases.
+
+    The ratio of a case is [low, value, high]; an end that is not known or not finite is null.
+
+    Args:
+        judged: The verdicts.
+    """
+    rows = []
+    for each in judged:
+        claim = {
+            field.name: getattr(each.claim, field.name)
+            for field in dataclasses.fields(each.claim)
+            if field.name != "judge"
+        }
+        cases = [
+            {
+                "train_length": case.train_length,
+                "verdict": case.verdict.value,
+                "ratio": case.ratio
+                and dict(zip(("low", "value", "high"), map(_or_none, case.ratio))),
+                "tokens": case.tokens,
+                "seeds": case.seeds,
+                "words": case.words,
+            }
+            for case in each.cases
+        ]
+        rows.append(claim | {"verdict": each.verdict.value, "cases": cases})
+    return (json.dumps(rows, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _or_none(value: float) -> Any:
+    """Return None for what JSON cannot hold."""
+    return value if math.isfinite(value) else None

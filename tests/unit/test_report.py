@@ -319,19 +319,38 @@ def test_runs_of_several_training_lengths_stand_in_one_report(tmp_path):
     assert json.loads(out.read_text()) == {"train_length": None, "records": records}
     assert "training lengths L = 128, 256" in format_table(records)
     text = (tmp_path / "report.md").read_text()
-    assert (
-        "Perplexity at 256 tokens, by training length L (50,000 tokens scored):\n\n"
-        "| method | protocol | L = 128 | L = 256 |\n"
-        "| --- | --- | ---: | ---: |\n"
-        "| alibi | nonoverlapping | 19.25 +-0.39 | 18.75 +-0.38 |\n"
-        "| rotary | nonoverlapping | 31.25 +-0.63 | - |\n"
-    ) in text
+    assert "| method | L | protocol | tokens scored | 128 | 256 | 512 |" in text
+    assert "| alibi | 128 | nonoverlapping | 50,000 | 20.25 +-0.41 | 19.25 +-0.39 | - |" in text
+    assert "| alibi | 256 | nonoverlapping | 50,000 | - | 18.75 +-0.38 | 17.75 +-0.36 |" in text
+    assert "| rotary | 128 | nonoverlapping | 50,000 | 21.25 +-0.43 | 31.25 +-0.63 | - |" in text
     assert "| method | L | protocol | tokens scored | L | 2 L |" in text
     assert "| alibi | 256 | nonoverlapping | 50,000 | 18.75 +-0.38 | 17.75 +-0.36 |" in text
     assert "Trained at L = 256, nonoverlapping" in text
     for name in ("curve", "curve_relative"):
         assert f"![perplexity by length{'' if name == 'curve' else ' in training lengths'}]" in text
         read_png((tmp_path / f"{name}.png").read_bytes())
+
+
+def test_a_method_trained_short_is_ranked_beside_others_trained_long(tmp_path):
+    """As in the paper's figures: ALiBi trained at 512 beside sinusoids trained at 3,072."""
+    records = [
+        make_record("alibi", length=512, train_length=512, perplexity=19.73),
+        make_record("alibi", length=3072, train_length=512, perplexity=18.40, spread=0.001),
+        make_record(
+            "sinusoidal", length=3072, train_length=3072, perplexity=18.67, step=100, spread=0.001
+        ),
+        make_record("sinusoidal", length=512, train_length=512, perplexity=20.05),
+    ]
+    said = stands_out(records)
+    assert "Between training lengths, nonoverlapping:\n\n" in said
+    assert (
+        "- At 3072 tokens: 1. alibi, L = 512, step 400 18.40 +-0.02; "
+        "2. sinusoidal, L = 3072, step 100 18.67 +-0.02; "
+        "not evaluated: sinusoidal, L = 512, step 400."
+    ) in said
+    # At 512 tokens only models of one training length were evaluated: they are ranked as such.
+    assert said.count("At 512 tokens") == 1 and "- At 512 tokens (L): 1. alibi 19.73" in said
+    assert "Between training lengths" not in stands_out(records[:1] + records[3:])
 
 
 def test_colours_are_training_lengths_and_markers_are_methods(monkeypatch):
@@ -571,7 +590,8 @@ def test_tables_say_the_steps_where_they_differ(tmp_path):
     other = make_record(step=800, train_length=256)
     write_report(tmp_path / "curve.json", [alibi, other])
     text = (tmp_path / "report.md").read_text()
-    assert "by training length L (50,000 tokens scored, trained for 400 to 800 steps)" in text
+    assert "| alibi | 128 | 400 | nonoverlapping |" in text
+    assert "| alibi | 256 | 800 | nonoverlapping |" in text
 
 
 # ---- losses by position --------------------------------------------------------------------------

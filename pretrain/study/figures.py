@@ -1,0 +1,202 @@
+"""Draw the figures of a study, and write out the numbers that are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pretrain.evaluate.curves import Curve, Value, relative_length
+from pretrain.evaluate.drawing import Frame, Line, Pictures, draw
+from pretrain.evaluate.plots import lines_by_length, lines_by_position
+from pretrain.evaluate.positions import binned_curves
+from pretrain.evaluate.tables import to_csv
+from pretrain.study import published
+from pretrain.study.beside import Cost
+from pretrain.study.evidence import gap
+from pretrain.study.reading import Run, Study
+
+COLUMNS = ("panel", "line", "group", "x", "value", "low", "high")
+"""Columns of a figure's CSV: the panel, the words in the legend for the marker and for the colour,
+and what is drawn. An end of an interval that is not known is empty."""
+FORMATS = ("png", "svg")
+AT_L, AT_LONGEST = "At the training length", "At the longest length"
+"""The panels of the figure of growth."""
+NOTHING = math.nan
+
+
+class Figure(NamedTuple):
+    """A figure with the words below it."""
+
+    caption: str
+    lines: Sequence[Line]
+    frame: Frame
+
+    def pictures(self) -> Pictures:
+        """Return the figure in all formats."""
+        return draw(self.lines, self.frame)
+
+    def csv(self) -> bytes:
+        """Return the numbers that are drawn, each as it is."""
+        return to_csv(
+            COLUMNS,
+            (
+                [line.panel, line.mark, line.colour, x, *map(_or_empty, value)]
+                for line in self.lines
+                for x, value in zip(line.xs, line.values)
+            ),
+        )
+
+
+def figures(study: Study, costs: Sequence[Cost]) -> dict[str, Figure]:
+    """Return the figures that a study has numbers for, by the names of their files.
+
+    Args:
+        study: The study.
+        costs: Speed and memory as ratios to sinusoidal positions.
+    """
+    found = {}
+    if study.curves:
+        caption = (
+            "Perplexity by the length of validation windows. Dotted lines mark training lengths."
+        )
+        found["extrapolation"] = Figure(caption, *lines_by_length(study.curves))
+        lines, frame = _ratios(study)
+        if lines:
+            caption = (
+                "Perplexity as a ratio to that at the training length, by length in training "
+                "lengths; below, the same of the published numbers."
+            )
+            found["ratio"] = Figure(caption, lines, frame)
+    positions = binned_curves(study.curves, study.positions)
+    if positions:
+        caption = (
+            "Loss by position in the longest window of each curve, over ranges that widen with the "
+            "position. The strip below says how many tokens each range stands on."
+        )
+        found["position"] = Figure(caption, *lines_by_position(positions))
+    if costs:
+        caption = (
+            "Speed and memory as ratios to sinusoidal positions, by training length. Bars are the "
+            "least and the largest of the rounds."
+        )
+        found["efficiency"] = Figure(caption, *_efficiency(costs))
+    lines = _growth(study)
+    if lines:
+        caption = (
+            "Validation perplexity over training, at the training length and at the longest length "
+            "that was evaluated while training."
+        )
+        panels = [p for p in (AT_L, AT_LONGEST) if p in {line.panel for line in lines}]
+        frame = Frame("Training step", "Perplexity", panels=panels)
+        found["growth"] = Figure(caption, lines, frame)
+    return found
+
+
+def _ratios(study: Study) -> tuple[list[Line], Frame]:
+    """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
+    model = study.published or "wikitext103"
+    groups = [("this study", list(study.curves))]
+    groups.append((f"published, {model}", list(published.evidence(model).curves)))
+    methods = {curve.method for curve in study.curves}
+    lines = []
+    for whose, curves in groups:
+        for curve in sorted(curves, key=lambda c: c.train_length or 0):
+            trained = curve.train_length or 0
+            lengths = [n for n in curve.records if n >= trained]
+            # The protocols of the two have other strides, and are still the same two kinds.
+            kind = curve.protocol.partition(" ")[0]
+            if curve.method in methods and trained in curve.records and len(lengths) > 1:
+                xs = [n / trained for n in lengths]
+                values = [_ratio(curve, n, trained) for n in lengths]
+                name = curve.name if whose == "this study" else curve.method
+                lines.append(Line(f"{kind}, {whose}", name, f"L = {trained}", xs, values))
+    # Colours go from dark to light with L, in the order of the lines.
+    lines.sort(key=lambda line: int(line.colour.removeprefix("L = ")))
+    drawn = {line.panel for line in lines}
+    panels = [panel for whose, _ in groups for panel in sorted(drawn) if panel.endswith(whose)]
+    powers = sorted({2 ** round(math.log2(x)) for line in lines for x in line.xs})
+    frame = Frame(
+        "Evaluation length (in training lengths L)",
+        "Perplexity / perplexity at L",
+        ticks={float(x): relative_length(x) for x in powers},
+        panels=panels,
+    )
+    return lines, frame
+
+
+def _ratio(curve: Curve, length: int, trained: int) -> Value:
+    """Return the ratio of a perplexity to that at L, with its range."""
+    low, value, high = gap(curve, length, curve, trained).ratios()
+    return Value(value, NOTHING, NOTHING) if low == high else Value(value, low, high)
+
+
+def _efficiency(costs: Sequence[Cost]) -> tuple[list[Line], Frame]:
+    """Return the lines of speed and memory, this study's and the paper's."""
+    panels = {
+        "training": "Tokens/s in training",
+        "evaluation": "Tokens/s in evaluation",
+        "memory": "Peak memory",
+    }
+    lines = []
+    numbers = published.efficiency()
+    for quantity, panel in panels.items():
+        for method in dict.fromkeys(cost.method for cost in costs):
+            mine = [cost for cost in costs if (cost.method, cost.quantity) == (method, quantity)]
+            xs = [float(cost.train_length) for cost in mine]
+            ranges = [(c.low, c.high) if c.high > c.low else (NOTHING, NOTHING) for c in mine]
+            values = [Value(cost.value, *ends) for cost, ends in zip(mine, ranges)]
+            if mine:
+                lines.append(Line(panel, method, "this study", xs, values))
+            theirs = {
+                float(length): number.value / numbers["sinusoidal", length, quantity].value
+                for (of, length, what), number in numbers.items()
+                if (of, what) == (method, quantity)
+            }
+            values = [Value(value, NOTHING, NOTHING) for value in theirs.values()]
+            if theirs:
+                lines.append(Line(panel, method, "published, one V100", list(theirs), values))
+    lengths = sorted({x for line in lines for x in line.xs})
+    ticks = {x: str(int(x)) for x in lengths}
+    return lines, Frame("Training length L (tokens)", "Ratio to sinusoidal", ticks=ticks)
+
+
+# ---- growth --------------------------------------------------------------------------------------
+def _growth(study: Study) -> list[Line]:
+    """Return the lines of validation perplexity over training steps, the seeds as one."""
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for run in study.runs:
+        if study.growth.get(run.name):
+            groups.setdefault((run.method, run.train_length), []).append(run)
+    several = len({length for _, length in groups}) > 1
+    lines = []
+    for (method, trained), runs in sorted(groups.items(), key=lambda item: item[0][1]):
+        grown = [study.growth[run.name] for run in runs]
+        lengths = set.intersection(*(set(each) for each in grown))
+        colour = f"L = {trained}" if several else method
+        for panel, length in ((AT_L, trained), (AT_LONGEST, max(lengths, default=0))):
+            if length in lengths:
+                values = _mean([each[length] for each in grown])
+                band = len(runs) > 1
+                xs = [float(step) for step in values]
+                lines.append(Line(panel, method, colour, xs, list(values.values()), band))
+    return lines
+
+
+def _mean(by_seed: Sequence[Mapping[int, float]]) -> dict[int, Value]:
+    """Return step -> the geometric mean of the seeds with the least and the largest."""
+    found = {}
+    for step in sorted(set.intersection(*(set(each) for each in by_seed))):
+        values = [each[step] for each in by_seed]
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            found[step] = Value(NOTHING, NOTHING, NOTHING)
+        elif len(values) == 1:
+            found[step] = Value(values[0], NOTHING, NOTHING)
+        else:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            found[step] = Value(mean, min(values), max(values))
+    return found
+
+
+def _or_empty(value: float) -> float | str:
+    return "" if math.isnan(value) else value

@@ -1,0 +1,196 @@
+"""Read what a study has so far: its runs, their evaluation, and what they cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from pretrain.config import ConfigError
+from pretrain.evaluate.curves import Curve, make_curves
+from pretrain.evaluate.positions import Binned, read_positions
+from pretrain.evaluate.reading import read_records
+from pretrain.rundir.metrics import is_evaluation, read_metrics
+from pretrain.study.evidence import NONOVERLAPPING, Evidence, Row
+
+FINISHED = "finished"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a study, as study.json has it."""
+
+    name: str
+    method: str
+    train_length: int
+    seed: int
+    directory: str
+    """Relative to the study's directory."""
+    state: str
+    """ "finished", "failed" or "waiting"."""
+    reason: str
+    """Why it is not finished, or empty."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that a report is made of. Nothing in it depends on where the study's directory is."""
+
+    title: str
+    command: str
+    published: str | None
+    """Model family whose published perplexities stand beside the study's."""
+    asked: str
+    """study.toml, or nothing."""
+    runs: Sequence[Run]
+    evidence: Evidence
+    positions: Mapping[tuple[str, int], Binned]
+    """(checkpoint as in its record, window length) -> losses by position."""
+    growth: Mapping[str, Mapping[int, Mapping[int, float]]]
+    """Run -> window length -> step -> validation perplexity while it trained, nonoverlapping."""
+    unmeasured: Sequence[str]
+    """What the measurement of efficiency could not measure, in words."""
+
+    @property
+    def curves(self) -> Sequence[Curve]:
+        return self.evidence.curves
+
+    @property
+    def without_results(self) -> list[Run]:
+        """Return the finished runs that the evaluation does not hold."""
+        evaluated = {source.run for curve in self.curves for source in curve.sources}
+        return [r for r in self.runs if r.state == FINISHED and r.name not in evaluated]
+
+
+def read_study(directory: Path) -> Study:
+    """Read a study's directory.
+
+    Raises:
+        ConfigError: study.json is missing, a file cannot be read, or the evaluation is of several
+            validation sets or tokenizers.
+    """
+    path = directory / "study.json"
+    content = _read(path, lambda: json.loads(path.read_bytes()))
+    runs = _read(path, lambda: [_run(row) for row in content["runs"]])
+    records, positions = _evaluation(directory, runs)
+    rows, device, unmeasured = _efficiency(directory / "efficiency.json")
+    asked = directory / "study.toml"
+    return Study(
+        _read(path, lambda: str(content["title"])),
+        _read(path, lambda: str(content["command"])),
+        _read(path, lambda: content["published"]),
+        _read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
+        runs,
+        Evidence(make_curves(records), rows, device),
+        positions,
+        {run.name: _growth(directory / run.directory / "metrics.jsonl") for run in runs},
+        unmeasured,
+    )
+
+
+def _run(row: Mapping[str, Any]) -> Run:
+    """Return a run of study.json."""
+    name, method, directory, state = (
+        str(row[key]) for key in ("name", "method", "directory", "state")
+    )
+    length, seed = int(row["train_length"]), int(row["seed"])
+    return Run(name, method, length, seed, directory, state, str(row["reason"] or ""))
+
+
+def _evaluation(
+    directory: Path, runs: Sequence[Run]
+) -> tuple[list[dict[str, Any]], dict[tuple[str, int], Binned]]:
+    """Return the records and losses by position, which name runs as study.json does."""
+    path = directory / "evaluation" / "curve.json"
+    if not path.exists():
+        return [], {}
+    records = _read(path, lambda: read_records(path))
+    for key, words in (("validation", "validation sets"), ("tokenizer", "tokenizers")):
+        found = sorted({str(record[key]) for record in records})
+        if len(found) > 1:
+            raise ConfigError(
+                f"{path}: holds results of {len(found)} {words} ({', '.join(found)}), whose "
+                "perplexities cannot be compared. Make a study of each"
+            )
+    names: dict[str, str] = {}
+    for record in records:
+        run = _run_of(record, runs)
+        if run is not None:
+            names[record["checkpoint"]] = f"{run.name}/{PurePath(record['checkpoint']).name}"
+            record |= {"run": run.name, "method": run.method}
+        record["checkpoint"] = names.setdefault(record["checkpoint"], record["checkpoint"])
+    table = path.with_name("positions.csv")
+    positions = _read(table, lambda: read_positions(table))
+    return records, {
+        (names.get(at, at), length): found for (at, length), found in positions.items()
+    }
+
+
+def _run_of(record: Mapping[str, Any], runs: Sequence[Run]) -> Run | None:
+    """Return the run of a record, whose path ends like the run's, wherever the study was then."""
+    parts = PurePath(record["run"] or "").parts
+    for run in runs:
+        end = PurePath(run.directory).parts
+        if parts[-len(end) :] == end:
+            return run
+    return None
+
+
+def _efficiency(path: Path) -> tuple[list[Row], str, list[str]]:
+    """Return the rows of efficiency.json, the device, and what failed; nothing without a file."""
+    if not path.exists():
+        return [], "", []
+    content = _read(path, lambda: json.loads(path.read_bytes()))
+    rows = _read(path, lambda: [_row(row) for row in content["rows"]])
+    failed = _read(
+        path,
+        lambda: [
+            f"{row['method']} at L = {row['train_length']}: {row['reason']}"
+            for row in content.get("failed", [])
+        ],
+    )
+    return rows, _read(path, lambda: str(content["device"])), failed
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    """Return a row of efficiency.json."""
+    speeds = {
+        "training": [float(value) for value in row["train_tokens_per_second"]],
+        "evaluation": [float(value) for value in row["evaluation_tokens_per_second"]],
+    }
+    memory = row["peak_memory_bytes"]
+    return Row(str(row["method"]), int(row["train_length"]), speeds, memory and float(memory))
+
+
+def _growth(path: Path) -> dict[int, dict[int, float]]:
+    """Return window length -> step -> perplexity of a metrics.jsonl; nothing without a file."""
+    found: dict[int, dict[int, float]] = {}
+    for record in read_metrics(path):
+        if is_evaluation(record) and record.get("protocol") == NONOVERLAPPING:
+            length, step, value = (record.get(key) for key in ("length", "step", "perplexity"))
+            if isinstance(length, int) and isinstance(step, int) and isinstance(value, int | float):
+                found.setdefault(length, {})[step] = float(value)
+    return found
+
+
+def _read(path: Path, read: Callable[[], T]) -> T:
+    """Return what `read` reads from a file.
+
+    Raises:
+        ConfigError: The file is missing or is not what a study has written.
+    """
+    try:
+        return read()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: does not exist, so {path.parent} is no study's directory. Name one that "
+            "`pretrain study` has made"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}). `pretrain study` writes it "
+            "anew once it is removed"
+        ) from None

@@ -1,0 +1,106 @@
+"""Early tokens: where the loss depends on the context alone, the parts have a closed form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pretrain.evaluate.blocks import BlockLosses, block_key, with_blocks
+from pretrain.evaluate.curves import make_curves
+from pretrain.evaluate.positions import Binned
+from pretrain.evaluate.records import PositionLosses
+from pretrain.study.early import CONTEXT, EARLY, TOTAL, gains
+from tests.unit.report_records import make_record
+
+L, LENGTHS, TOKENS, BLOCKS = 64, (64, 128, 1024), 65_536, 64
+
+
+def contexts(protocol, length, stride):
+    """Return how many tokens stand before each token of the text in its window."""
+    t = np.arange(TOKENS)
+    if protocol == "nonoverlapping":
+        return t % length
+    return np.where(t < length, t, length - stride + (t - length) % stride)
+
+
+def measured(loss_at, stride, noise=0.0):
+    """Return the curves of a model whose loss is `loss_at(context)` plus each token's own part."""
+    hard = np.random.default_rng(0).normal(0, noise, TOKENS)
+    records, blocks = [], {}
+    for protocol in ("nonoverlapping", "sliding"):
+        for length in LENGTHS:
+            if protocol == "sliding" and (stride is None or stride >= length):
+                continue
+            step = stride if protocol == "sliding" else length
+            losses = loss_at(contexts(protocol, length, step)) + hard
+            record = make_record(
+                protocol=protocol,
+                length=length,
+                stride=step,
+                train_length=L,
+                perplexity=float(np.exp(losses.mean())),
+                tokens=TOKENS,
+            )
+            sums = losses.reshape(BLOCKS, -1).sum(1)
+            blocks[block_key(record)] = BlockLosses(sums, np.full(BLOCKS, TOKENS / BLOCKS))
+            records.append(record)
+    return make_curves([with_blocks(record, blocks) for record in records])
+
+
+def test_where_context_beyond_L_is_of_no_use_all_comes_from_fewer_early_tokens():
+    curves = measured(lambda c: 2 + 1 / np.sqrt(np.minimum(c, L - 1) + 1), stride=1)
+    first, last = gains(curves, {})
+    assert (first.length, last.length) == (128, 1024)
+    for gain, k in ((first, 2), (last, 16)):
+        early = np.mean(1 / np.sqrt(np.arange(1, L + 1))) - 1 / np.sqrt(L)
+        # The first window of the text has early tokens when it slides, too: 1 of 1,024 windows.
+        assert gain.parts[EARLY].value == pytest.approx((1 - 1 / k) * early, rel=2e-3)
+        assert gain.parts[CONTEXT].value == pytest.approx(0, abs=2e-3 * early)
+        assert gain.how == "windows of L that slide by 1" and gain.tokens == TOKENS
+
+
+def test_where_early_tokens_are_as_good_all_comes_from_longer_context():
+    curves = measured(lambda c: np.where(c < L, 3.0, 2.5), stride=1)
+    for gain in gains(curves, {}):
+        k = gain.length / L
+        assert gain.parts[EARLY].value == pytest.approx(0, abs=1e-9)
+        assert gain.parts[CONTEXT].value == pytest.approx(0.5 * (1 - 1 / k), rel=1e-9)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_the_parts_add_up_and_the_noise_of_the_text_cancels_in_them(noise):
+    """Noise of the tokens is the same in all three measurements, and cancels in the parts."""
+
+    def loss_at(context):
+        return 3 - 0.1 * np.log2(context + 1)
+
+    for gain in gains(measured(loss_at, 1, noise), {}):
+        k = gain.length / L
+        early = loss_at(np.arange(L)).mean()
+        true = {EARLY: (1 - 1 / k) * (early - loss_at(L - 1))}
+        true[TOTAL] = early - loss_at(np.arange(gain.length)).mean()
+        true[CONTEXT] = true[TOTAL] - true[EARLY]
+        for name, part in gain.parts.items():
+            assert part.low - 1e-9 <= part.value <= part.high + 1e-9
+            assert part.value == pytest.approx(true[name], abs=2e-3)
+            assert part.high - part.low < 2e-3
+        parts = gain.parts
+        assert parts[EARLY].value + parts[CONTEXT].value == pytest.approx(parts[TOTAL].value)
+
+
+def test_without_sliding_windows_of_L_the_late_positions_stand_in():
+    curves = measured(lambda c: 3 - 0.1 * np.log2(c + 1), stride=None)
+    checkpoint = curves[0].sources[0].checkpoint
+    losses = PositionLosses(3 - 0.1 * np.log2(np.arange(L) + 1), np.full(L, TOKENS // L))
+    gain = gains(curves, {(checkpoint, L): Binned.of(losses)})[0]
+    first = int(Binned.of(losses).edges[-2])
+    late = losses.losses[first:].mean()
+    assert gain.parts[EARLY].value == pytest.approx(0.5 * (losses.losses.mean() - late))
+    assert np.isnan(gain.parts[EARLY].low) and not np.isnan(gain.parts[TOTAL].low)
+    assert gain.how == f"positions {first} to {L - 1} of windows of L"
+    assert gains(curves, {}) == []
+
+
+def test_a_stride_of_L_says_nothing_of_full_context():
+    curves = measured(lambda c: 3 - 0.1 * np.log2(c + 1), stride=48)
+    assert gains(curves, {}) == []
