@@ -11,6 +11,9 @@ from pretrain.config.section import Section
 Source = Literal["shakespeare", "text", "blank_lines", "jsonl", "parquet", "webdataset"]
 """How a corpus holds its documents; `data.source` says what each is."""
 
+WORDS = "words"
+"""The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
+
 
 class CorpusSection(Section):
     """[data.corpora.NAME]: one of several corpora that a data set is blended from."""

@@ -48,9 +48,7 @@ def test_what_is_left_out_changes_no_loss(pools, tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1000.0, [2, 7]), (0.001, [2, 4, 6, 7])])
-def test_a_restart_decides_by_what_the_run_has_recorded(
-    pools, tiny_data, tmp_path, seconds, steps
-):
+def test_a_restart_decides_by_what_the_run_has_recorded(pools, tiny_data, tmp_path, seconds, steps):
     """Step 4 is saved and not evaluated: left out if step 2 took long, else broken off."""
     config = run_config(tmp_path / "run", tiny_data, 0.5)
     pools(2).run(tasks.continue_run, config, "none", 4)

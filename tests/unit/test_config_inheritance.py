@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from pretrain.cli import app
 from pretrain.config import ConfigError, dump_config, load_config, load_with_origins, parse_config
 from pretrain.config.inheritance import leaves, merged, read_layers
+from pretrain.launcher.login.sweep import parse_axes, sweep_runs
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -328,6 +329,15 @@ def test_what_is_resolved_names_no_base(tmp_path):
     assert "base" not in values and "remove" not in values
     with pytest.raises(ConfigError, match=r"config\.toml: base: no such key"):
         parse_config(values | {"base": "x.toml"}, "config.toml")
+
+
+def test_the_runs_of_a_sweep_over_an_overlay_are_whole(tmp_path):
+    path = write(tmp_path / "a/mine.toml", f'base = "{DEMO}"\n[train]\nnum_steps = 99\n')
+    axes = parse_axes(["position.method=alibi,rotary", "train.num_steps=98,99"])
+    runs = sweep_runs(path, axes, ["run.seed=3"], tmp_path / "s")
+    found = {(r.config.position.method, r.config.train.num_steps, r.config.run.seed) for r in runs}
+    assert found == {(m, n, 3) for m in ("alibi", "rotary") for n in (98, 99)}
+    assert all(load_config(path, run.settings) == run.config for run in runs)
 
 
 # ---- where each value comes from -----------------------------------------------------------------
