@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.changes import data_hashes
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunConfig, load_config
@@ -207,7 +208,11 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     checkpoints = complete_checkpoints(run.config.directory)
     if not checkpoints:
         return
-    checkpoint = open_checkpoint(checkpoints[-1])
+    try:
+        checkpoint = open_checkpoint(checkpoints[-1])
+    except DamagedCheckpoint:
+        # Training goes on from the one before it, and the evaluation of a finished run says so.
+        return
     found = differences(checkpoint.config, run.config)
     if missing_data(run.config) is None:
         streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
