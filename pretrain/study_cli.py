@@ -35,7 +35,9 @@ def study(
     ] = False,
     report_only: Annotated[
         bool,
-        typer.Option("--report-only", help="Train nothing; evaluate and report what is finished."),
+        typer.Option(
+            "--report-only", help="Train and measure nothing; evaluate and report what is finished."
+        ),
     ] = False,
 ) -> None:
     """Train methods at several lengths, evaluate them together, and report on the claims.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.rundir.checkpoints import newest_checkpoint_step
@@ -32,6 +33,16 @@ from pretrain.study.schema import dump_study, load_study_file
 
 LOCK = ".lock"
 """File that a study's command holds locked while it works."""
+COSTS: Any = {
+    "model": True,
+    "position": True,
+    "parallel": True,
+    "batch": True,
+    "data": {"sequence_length", "vocab_size"},
+    "train": {"precision", "recompute_granularity", "fusion"},
+    "evaluation": {"tokens_per_batch"},
+}
+"""Keys of a config that decide its speed and memory."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +142,9 @@ def print_plan(path: Path, nproc: int | None) -> None:
 
 
 def say(text: str) -> None:
-    """Print a message to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a message to stderr; it is lost where the terminal was closed."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _work(work: Work) -> int:
@@ -288,8 +300,7 @@ def _measure(work: Work) -> bool:
     file = study.directory / "efficiency.json"
     contestants = {(run.method, run.train_length): run for run in reversed(study.runs)}
     configs = [run.config for run in study.runs if run in contestants.values()]
-    # Where a run lies, and its seed, cost nothing.
-    dumped = [config.model_dump_json(exclude={"run"}) for config in configs]
+    dumped = [config.model_dump_json(include=COSTS) for config in configs]
     asked = hashlib.sha256("\n".join(dumped).encode()).hexdigest()
     there = read_json(file)
     if there and there.get("asked") != asked:
@@ -298,8 +309,8 @@ def _measure(work: Work) -> bool:
         there = {}
     if not rounds or there.get("rounds") == rounds:
         return False
-    if work.request.site is not None:
-        say("efficiency: measured without --site alone, on a machine like those that train")
+    if work.request.site is not None or work.request.report_only:
+        say("efficiency: measured without --site and --report-only, on a machine that trains")
         return False
     from pretrain.study.efficiency import measure
 
@@ -321,7 +332,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(study: Study) -> Iterator[None]:
     """Hold the study's lock inside the `with` block.
 
@@ -332,10 +343,12 @@ def _alone(study: Study) -> Iterator[None]:
     with (study.directory / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(
                 f"{study.directory}: another `pretrain study` works on it. Wait until it ends"
             ) from None
+        except OSError:
+            say(f"{study.directory}: its file system has no locks; start one `pretrain study` only")
         yield
 
 

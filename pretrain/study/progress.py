@@ -41,8 +41,12 @@ def state_of(run: StudyRun, launched: str = "") -> State:
     """
     directory, last = run.config.directory, run.config.train.num_steps
     step = newest_checkpoint_step(directory) or 0
-    if step == last and is_done(run.config):
-        return State(FINISHED, step=step)
+    if is_done(run.config):
+        if step == last:
+            return State(FINISHED, step=step)
+        # Nothing would train it again, and nothing is there to evaluate.
+        gone = f"finished, but its checkpoints are gone; remove {directory} to train it again"
+        return State(FAILED, gone, step)
     attempts = read_attempts(directory)
     ended = attempts[-1].ended if attempts else None
     if ended and ended.outcome not in (*ENDED_WELL, Outcome.SUPERSEDED):

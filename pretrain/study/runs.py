@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -150,7 +151,7 @@ def _of_files(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
     """Yield config file and settings of each run of a study that lists config files."""
     sources: dict[Path, RunConfig] = {}
     for pattern in asked.configs:
-        files = sorted(path.parent.glob(pattern))
+        files = sorted(map(Path, glob.glob(str(path.parent / pattern), recursive=True)))
         if not files:
             raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
         sources |= {file: load_config(file, asked.settings) for file in files}
