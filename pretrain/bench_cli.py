@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from pretrain.config import ConfigError, load_config, writing
 from pretrain.config.arguments import Config, Overrides
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import RunPaths
+from pretrain.study.contestants import parse_lengths, with_lengths, with_methods
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -75,14 +76,12 @@ def bench_methods(
     Example:
       pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
     """
-    from pretrain.study.efficiency import contestants, efficiency_table, measure
+    configs = with_lengths(config, overrides, methods, lengths)
+    _check_folder(json_file)
+    from pretrain.study.efficiency import efficiency_table, measure
 
-    configs = contestants(config, overrides, methods, lengths)
-    with writing(json_file) if json_file is not None else contextlib.nullcontext():
-        result = measure(configs, rounds, nproc)
-        print(efficiency_table(result))
-        if json_file is not None:
-            replace_file(json_file, json.dumps(result, indent=1) + "\n")
+    result = measure(configs, rounds, nproc)
+    _show(efficiency_table(result), result, json_file)
 
 
 @bench.command("generate")
@@ -133,21 +132,15 @@ def bench_generate(
       pretrain bench generate configs/demo.toml --lengths 128,1024 \\
           --methods alibi,sinusoidal,rotary,t5
     """
-    from pretrain.study.efficiency import parse_lengths
+    file = RunPaths(config).config if config.is_dir() else config
+    configs = with_methods(file, overrides, methods)
+    numbers = parse_lengths(lengths)
+    _check_folder(json_file)
     from pretrain.study.inference import Sizes, inference_table, measure_inference
 
-    file = RunPaths(config).config if config.is_dir() else config
-    names = dict.fromkeys(methods.split(",")) if methods is not None else [None]
-    configs = [
-        load_config(file, [*overrides, *([f"position.method={name}"] if name else [])])
-        for name in names
-    ]
-    sizes = [Sizes(length, new_tokens, batch_size) for length in parse_lengths(lengths)]
-    with writing(json_file) if json_file is not None else contextlib.nullcontext():
-        result = measure_inference(configs, sizes, rounds, nproc)
-        print(inference_table(result))
-        if json_file is not None:
-            replace_file(json_file, json.dumps(result, indent=1) + "\n")
+    sizes = [Sizes(length, new_tokens, batch_size) for length in numbers]
+    result = measure_inference(configs, sizes, rounds, nproc)
+    _show(inference_table(result), result, json_file)
 
 
 @bench.command("step")
@@ -185,10 +178,7 @@ def bench_step(
     from pretrain.plan.step import bench_step_counts
 
     counted, table = bench_step_counts(run)
-    print(table)
-    if json_file is not None:
-        with writing(json_file):
-            json_file.write_text(json.dumps(counted, indent=1) + "\n")
+    _show(table, counted, json_file)
 
 
 @bench.command("attention")
@@ -244,3 +234,19 @@ def bench_checkpoint(
     from pretrain.train.bench_checkpoint import bench_checkpoint as measure
 
     measure(run, rounds, directory)
+
+
+def _check_folder(json_file: Path | None) -> None:
+    """Refuse a --json whose folder is missing, before minutes are spent on what goes there."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--json {json_file}: {json_file.parent} is not a directory. Make it, or choose another"
+        )
+
+
+def _show(table: str, result: dict[str, Any], json_file: Path | None) -> None:
+    """Print a table, and write what is in it to --json."""
+    print(table)
+    if json_file is not None:
+        with writing(json_file):
+            replace_file(json_file, json.dumps(result, indent=1) + "\n")

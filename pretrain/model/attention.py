@@ -57,7 +57,7 @@ class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # 
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rotary_pos_emb: tuple[Tensor, Tensor] | None,
+        rotary_pos_emb: tuple[Tensor, Any] | None,
         *others: Any,
         **named: Any,
     ) -> tuple[Any, ...]:

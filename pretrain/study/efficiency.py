@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config import ConfigError, RunConfig
 from pretrain.evaluate.perplexity import Evaluator
 from pretrain.evaluate.text import ScoredText
 from pretrain.evaluate.windows import Protocol
@@ -62,57 +61,6 @@ class Ratio(NamedTuple):
 
 TakeTurn = Callable[[RunConfig, int], list[Turn]]
 """Lets a contestant take its turn in so many processes; returns what each rank measured."""
-
-
-def contestants(
-    file: Path, overrides: list[str], methods: str, lengths: str | None
-) -> list[RunConfig]:
-    """Return a config for each method and training length, alike in all else.
-
-    A step and a micro batch keep their tokens: their sequences become fewer as they become longer.
-
-    Args:
-        file: The config file.
-        overrides: `section.key=value` settings.
-        methods: Values of position.method, separated by commas.
-        lengths: Training lengths in tokens, separated by commas; None for the config's own.
-
-    Raises:
-        ConfigError: The config is wrong, or a length does not divide the tokens of a step or of a
-            micro batch.
-    """
-    given = load_config(file, overrides)
-    own = given.data.sequence_length
-    chosen = parse_lengths(lengths) if lengths is not None else [own]
-    configs = []
-    for method in dict.fromkeys(methods.split(",")):
-        for length in chosen:
-            settings = [f"position.method={method}", f"data.sequence_length={length}"]
-            for key in ("global_batch_size", "micro_batch_size"):
-                tokens = getattr(given.batch, key) * own
-                if tokens % length:
-                    raise ConfigError(
-                        f"--lengths {length}: does not divide the {tokens:,} tokens of "
-                        f"batch.{key} = {getattr(given.batch, key)} x {own}. Choose lengths that "
-                        f"do, or --set batch.{key}"
-                    )
-                settings.append(f"batch.{key}={tokens // length}")
-            configs.append(load_config(file, [*overrides, *settings]))
-    return configs
-
-
-def parse_lengths(lengths: str) -> list[int]:
-    """Return the numbers of --lengths, each once."""
-    try:
-        parsed = list(dict.fromkeys(int(length) for length in lengths.split(",")))
-    except ValueError:
-        parsed = [0]
-    if min(parsed) < 1:
-        raise ConfigError(
-            f"--lengths {lengths}: expected numbers of tokens separated by commas, as in "
-            "--lengths 64,128"
-        )
-    return parsed
 
 
 def measure(configs: Sequence[RunConfig], rounds: int, nproc: int) -> dict[str, Any]:

@@ -448,6 +448,8 @@ COMMANDS = [
     ["export"],
     ["import"],
     ["bench", "train"],
+    ["bench", "methods"],
+    ["bench", "generate"],
 ]
 
 

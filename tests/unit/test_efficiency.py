@@ -13,7 +13,8 @@ import torch.distributed as dist
 from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters
 from pretrain.model.gpt import build_model
 from pretrain.study import efficiency
-from pretrain.study.efficiency import Turn, contestants, efficiency_table, measure, ratio
+from pretrain.study.contestants import with_lengths as contestants
+from pretrain.study.efficiency import Turn, efficiency_table, measure, ratio
 from pretrain.study.turns import take_turn
 from pretrain.topology import Topology
 from tests.conftest import tiny_config
@@ -138,6 +139,8 @@ def test_contestants_keep_the_tokens_of_a_step_and_of_a_micro_batch() -> None:
         contestants(Path("configs/demo.toml"), [], "alibi", "64,x")
     with pytest.raises(ConfigError, match=r"position\.method"):
         contestants(Path("configs/demo.toml"), [], "albi", None)
+    with pytest.raises(ConfigError, match="--methods alibi,: expected"):
+        contestants(Path("configs/demo.toml"), [], "alibi,", None)
 
 
 def test_real_turns_train_and_evaluate_in_processes_of_their_own() -> None:

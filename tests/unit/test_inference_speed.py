@@ -92,13 +92,15 @@ def test_the_command_measures_methods(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(dump_config(tiny_config()))
     out = tmp_path / "methods.json"
-    options = ("--methods", "t5,sinusoidal", "--rounds", "2", "--json", str(out))
-    ended = invoke("bench", "methods", str(file), *options)
+    options = ("--methods", "t5,sinusoidal", "--rounds", "1", "--json")
+    refused = invoke("bench", "methods", str(file), *options, str(tmp_path / "none" / "out.json"))
+    assert isinstance(refused.exception, ConfigError) and "none is not a" in str(refused.exception)
+    ended = invoke("bench", "methods", str(file), *options, str(out))
     assert ended.exit_code == 0, ended.output
     measured = json.loads(out.read_text())
     assert [(row["method"], row["train_length"]) for row in measured["rows"]] == [
         ("t5", 32),
         ("sinusoidal", 32),
     ]
-    assert all(len(row["train_tokens_per_second"]) == 2 for row in measured["rows"])
+    assert all(len(row["train_tokens_per_second"]) == 1 for row in measured["rows"])
     assert "| t5 | 32 |" in ended.output
