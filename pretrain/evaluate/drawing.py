@@ -79,14 +79,17 @@ class Frame:
     """(first, end, tokens) of ranges on the x axis, drawn as steps in a strip below the lines."""
     panels: Sequence[str] = ()
     """The panels in their order; by default in the order of the lines."""
+    bars: str = "95 % interval"
+    """What error bars show."""
 
 
-def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
+def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) -> Pictures:
     """Draw lines, one panel for each of their titles, and a legend at the right.
 
     Args:
         lines: What to draw.
         frame: What to write around it.
+        formats: The formats to return.
     """
     titles = list(dict.fromkeys([*frame.panels, *(line.panel for line in lines)]))
     words = {word for line in lines for word in (line.mark, line.colour)}
@@ -107,7 +110,7 @@ def draw(lines: Sequence[Line], frame: Frame) -> Pictures:
     # The formats share one layout, which takes longer than drawing.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    return {kind: _save(figure, kind) for kind in FORMATS}
+    return {kind: _save(figure, kind) for kind in formats}
 
 
 def _panels(
@@ -313,7 +316,7 @@ def _legend(
     notes = []
     has_ranges = [any(math.isfinite(v.low) for v in line.values) for line in lines]
     if any(found and not line.has_band for found, line in zip(has_ranges, lines)):
-        notes.append("bars: 95 % interval")
+        notes.append(f"bars: {frame.bars}")
     if any(found and line.has_band for found, line in zip(has_ranges, lines)):
         notes.append("band: least to largest\nof the seeds")
     if any(not math.isfinite(v.value) for line in lines for v in line.values):

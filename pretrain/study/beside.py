@@ -78,6 +78,8 @@ def _at_multiple(
         if (number.method, number.protocol) != (of.method, of.protocol):
             continue
         is_multiple = number.length * of.train_length == of.length * number.train_length
+        # At L itself the ratio is 1, whoever has measured it.
+        is_multiple = is_multiple and number.length > number.train_length
         at_l = numbers.get(number._replace(length=number.train_length))
         if is_multiple and at_l is not None:
             distance = abs(math.log(number.train_length / of.train_length))

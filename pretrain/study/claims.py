@@ -63,7 +63,7 @@ CLAIMS = (
         "ALiBi trained at L has a lower perplexity at 2 L than at L (nonoverlapping).",
         f"Figure 1; {_WIKITEXT}.alibi_nonoverlapping)",
         1.0,
-        "Lower is lower.",
+        "Equality: any difference that the noise does not hide counts.",
         predicates.falls,
     ),
     Claim(
@@ -149,7 +149,7 @@ CLAIMS = (
         "bias, then rotary and then sinusoidal positions, all trained at L.",
         f"Figure 1; {_WIKITEXT}.sliding_stride1), which has no rotary positions",
         1.0,
-        "Lower is lower.",
+        "Equality: any difference that the noise does not hide counts.",
         predicates.in_order,
     ),
     Claim(
@@ -158,7 +158,7 @@ CLAIMS = (
         "than with trained ones.",
         "The section on the method; published.toml has no numbers of it",
         1.0,
-        "Lower is lower.",
+        "Equality: any difference that the noise does not hide counts.",
         predicates.trained_slopes,
     ),
     Claim(

@@ -12,7 +12,7 @@ from pretrain.evaluate.plots import lines_by_length, lines_by_position
 from pretrain.evaluate.positions import binned_curves
 from pretrain.evaluate.tables import to_csv
 from pretrain.study import published
-from pretrain.study.beside import Cost
+from pretrain.study.beside import RATIOS_FROM, Cost
 from pretrain.study.evidence import gap
 from pretrain.study.reading import Run, Study
 
@@ -34,7 +34,7 @@ class Figure(NamedTuple):
 
     def pictures(self) -> Pictures:
         """Return the figure in all formats."""
-        return draw(self.lines, self.frame)
+        return draw(self.lines, self.frame, FORMATS)
 
     def csv(self) -> bytes:
         """Return the numbers that are drawn, each as it is."""
@@ -95,26 +95,24 @@ def figures(study: Study, costs: Sequence[Cost]) -> dict[str, Figure]:
 
 def _ratios(study: Study) -> tuple[list[Line], Frame]:
     """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
-    model = study.published or "wikitext103"
-    groups = [("this study", list(study.curves))]
-    groups.append((f"published, {model}", list(published.evidence(model).curves)))
-    methods = {curve.method for curve in study.curves}
+    mine = [curve for curve in study.curves if curve.train_length]
+    theirs = _nearest(mine, study.published or RATIOS_FROM)
+    groups = {"this study": mine, f"published ({study.published or RATIOS_FROM})": theirs}
     lines = []
-    for whose, curves in groups:
+    for whose, curves in groups.items():
         for curve in sorted(curves, key=lambda c: c.train_length or 0):
             trained = curve.train_length or 0
             lengths = [n for n in curve.records if n >= trained]
-            # The protocols of the two have other strides, and are still the same two kinds.
-            kind = curve.protocol.partition(" ")[0]
-            if curve.method in methods and trained in curve.records and len(lengths) > 1:
-                xs = [n / trained for n in lengths]
-                values = [_ratio(curve, n, trained) for n in lengths]
-                name = curve.name if whose == "this study" else curve.method
-                lines.append(Line(f"{kind}, {whose}", name, f"L = {trained}", xs, values))
+            if trained not in curve.records or len(lengths) < 2:
+                continue
+            xs = [n / trained for n in lengths]
+            values = [_ratio(curve, n, trained) for n in lengths]
+            name = curve.name if curves is mine else curve.method
+            lines.append(Line(f"{_kind(curve)}, {whose}", name, f"L = {trained}", xs, values))
     # Colours go from dark to light with L, in the order of the lines.
     lines.sort(key=lambda line: int(line.colour.removeprefix("L = ")))
     drawn = {line.panel for line in lines}
-    panels = [panel for whose, _ in groups for panel in sorted(drawn) if panel.endswith(whose)]
+    panels = [panel for whose in groups for panel in sorted(drawn) if panel.endswith(whose)]
     powers = sorted({2 ** round(math.log2(x)) for line in lines for x in line.xs})
     frame = Frame(
         "Evaluation length (in training lengths L)",
@@ -123,6 +121,28 @@ def _ratios(study: Study) -> tuple[list[Line], Frame]:
         panels=panels,
     )
     return lines, frame
+
+
+def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
+    """Return the published curves that reach beyond L, of the training lengths nearest to ours."""
+    found: dict[Curve, None] = {}
+    for curve in mine:
+        alike = [
+            other
+            for other in published.evidence(model).curves
+            if (other.method, _kind(other)) == (curve.method, _kind(curve))
+            and max(other.records) > (other.train_length or 0)
+        ]
+        if alike:
+            trained = curve.train_length or 1
+            nearest = min(alike, key=lambda c: abs(math.log((c.train_length or 1) / trained)))
+            found[nearest] = None
+    return list(found)
+
+
+def _kind(curve: Curve) -> str:
+    """Return a curve's protocol without its stride."""
+    return curve.protocol.partition(" ")[0]
 
 
 def _ratio(curve: Curve, length: int, trained: int) -> Value:
@@ -158,7 +178,13 @@ def _efficiency(costs: Sequence[Cost]) -> tuple[list[Line], Frame]:
                 lines.append(Line(panel, method, "published, one V100", list(theirs), values))
     lengths = sorted({x for line in lines for x in line.xs})
     ticks = {x: str(int(x)) for x in lengths}
-    return lines, Frame("Training length L (tokens)", "Ratio to sinusoidal", ticks=ticks)
+    frame = Frame(
+        "Training length L (tokens)",
+        "Ratio to sinusoidal",
+        ticks=ticks,
+        bars="least to largest\nof the rounds",
+    )
+    return lines, frame
 
 
 # ---- growth --------------------------------------------------------------------------------------

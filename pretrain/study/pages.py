@@ -36,6 +36,8 @@ def to_page(title: str, markdown: str, files: Mapping[str, bytes]) -> str:
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = parser.render(markdown)
+    # The anchors that links in the Markdown name, as GitHub makes them.
+    body = re.sub(r"<h3>(\w+)</h3>", lambda m: f'<h3 id="{m[1].lower()}">{m[1]}</h3>', body)
     body = re.sub(
         r'(?<=<img src=")([^"]+)\.png(?=")', lambda m: _inside(m[1] + ".svg", files), body
     )

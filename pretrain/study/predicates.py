@@ -6,6 +6,7 @@ Each yields a case for every training length that it can speak of, with the numb
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -218,7 +219,7 @@ def as_small(evidence: Evidence, ratio: float) -> Iterator[Case]:
             continue
         share = alibi.memory / other.memory
         words = f"L = {length}: {share:.4f} times the memory of sinusoidal"
-        if evidence.device.lower().startswith("cpu"):
+        if re.search(r"\bcpu\b", evidence.device, re.IGNORECASE):
             # A process's resident memory holds libraries and what the allocator has not given back.
             words += ", of whole processes on a CPU, which says nothing of the method"
             yield Case(Verdict.MISSING, words, length, (share, share, share))

@@ -138,6 +138,7 @@ def _cc100_roberta(table: Mapping[str, Any]) -> Iterator[_Row]:
             yield of, value, f"{name}.{model}.ppl.{length}"
 
 
+@functools.cache
 def evidence(model: str) -> Evidence:
     """Return the published numbers as claims take them, to be judged like a study's own.
 

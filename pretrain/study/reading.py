@@ -14,6 +14,7 @@ from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.evaluate.reading import read_records
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.study.evidence import NONOVERLAPPING, Evidence, Row
+from pretrain.study.published import MODELS
 
 FINISHED = "finished"
 T = TypeVar("T")
@@ -75,13 +76,19 @@ def read_study(directory: Path) -> Study:
     path = directory / "study.json"
     content = _read(path, lambda: json.loads(path.read_bytes()))
     runs = _read(path, lambda: [_run(row) for row in content["runs"]])
+    model = _read(path, lambda: content["published"])
+    if model is not None and model not in MODELS:
+        raise ConfigError(
+            f'{path}: published = "{model}": there are no such numbers. Choose '
+            f"{' or '.join(MODELS)} in the study file, or leave it out"
+        )
     records, positions = _evaluation(directory, runs)
     rows, device, unmeasured = _efficiency(directory / "efficiency.json")
     asked = directory / "study.toml"
     return Study(
         _read(path, lambda: str(content["title"])),
         _read(path, lambda: str(content["command"])),
-        _read(path, lambda: content["published"]),
+        model,
         _read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
         runs,
         Evidence(make_curves(records), rows, device),

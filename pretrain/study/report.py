@@ -21,6 +21,9 @@ FIGURES = ("extrapolation", "ratio", "position", "efficiency", "growth")
 TABLES = ("perplexity", "early_tokens")
 """Names of the tables that are written as CSV beside the numbers of the figures."""
 
+RATIO = ("low", "value", "high")
+"""Keys of a case's ratio in claims.json."""
+
 
 def write_study_report(directory: Path) -> None:
     """Write STUDY/report/ from what the study has so far.
@@ -86,7 +89,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 def claims_json(judged: Sequence[Judgement]) -> bytes:
     """Return claims.json: every claim with its verdict and all of its cases.
 
-    The ratio of a case is [low, value, high]; an end that is not known or not finite is null.
+    An end of a ratio that is not known or not finite is null.
 
     Args:
         judged: The verdicts.
@@ -102,8 +105,7 @@ def claims_json(judged: Sequence[Judgement]) -> bytes:
             {
                 "train_length": case.train_length,
                 "verdict": case.verdict.value,
-                "ratio": case.ratio
-                and dict(zip(("low", "value", "high"), map(_or_none, case.ratio))),
+                "ratio": case.ratio and dict(zip(RATIO, map(_or_none, case.ratio))),
                 "tokens": case.tokens,
                 "seeds": case.seeds,
                 "words": case.words,

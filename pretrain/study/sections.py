@@ -202,7 +202,10 @@ def _perplexity(
             f"beside that of {RATIOS_FROM} at the same L, or at the nearest one that has the same "
             "multiple."
         )
-    yield perplexity_table(rows, study.published).markdown()
+    shown = [row for row in rows if row.same or row.at_multiple]
+    if shown:
+        yield perplexity_table(shown, study.published).markdown()
+    yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."
 
 
 def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -> Iterable[str]:
@@ -258,7 +261,7 @@ def _show(figures: Mapping[str, Figure], name: str) -> Iterable[str]:
     """Yield a figure with its caption, if there is one."""
     if name in figures:
         caption = figures[name].caption
-        yield f"![{caption}](figures/{name}.png)"
+        yield f"![Figure: {name}](figures/{name}.png)"
         yield f"{caption} [SVG](figures/{name}.svg), [CSV](data/{name}.csv)"
 
 

@@ -7,9 +7,17 @@ import math
 
 import numpy as np
 
-from pretrain.evaluate.blocks import BlockLosses, block_key
+from pretrain.evaluate.blocks import (
+    BLOCK_FIELDS,
+    BlockLosses,
+    block_key,
+    block_rows,
+    blocks_path,
+    with_blocks,
+)
+from pretrain.evaluate.positions import POSITION_FIELDS, position_rows
 from pretrain.evaluate.records import PositionLosses
-from pretrain.evaluate.report import write_report
+from pretrain.evaluate.tables import records_to_json, to_csv
 from tests.unit.report_records import make_record
 
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "alibi_trained_slopes")
@@ -115,7 +123,7 @@ def make_positions(records):
     return positions
 
 
-def make_blocks(records, blocks=32):
+def make_blocks(records, blocks=25):
     """Return losses by block: some are hard for all, and a value's own noise is small."""
     found = {}
     for i, record in enumerate(records):
@@ -173,14 +181,24 @@ def make_study(
         if record["run"] in done
     ]
     if records:
-        out = directory / "evaluation" / "curve.json"
-        write_report(out, records, make_positions(records), make_blocks(records))
+        _write_evaluation(directory / "evaluation" / "curve.json", records)
     efficiency = {"device": "one synthetic GPU", "rounds": 3, "rows": rows()}
     (directory / "efficiency.json").write_text(json.dumps(efficiency))
     for run in runs:
         if run["state"] == "finished":
             _write_metrics(directory / run["directory"], run, changes.get("perplexity"))
     return directory
+
+
+def _write_evaluation(out, records):
+    """Write the files of an evaluation as `write_report` does, but for figures and text."""
+    out.parent.mkdir()
+    blocks = make_blocks(records)
+    rows = list(position_rows(records, make_positions(records)))
+    out.with_name("positions.csv").write_bytes(to_csv(POSITION_FIELDS, rows))
+    rows = block_rows([with_blocks(record, blocks) for record in records])
+    blocks_path(out).write_bytes(to_csv(BLOCK_FIELDS, rows))
+    out.write_bytes(records_to_json(records))
 
 
 def _write_metrics(run_directory, run, perplexity):

@@ -235,7 +235,7 @@ def test_a_stride_of_the_training_length_says_nothing_of_flatness():
 def test_costs_are_not_judged_where_they_were_not_measured():
     found = verdicts(cost=[])
     assert {found[name] for name in OF_COST} == {Verdict.MISSING}
-    assert verdicts(device="CPU, 2 cores")["alibi_needs_no_more_memory"] == Verdict.MISSING
+    assert verdicts(device="2 x cpu")["alibi_needs_no_more_memory"] == Verdict.MISSING
 
 
 # ---- the paper's own numbers ---------------------------------------------------------------------
