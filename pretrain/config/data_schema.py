@@ -41,7 +41,7 @@ class DataSection(Section):
     """[data]: the corpus, the tokenizer and the shards that `pretrain data build` makes of them."""
 
     directory: str = Field(min_length=1)
-    """Directory of the built data set: tokenizer.model, train/ and validation/. `pretrain data
+    """Directory of the built data set: the tokenizer, train/ and validation/. `pretrain data
     build` writes it, and all other commands read it. Several runs may share one. For reading it may
     also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
 

@@ -42,7 +42,7 @@ checkpoints/step-########/ | all ranks | a checkpoint; it appears under this nam
 checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each file; written last
 checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
-checkpoints/step-########/tokenizer.<kind> | rank 0 | the data set's tokenizer: .model or .json
+checkpoints/step-########/tokenizer.<kind> | rank 0 | the data's tokenizer: .model, .json or .txt
 checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every MiB
 checkpoints/step-########/rank-<rank>.safetensors | each rank | master weights and Adam moments
 abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this

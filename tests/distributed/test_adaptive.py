@@ -20,8 +20,8 @@ from pretrain.evaluate.windows import Protocol
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.conftest import tiny_config
-from tests.distributed import adaptive_tasks, tasks
-from tests.distributed.test_optimizer import LOSS, NORM, WEIGHT
+from tests.distributed import adaptive_tasks, fusion_tasks, tasks
+from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
 from tests.distributed.test_parallel_equals_dense import TOLERANCE
 from tests.distributed.test_resume import _state
 from tests.reference.dense_gpt import DenseGPT, random_state, train_dense
@@ -129,6 +129,51 @@ def test_a_model_equals_the_dense_reference(pools, layout, tied, fusion):
         torch.testing.assert_close(
             actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2"])
+def test_a_fused_model_equals_the_dense_reference(pools, layout):
+    processes, parallel = LAYOUTS[layout]
+    state, tokens, _, loss, gradients = _expected(True)
+    config = adaptive_config(parallel, train={"fusion": "on"})
+    run = fusion_tasks.run_uncompiled
+    actual = pools(processes).run(run, "gradients", config, state, tokens)[0]
+    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
+    for name, expected in gradients.items():
+        torch.testing.assert_close(
+            actual["gradients"][name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("method", ["sinusoidal", "learned"])
+def test_adaptive_inputs_are_normalised_scaled_and_given_positions(pools, method):
+    sections = {
+        "model": {"embedding_layernorm": True, "embedding_scale": 3.0},
+        "position": {"method": method},
+        "evaluation": {"lengths": [32]},
+    }
+    config = adaptive_config(**sections)
+    state = random_state(config, seed=3)
+    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
+    expected = DenseGPT(config).load_global_state(state)(tokens[:, :-1])
+    actual = pools(1).run(tasks.gradients, config, state, tokens)[0]
+    torch.testing.assert_close(actual["logits"], expected.detach(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_train_as_far_as_they_can_tell(pools, precision):
+    """The first loss is as exact as weights of 8 or 11 bits are.
+
+    The updates after it follow gradients that are rounded, too, so that the next five may be off by
+    several times as much.
+    """
+    state, batches, losses, *_ = _trained(True)
+    train = {"precision": precision}
+    config = adaptive_config(train=train, optimizer={"initial_loss_scale_power": 8})
+    task = tasks.train_steps if precision == "bf16" else tasks.train_steps_in_fp16_on_cpu
+    actual = pools(2).run(task, config, state, batches)[0]
+    assert actual["losses"][0] == pytest.approx(losses[0], rel=UNIT[precision])
+    assert actual["losses"] == pytest.approx(losses, rel=4 * UNIT[precision])
 
 
 def _batches(steps):
