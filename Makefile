@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
 DEMO := runs/demo
+STUDY := runs/study_demo
 
-.PHONY: help setup demo test torture lint clean
+.PHONY: help setup demo study test torture lint clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +21,9 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 	$(BIN)/pretrain evaluate $(DEMO)/alibi $(DEMO)/sinusoidal --max-tokens 16384 \
 	    --out $(DEMO)/report/curve.json
 
+study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims (20 minutes)
+	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
+
 test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
 	$(BIN)/python -m pytest
@@ -33,7 +37,7 @@ lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/mypy
 
 clean:  ## remove .venv, caches and the demo's files; keeps other runs
-	rm -rf .venv $(DEMO) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf .venv $(DEMO) $(STUDY) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SETUP): pyproject.toml constraints.txt requirements-demo.txt

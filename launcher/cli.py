@@ -131,7 +131,7 @@ def local(
           --set run.directory=runs/try
     """
     from pretrain.launcher.node.local import run_locally
-    from pretrain.launcher.starts import already_done, check_data, is_done
+    from pretrain.rundir.starts import already_done, check_data, is_done
 
     run = load_config(config, overrides)
     check_allowed(allow_changed)

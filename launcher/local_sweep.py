@@ -1,4 +1,4 @@
-"""Sweep over config keys on this machine: train one run after the other, as `launcher local` does.
+"""Train several runs on this machine, one after the other, as `launcher local` does.
 
 The runs are those of `login.sweep`, so a sweep may go on here that began on a cluster.
 """
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
+from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.trajectory import allow_options
-from pretrain.launcher.login.sweep import SweepRun, parse_axes, sweep_folder, sweep_runs
+from pretrain.launcher.login.sweep import SweepRun, wanted_runs
 from pretrain.launcher.login.tables import stopped
 from pretrain.launcher.node.local import PASSED_ON, run_locally
 from pretrain.launcher.node.signals import Signals
-from pretrain.launcher.starts import check_data, check_goes_on, is_done
 from pretrain.launcher.terminal import plain, plain_lines, say
 from pretrain.rundir.attempts import is_idle, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.starts import check_data, check_goes_on, is_done
 from pretrain.rundir.states import ExitCode, Outcome, exit_code_of, in_words
 
 STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
@@ -33,23 +33,23 @@ METRICS_BYTES = 1024 * 1024
 
 
 def sweep_locally(
-    path: Path,
+    paths: Sequence[Path],
     nproc: int,
     axes: Sequence[str],
     overrides: Sequence[str] = (),
     dry_run: bool = False,
     allow_changed: Sequence[str] = (),
 ) -> int:
-    """Train one run for each combination of values, one after the other.
+    """Train one run for each combination of values, or for each config, one after the other.
 
     Finished runs are left out and others go on from their newest checkpoint, so the same command
     goes on where it was. All runs are checked before the first one starts; one that fails does not
     keep the others from training.
 
     Args:
-        path: The config that the runs have in common.
+        paths: The config that the runs have in common, or several, each of which is a run.
         nproc: Processes of each run.
-        axes: The keys and their values, as "section.key=value,value".
+        axes: The keys and their values, as "section.key=value,value"; none in a list of configs.
         overrides: Settings of all runs, as --set takes them.
         dry_run: Only print the runs.
         allow_changed: Keys that may differ from the checkpoints' although they change training.
@@ -60,8 +60,7 @@ def sweep_locally(
     Raises:
         ConfigError: The axes are malformed, or a run cannot work; nothing was started.
     """
-    base = load_config(path, overrides).directory
-    runs = sweep_runs(path, parse_axes(axes), overrides, base)
+    runs, folder = wanted_runs(paths, axes, overrides)
     for run in runs:
         run.config.layout(nproc)
         check_goes_on(run.config, allow_changed)
@@ -78,7 +77,7 @@ def sweep_locally(
         for number, run in enumerate(left, start=1):
             say(f"run {number} of {len(left)}: {_name(run)}")
             # A failure of an earlier run counts as long as the user does not end the sweep.
-            ended = _train(path, nproc, run, allow_changed, signals)
+            ended = _train(nproc, run, allow_changed, signals)
             if ended in STOPPED_BY_USER or (signals.stops and (ended or number < len(left))):
                 code = ended if ended in STOPPED_BY_USER else ExitCode.STOPPED
                 break
@@ -89,13 +88,13 @@ def sweep_locally(
     if code in STOPPED_BY_USER:
         over = [word for axis in axes for word in ("--over", axis)]
         settings = [word for override in overrides for word in ("--set", override)]
-        again = ["launcher", "sweep", str(path), f"--nproc={nproc}", *over, *settings]
+        again = ["launcher", "sweep", *map(str, paths), f"--nproc={nproc}", *over, *settings]
         say(
             f"{stopped(run.config.directory)}; go on with:\n"
             f"  {shlex.join([*again, *allow_options(allow_changed)])}"
         )
         return code
-    curve = sweep_folder(base) / "report" / "curve.json"
+    curve = folder / "report" / "curve.json"
     saved = [run.config for run in runs if newest_checkpoint_step(run.config.directory) is not None]
     if saved:
         directories = [config.run.directory for config in saved]
@@ -156,13 +155,10 @@ def table(runs: Sequence[SweepRun]) -> str:
     )
 
 
-def _train(
-    path: Path, nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Signals
-) -> int:
+def _train(nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Signals) -> int:
     """Train one run as `launcher local` does, and return its exit code. Errors are printed.
 
     Args:
-        path: The config that the runs have in common.
         nproc: Processes of the run.
         run: The run.
         allow_changed: Keys that may differ from the checkpoint's.
@@ -171,7 +167,7 @@ def _train(
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     settings = [word for setting in run.settings for word in ("--set", setting)]
     try:
-        code = run_locally(run.config, nproc, train, [str(path), *settings], signals=signals)
+        code = run_locally(run.config, nproc, train, [str(run.path), *settings], signals=signals)
     except (ConfigError, RunFailed) as error:
         print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
         code = exit_code_of(error)
@@ -193,4 +189,4 @@ def _print_plan(runs: Sequence[SweepRun], left: Sequence[SweepRun], nproc: int) 
 def _name(run: SweepRun) -> str:
     """Return a run's directory and what distinguishes it."""
     over = ", ".join(f"{key} = {value}" for key, value in run.over.items())
-    return plain(f"{run.config.run.directory} ({over})")
+    return plain(f"{run.config.run.directory} ({over or run.path})")

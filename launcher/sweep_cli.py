@@ -1,13 +1,14 @@
-"""Define `launcher sweep`, which trains a run for each combination of values."""
+"""Define `launcher sweep`, which trains a run for each combination of values or each config."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pretrain.config import ConfigError
-from pretrain.config.arguments import AllowChanged, Config, Overrides
+from pretrain.config.arguments import AllowChanged, Overrides
 from pretrain.config.trajectory import check_allowed
 from pretrain.launcher.options import (
     Account,
@@ -25,14 +26,20 @@ from pretrain.launcher.options import (
 
 
 def sweep(
-    config: Config,
+    configs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CONFIG...",
+            help="TOML file that the runs have in common; or, without --over, of each run.",
+        ),
+    ],
     over: Annotated[
         list[str],
         typer.Option(
             metavar="SECTION.KEY=VALUE,VALUE",
             help="A key of the config and the values to try. Can be repeated.",
         ),
-    ],
+    ] = [],  # noqa: B006  typer copies it
     site: OptionalSiteFile = None,
     nproc: Annotated[
         int | None,
@@ -42,7 +49,7 @@ def sweep(
             help="Train on this machine instead of a Slurm cluster, each run with N processes.",
         ),
     ] = None,
-    overrides: Overrides = [],  # noqa: B006  typer copies it
+    overrides: Overrides = [],  # noqa: B006
     concurrent: Annotated[
         int | None,
         typer.Option(
@@ -61,7 +68,7 @@ def sweep(
     dependency: Dependency = None,
     mail: Mail = None,
 ) -> None:
-    """Train one run for each combination of values.
+    """Train one run for each combination of values, or for each of several configs.
 
     With --site submits one job array to a Slurm cluster. With --nproc trains on this machine, one
     run after the other as `launcher local` does, and prints a table of all runs at the end. The
@@ -69,14 +76,16 @@ def sweep(
     run and stops the sweep.
 
     The runs lie beside the config's run.directory, in RUN-sweep, each in a directory named after
-    its values, such as RUN-sweep/alibi-512. Runs that are finished are left out and others go on
-    from their newest checkpoint, so the same command does what is missing.
+    its values, such as RUN-sweep/alibi-512; several configs have a run.directory each. Runs that
+    are finished are left out and others go on from their newest checkpoint, so the same command
+    does what is missing.
 
     \b
     Examples:
       launcher sweep configs/demo.toml --nproc 2 --over position.method=alibi,rotary
       launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
           --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
+      launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
     """
     check_allowed(allow_changed)
     if site is not None and nproc is not None:
@@ -101,7 +110,7 @@ def sweep(
                 "--mail": mail,
             }
         )
-        raise typer.Exit(sweep_locally(config, nproc, over, overrides, dry_run, allow_changed))
+        raise typer.Exit(sweep_locally(configs, nproc, over, overrides, dry_run, allow_changed))
     if site is None:
         raise ConfigError(
             "launcher sweep: give --nproc N to train on this machine, or --site SITE to submit to "
@@ -112,7 +121,7 @@ def sweep(
     from pretrain.launcher.request import SlurmRequest
 
     submit_sweep(
-        config,
+        configs,
         load_site(site),
         over,
         overrides,

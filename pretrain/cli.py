@@ -38,6 +38,7 @@ from pretrain.data_cli import data
 from pretrain.exits import leave
 from pretrain.huggingface_cli import export, import_, tokenizer_obstacles
 from pretrain.preflight import preflight
+from pretrain.study_cli import study
 from pretrain.tasks_cli import evaluate_tasks
 from pretrain.train.stopping import Requests
 
@@ -324,6 +325,7 @@ def evaluate(
 
 
 app.command("evaluate-tasks")(evaluate_tasks)
+app.command()(study)
 
 
 @app.command()

@@ -19,8 +19,8 @@ from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import check_path, job_name
 from pretrain.launcher.login.build import check_build
-from pretrain.launcher.starts import check_data, check_goes_on, missing_data
 from pretrain.rundir.jobs import read_jobs
+from pretrain.rundir.starts import check_data, check_goes_on, missing_data
 from pretrain.rundir.states import JobKind
 
 
@@ -154,11 +154,11 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
             )
 
 
-def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
-    """Raise ConfigError when a job of one of the runs is pending or running.
+def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
+    """Return the directories of the runs that a job trains or will train, with that job.
 
-    A second job would do no damage, since the lock in RUN/attempts admits one attempt at a time,
-    but it would hold its nodes only to fail.
+    Raises:
+        SlurmAway: slurmctld does not answer, so it is unknown.
     """
     sent = {
         record.job_id: run
@@ -173,11 +173,25 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
             f"squeue: slurmctld does not answer, so it is unknown if job {job_id} still trains "
             f"{run.directory}. Try again later"
         )
-    for job_id, run in sent.items():
-        # squeue forgets a job minutes after its end (MinJobAge), so one without a state is over.
-        if job_id in states and not states[job_id].is_over:
+    # squeue forgets a job minutes after its end (MinJobAge), so one without a state is over.
+    return {
+        run.directory: f"job {job_id} ({states[job_id].state})"
+        for job_id, run in sent.items()
+        if job_id in states and not states[job_id].is_over
+    }
+
+
+def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
+    """Raise ConfigError when a job of one of the runs is pending or running.
+
+    A second job would do no damage, since the lock in RUN/attempts admits one attempt at a time,
+    but it would hold its nodes only to fail.
+    """
+    jobs = jobs_of(runs)
+    for run in runs:
+        if job := jobs.get(run.directory):
+            job_id = job.split()[1]
             raise ConfigError(
-                f"run.directory = {run.config.run.directory}: job {job_id} "
-                f"({states[job_id].state}) trains this run. Wait until it ends, or cancel it with "
-                f"`scancel {job_id}`"
+                f"run.directory = {run.config.run.directory}: {job} trains this run. Wait until it "
+                f"ends, or cancel it with `scancel {job_id}`"
             )

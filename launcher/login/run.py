@@ -25,10 +25,10 @@ from pretrain.launcher.login.limits import check_with_slurm
 from pretrain.launcher.login.status import RunStatus, read_statuses
 from pretrain.launcher.login.submit import submit, training_job
 from pretrain.launcher.slurm_command import run_command
-from pretrain.launcher.starts import is_done, missing_data
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
 from pretrain.rundir.paths import RunPaths, check_version, is_run
+from pretrain.rundir.starts import is_done, missing_data
 from pretrain.rundir.states import STARTED_AGAIN, ExitCode
 
 LOOK_SECONDS = 2.0

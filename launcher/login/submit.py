@@ -26,12 +26,12 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import check_times, check_with_slurm, signal_seconds
 from pretrain.launcher.login.status import check_run, read_statuses
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.launcher.starts import already_done, is_done
 from pretrain.rundir.access import let_nobody_write
 from pretrain.rundir.attempts import is_finished
 from pretrain.rundir.files import make_directory, replace_file
 from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job
 from pretrain.rundir.paths import RunPaths, claim_version
+from pretrain.rundir.starts import already_done, is_done
 from pretrain.rundir.states import JobKind
 from pretrain.rundir.trust import check_own_directory
 

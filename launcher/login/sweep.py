@@ -1,4 +1,4 @@
-"""Sweep over config keys: submit one run for each combination of values, as one job array.
+"""Submit several runs as one job array: one for each combination of values, or for each config.
 
 `launcher.local_sweep` trains the same runs on this machine.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import shlex
 import tomllib
@@ -21,14 +22,15 @@ import tomli_w
 
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.overrides import key_of
+from pretrain.launcher import slurm
 from pretrain.launcher.cluster import Site
 from pretrain.launcher.job import job_name
-from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
+from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs, jobs_of
 from pretrain.launcher.login.submit import print_dry_run, send, training_job
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.launcher.starts import is_done
 from pretrain.rundir.files import read_json
 from pretrain.rundir.paths import LAYOUT, RunPaths, is_run
+from pretrain.rundir.starts import is_done
 
 NAME_LENGTH = 80
 """Longest name of a run's directory, before its hash."""
@@ -41,11 +43,14 @@ of them has one of these."""
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One combination of the values, and the run that it gives."""
+    """One combination of the values, or one config, and the run that it gives."""
 
+    path: Path
+    """The config file."""
     config: RunConfig
     over: dict[str, Any]
-    """The keys of the sweep with this run's values, as the config resolves them."""
+    """The keys of the sweep with this run's values, as the config resolves them; none in a list of
+    configs."""
     settings: tuple[str, ...]
     """What gives this run from the config file, as --set takes it."""
 
@@ -59,7 +64,7 @@ class Axis:
 
 
 def sweep(
-    path: Path,
+    paths: Sequence[Path],
     site: Site,
     axes: Sequence[str],
     overrides: Sequence[str] = (),
@@ -72,15 +77,15 @@ def sweep(
     allow_changed: Sequence[str] = (),
     request: SlurmRequest = NO_REQUEST,
 ) -> None:
-    """Submit one run for each combination of values, beside the config's run.directory.
+    """Submit one run for each combination of values, or for each config, as one job array.
 
-    Finished runs are left out, so a sweep may be repeated with more values. All other runs are
-    checked before anything is sent.
+    Finished runs and those that a job trains are left out, so a sweep may be repeated, also with
+    more values. All other runs are checked before anything is sent.
 
     Args:
-        path: The config that the runs have in common.
+        paths: The config that the runs have in common, or several, each of which is a run.
         site: The cluster.
-        axes: The keys and their values, as "section.key=value,value".
+        axes: The keys and their values, as "section.key=value,value"; none in a list of configs.
         overrides: Settings of all runs, as --set takes them.
         nodes: Nodes per run; by default as many as parallel.world_size needs, else one.
         time_limit: Time limit per run; by default the site's.
@@ -95,18 +100,12 @@ def sweep(
         SlurmError: Slurm refused the array; nothing is left of it on disk.
     """
     site = request.site(site)
-    folder = Path.cwd() / sweep_folder(base := load_config(path, overrides).directory)
-    combinations = sweep_runs(path, parse_axes(axes), overrides, base)
-    runs = [allocate(each.config, site, nodes, each.over) for each in combinations]
-    finished = [run for run in runs if is_done(run.config, allow_changed)]
-    for run in finished:
-        print(f"{run.config.run.directory}: finished, left out")
-    runs = [
-        dataclasses.replace(run, allow_changed=tuple(allow_changed))
-        for run in runs
-        if run not in finished
-    ]
-    if not runs:
+    wanted, shared = wanted_runs(paths, axes, overrides)
+    folder = Path.cwd() / shared
+    allocated = [allocate(each.config, site, nodes, each.over) for each in wanted]
+    allowed = tuple(allow_changed)
+    runs = [dataclasses.replace(run, allow_changed=allowed) for run in allocated]
+    if not (runs := _to_send(runs, dry_run)):
         return
     _check_same_size(runs)
     check_runs(runs, site, dry_run)
@@ -116,7 +115,7 @@ def sweep(
         time_limit,
         save_before,
         concurrent or len(runs),
-        job_name(folder.name),
+        job_name(folder.name if axes else ".".join(folder.parts[-2:])),
         folder / LOGS,
         request,
     )
@@ -131,8 +130,65 @@ def sweep(
         f"submitted {len(ids)} runs of {runs[0].nodes} nodes x {runs[0].tasks_per_node} ranks, at "
         f"most {job.concurrent} at the same time"
     )
-    folders = sorted({str(Path(each.config.run.directory).parent) for each in combinations})
+    folders = sorted({str(Path(each.config.run.directory).parent) for each in wanted})
     print("next: launcher status", *(f"{shlex.quote(folder)}/*" for folder in folders))
+
+
+def _to_send(runs: Sequence[TrainingRun], dry_run: bool) -> list[TrainingRun]:
+    """Return the runs that need a job, and say which do not.
+
+    Raises:
+        ConfigError: A run cannot go on.
+        SlurmAway: slurmctld does not answer, and it is no dry run, which goes on with a warning.
+    """
+    left_out = {run.directory: "finished" for run in runs if is_done(run.config, run.allow_changed)}
+    left = [run for run in runs if run.directory not in left_out]
+    try:
+        left_out |= {run: f"{job} trains it" for run, job in jobs_of(left).items()}
+    except slurm.SlurmAway:
+        # `check_runs` warns of it in a dry run.
+        if not dry_run:
+            raise
+    for run in runs:
+        if run.directory in left_out:
+            print(f"{run.config.run.directory}: {left_out[run.directory]}, left out")
+    return [run for run in left if run.directory not in left_out]
+
+
+def wanted_runs(
+    paths: Sequence[Path], axes: Sequence[str], overrides: Sequence[str]
+) -> tuple[list[SweepRun], Path]:
+    """Return the runs that a command line names, and the folder for what they share.
+
+    Args:
+        paths: The config that the runs have in common, or with no axes one for each run.
+        axes: The keys and their values, as "section.key=value,value".
+        overrides: Settings of all runs, as --set takes them.
+
+    Raises:
+        ConfigError: The axes are malformed or stand beside several configs, a value is wrong, or
+            two runs have one directory.
+    """
+    if axes and len(paths) > 1:
+        raise ConfigError(
+            f"--over {axes[0]}: goes with one CONFIG, from which it makes the runs. Leave --over "
+            "out, or sweep over each config by itself"
+        )
+    if axes:
+        base = load_config(paths[0], overrides).directory
+        return sweep_runs(paths[0], parse_axes(axes), overrides, base), sweep_folder(base)
+    runs: dict[str, SweepRun] = {}
+    for path in paths:
+        config = load_config(path, overrides)
+        directory = os.path.abspath(config.directory)
+        if directory in runs:
+            raise ConfigError(
+                f"{path}: run.directory = {config.run.directory} is that of {runs[directory].path}"
+                ", and two runs never share one. Name another, or make the runs with --over"
+            )
+        runs[directory] = SweepRun(path, config, {}, tuple(overrides))
+    common = os.path.commonpath([os.path.dirname(directory) for directory in runs])
+    return list(runs.values()), Path(os.path.relpath(common))
 
 
 def parse_axes(axes: Sequence[str]) -> list[Axis]:
@@ -259,7 +315,7 @@ def sweep_runs(
         # One command may set a key once, and the directory is already made from what was given.
         others = [each for each in overrides if key_of(each) != "run.directory"]
         settings = [*others, *settings, f"run.directory={_toml(str(directory))}"]
-        runs[directory] = SweepRun(load_config(path, settings), over, tuple(settings))
+        runs[directory] = SweepRun(path, load_config(path, settings), over, tuple(settings))
         _check_same_run(directory, over)
     return list(runs.values())
 
@@ -309,8 +365,8 @@ def _check_same_size(runs: Sequence[TrainingRun]) -> None:
             for nodes, spare, tasks in sorted(sizes)
         )
         raise ConfigError(
-            f"--over: these runs need {shown} ranks (nodes x ranks per node), but all tasks of a "
-            "job array have the same size. Sweep each size separately"
+            f"these runs need {shown} ranks (nodes x ranks per node), but all tasks of a "
+            "job array have the same size. Sweep over each size separately"
         )
 
 

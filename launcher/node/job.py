@@ -23,12 +23,12 @@ from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.node.supervise import End, Supervisor
 from pretrain.launcher.node.verdict import NotStarted
-from pretrain.launcher.starts import already_done, is_done
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner, is_finished, read_attempt
 from pretrain.rundir.jobs import LaunchRecord, job_id_of, read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.starts import already_done, is_done
 from pretrain.rundir.states import ExitCode, Outcome
 
 AWAY_SECONDS = 600.0

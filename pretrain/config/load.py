@@ -122,7 +122,7 @@ def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
-        lines = [(_key_of(e, values), _explain(e)) for e in error.errors()]
+        lines = [(_key_of(e, values), explain(e)) for e in error.errors()]
         raise ConfigError("\n".join(f"{place(key)}: {line}" for key, line in lines)) from None
     except ConfigError as error:
         # Each line of a rule begins with its key: "section.key = value: reason".
@@ -183,7 +183,7 @@ def _key_of(error: Any, values: Mapping[str, Any]) -> str:
     return ".".join(location)
 
 
-def _explain(error: Any) -> str:
+def explain(error: Any) -> str:
     """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)

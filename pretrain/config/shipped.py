@@ -18,6 +18,8 @@ from pretrain.config.errors import ConfigError
 from pretrain.config.inheritance import read_layers
 
 PACKAGE = Path(__file__).parents[1]
+STUDIES = "studies"
+"""The folder of study files among the configs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,13 @@ class ShippedFile:
 
 def shipped_configs() -> list[ShippedFile]:
     """Return the configs of runs and the bases that they build on, sorted by path."""
-    return [_shipped(path) for path in sorted((PACKAGE / "configs").rglob("*.toml"))]
+    paths = sorted((PACKAGE / "configs").rglob("*.toml"))
+    return [_shipped(path) for path in paths if path.parent.name != STUDIES]
+
+
+def shipped_studies() -> list[ShippedFile]:
+    """Return the files of `pretrain study`, sorted by path."""
+    return [_shipped(path) for path in sorted((PACKAGE / "configs" / STUDIES).glob("*.toml"))]
 
 
 def shipped_sites() -> list[ShippedFile]:
@@ -65,6 +73,9 @@ def list_shipped() -> str:
             "Configs, for `pretrain` and `launcher` as CONFIG:",
             *_table(alone),
             *_families(folder),
+            "",
+            "Studies, for `pretrain study` as STUDY:",
+            *_table(shipped_studies()),
             "",
             "Example sites, for `launcher submit --site`; copy one and set your cluster's values:",
             *_table(shipped_sites()),

@@ -204,7 +204,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
     return found
 
 
-_AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.num_steps"}
+AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.num_steps"}
 """Keys that a checkpoint does not mind, and that yet decide what a run becomes."""
 
 
@@ -218,7 +218,7 @@ def settings_hash(config: RunConfig, training: str | None) -> str:
     values: dict[str, Any] = {TRAINING: training}
     for section, keys in section_keys().items():
         for key in (f"{section}.{name}" for name in keys):
-            counts = effect_of(key) in (FIXED, TRAJECTORY) or key in _AT_STEP_0
+            counts = effect_of(key) in (FIXED, TRAJECTORY) or key in AT_STEP_0
             if counts and key != "run.seed":
                 values[key] = _value(config, section, key.partition(".")[2])
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

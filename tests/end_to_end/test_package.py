@@ -172,7 +172,7 @@ def test_the_shipped_configs_and_sites_are_found(installed, tmp_path):
 
 
 def test_a_shipped_config_is_shown(installed, tmp_path):
-    [demo] = [path for path in listed(installed, tmp_path) if path.name == "demo.toml"]
+    [demo] = [path for path in listed(installed, tmp_path) if path.match("configs/demo.toml")]
     done = installed.run(["pretrain", "config", demo], tmp_path)
     assert done.code == 0, done.err
     assert 'directory = "runs/demo/alibi"' in done.out and "# parameters" in done.out
@@ -196,7 +196,7 @@ def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
 def test_a_missing_file_is_answered_with_the_command_that_lists_them(installed, tmp_path):
     done = installed.run(["pretrain", "config", "configs/demo.toml"], tmp_path)
     explained(done, 2, "configs/demo.toml: no such config file", "`pretrain config --list`")
-    [demo] = [path for path in listed(installed, tmp_path) if path.name == "demo.toml"]
+    [demo] = [path for path in listed(installed, tmp_path) if path.match("configs/demo.toml")]
     submit = ["launcher", "submit", demo, "--site", "slurm/site.v100.toml", "--dry-run"]
     done = installed.run(submit, tmp_path)
     explained(done, 2, "slurm/site.v100.toml: no such site file", "`pretrain config --list`")

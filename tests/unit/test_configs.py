@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from pretrain.cli import app
 from pretrain.config import ConfigError, shipped
-from pretrain.config.shipped import shipped_configs, shipped_sites
+from pretrain.config.shipped import shipped_configs, shipped_sites, shipped_studies
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,10 +21,12 @@ def pretrain(*arguments: str) -> str:
 
 
 def test_every_config_and_example_site_is_shipped_with_a_description():
-    configs, sites = shipped_configs(), shipped_sites()
-    assert [file.path for file in configs] == sorted(ROOT.glob("configs/**/*.toml"))
+    configs, studies, sites = shipped_configs(), shipped_studies(), shipped_sites()
+    paths = sorted(file.path for file in configs + studies)
+    assert paths == sorted(ROOT.glob("configs/**/*.toml"))
+    assert [file.path for file in studies] == sorted(ROOT.glob("configs/studies/*.toml"))
     assert [file.path for file in sites] == sorted(ROOT.glob("slurm/site.*.toml"))
-    for file in configs + sites:
+    for file in configs + studies + sites:
         assert file.description.endswith(".") and len(file.description) <= 98
         # A whole sentence: what follows the first line is a new paragraph.
         assert file.path.read_text().splitlines()[1] in ("#", "")
@@ -35,10 +37,11 @@ def test_the_list_has_configs_and_sites_apart(monkeypatch, tmp_path, where):
     monkeypatch.chdir(ROOT if where == "root" else tmp_path)
     prefix = "" if where == "root" else f"{ROOT}/"
     text = pretrain("config", "--list")
-    configs, sites = text.split("\n\n")
+    configs, studies, sites = text.split("\n\n")
     assert f"\n  {prefix}configs/demo.toml\n      Train short, test long" in configs
     assert f"\n  {prefix}slurm/site.v100.toml\n      A V100 cluster" in sites
-    assert f"{prefix}slurm/" not in configs and f"{prefix}configs/" not in sites
+    assert f"\n  {prefix}configs/studies/demo.toml\n      A study on two CPU" in studies
+    assert f"{prefix}slurm/" not in configs + studies and f"{prefix}configs/" not in sites
 
 
 @pytest.mark.parametrize("where", ["root", "elsewhere"])

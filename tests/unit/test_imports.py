@@ -28,6 +28,7 @@ FLOORS = [
         "pretrain.checkpoint_cli",
         "pretrain.data_cli",
         "pretrain.huggingface_cli",
+        "pretrain.study_cli",
         "pretrain.tasks_cli",
     },
     {"pretrain.preflight"},
@@ -58,7 +59,6 @@ LAUNCHER_FLOORS = [
             "job",
             "evaluations",
             "options",
-            "starts",
             "rank_logs",
         )
     },

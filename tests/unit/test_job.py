@@ -23,11 +23,11 @@ from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import signal_seconds, start_seconds
 from pretrain.launcher.node import job as node_job
 from pretrain.launcher.slurm_options import OUR_OPTIONS
-from pretrain.launcher.starts import is_done
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
+from pretrain.rundir.starts import is_done
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
 
@@ -704,7 +704,7 @@ def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
-    plan = partial(sweep.sweep, Path("configs/demo.toml"), site, dry_run=True)
+    plan = partial(sweep.sweep, [Path("configs/demo.toml")], site, dry_run=True)
     with pytest.raises(ConfigError, match=r"--set evaluation\.max_tokens="):
         plan(["evaluation.max_tokens=none,1000"])
     with pytest.raises(ConfigError, match="a value is missing"):

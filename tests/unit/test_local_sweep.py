@@ -234,3 +234,35 @@ def test_what_cannot_be_swept_is_refused_before_anything_starts(
     done = desk.sweep("--over", "position.method=alibi,rotary", *words)
     assert done.code == 2 and done.err.startswith("error: ") and says in done.err, done.text
     assert not (desk.folder / BASE).exists()
+
+
+def test_several_configs_are_a_run_each(desk: Desk) -> None:
+    other = desk.folder / "rotary.toml"
+    text = Path(CONFIG).read_text().replace("runs/demo/alibi", "runs/rotary")
+    other.write_text(text.replace('method = "alibi"', 'method = "rotary"'))
+    words = (str(other), "--nproc", "1")
+    shown = desk.sweep(*words, "--dry-run")
+    assert shown.code == 0 and shown.out.count("from scratch, to step 12") == 2, shown.text
+    done = desk.sweep(*words)
+    assert done.code == 0, done.text
+    states = [line.split()[:3] for line in done.out.splitlines() if line.startswith("runs/")]
+    runs = ["runs/demo/alibi", "runs/rotary"]
+    assert states == [[run, "finished", "12/12"] for run in runs]
+    # They have no folder RUN-sweep: what they share lies above both.
+    assert f"pretrain evaluate {' '.join(runs)} --out runs/report/curve.json" in done.out
+    again = desk.sweep(*words)
+    assert again.code == 0 and "run 1 of" not in again.text
+    for run in runs:
+        assert len(list((desk.folder / run / "attempts").glob("0*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([CONFIG], "runs/demo/alibi is that of"),
+        ([str(ROOT / "configs/demo.toml"), "--over", "run.seed=1,2"], "goes with one CONFIG"),
+    ],
+)
+def test_a_list_of_configs_names_every_run_once(desk: Desk, words: list[str], says: str) -> None:
+    done = desk.sweep(*words, "--nproc", "1")
+    assert done.code == 2 and done.err.startswith("error: ") and says in done.err, done.text

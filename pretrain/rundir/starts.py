@@ -1,7 +1,7 @@
 """Check a start before anything is written, sent or begun: what it cannot do, and what is done.
 
 The ranks check the same and more, together with the data. But a start that is refused or has
-nothing to do should be known here: it would be an attempt of the run, and under Slurm a job.
+nothing to do should be known before: it would be an attempt of the run, and under Slurm a job.
 """
 
 from __future__ import annotations

@@ -1,0 +1,363 @@
+"""Run `pretrain study`: train what is missing, evaluate what is finished, and write the report."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import ConfigError, RunFailed, dump_config, writing
+from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.files import make_directory, read_json, replace_json
+from pretrain.rundir.states import ExitCode
+from pretrain.study import evaluation
+from pretrain.study.processes import Processes, Stopped
+from pretrain.study.progress import (
+    FAILED,
+    FINISHED,
+    State,
+    states_of,
+    table,
+    write_changed,
+    write_study,
+)
+from pretrain.study.runs import Study, StudyRun, check_runs, data_sets, not_asked, resolve
+from pretrain.study.schema import dump_study, load_study_file
+
+LOCK = ".lock"
+"""File that a study's command holds locked while it works."""
+COSTS: Any = {
+    "model": True,
+    "position": True,
+    "parallel": True,
+    "batch": True,
+    "data": {"sequence_length", "vocab_size"},
+    "train": {"precision", "recompute_granularity", "fusion"},
+    "evaluation": {"tokens_per_batch"},
+}
+"""Keys of a config that decide its speed and memory."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of `pretrain study`."""
+
+    nproc: int = 1
+    """Processes of each run, of the evaluation and of the measurement of efficiency."""
+    site: Path | None = None
+    """The site file of a Slurm cluster to which the runs are submitted; None trains here."""
+    report_only: bool = False
+    """Train nothing."""
+
+    def options(self) -> list[str]:
+        """Return the command-line arguments that ask for this."""
+        options = [f"--nproc={self.nproc}"] if self.nproc > 1 else []
+        options += ["--site", str(self.site)] if self.site is not None else []
+        return [*options, "--report-only"] if self.report_only else options
+
+
+@dataclass
+class Work:
+    """A study at work."""
+
+    study: Study
+    request: Request
+    processes: Processes = field(default_factory=Processes)
+    launched: dict[str, str] = field(default_factory=dict)
+    """Run -> how the launcher failed just now, where it did."""
+
+    @property
+    def again(self) -> str:
+        """Return the command that goes on."""
+        return shlex.join(["pretrain", "study", str(self.study.file), *self.request.options()])
+
+    def record(self) -> list[tuple[StudyRun, State]]:
+        """Write study.json, and return every run with how it stands."""
+        states = states_of(self.study, self.launched)
+        write_study(self.study, states)
+        return states
+
+
+def run_study(path: Path, request: Request) -> int:
+    """Do what a study still lacks.
+
+    Args:
+        path: The study file.
+        request: Where, and what.
+
+    Returns:
+        The exit code: 1 if a run failed, 80 if the user stopped it, else 0.
+
+    Raises:
+        ConfigError: The study cannot work; no run was started.
+        RunFailed: The data could not be built, or the runs not be submitted or evaluated.
+    """
+    study = resolve(path, load_study_file(path))
+    check_runs(study, None if request.site else request.nproc)
+    for folder in not_asked(study):
+        say(f"{folder}: no run of {path}, so no part of the report")
+    work = Work(study, request)
+    with writing(study.directory), _alone(study), work.processes.listening():
+        try:
+            return _work(work)
+        except Stopped:
+            work.record()
+            say(f"stopped; go on with:\n  {work.again}")
+            return ExitCode.STOPPED
+
+
+def print_plan(path: Path, nproc: int | None) -> None:
+    """Print every run, in the order in which they would train, and what is left of it.
+
+    Args:
+        path: The study file.
+        nproc: Processes of each run; None checks no layout.
+
+    Raises:
+        ConfigError: The study cannot work.
+    """
+    study = resolve(path, load_study_file(path))
+    check_runs(study, nproc)
+    states = states_of(study)
+    for run, state in states:
+        config, last = run.config, run.config.train.num_steps
+        start = f"from step {state.step}" if state.step else "from scratch"
+        to_do = "finished" if state.state == FINISHED else f"{start}, to step {last}"
+        why = f" ({state.state}: {state.reason})" if state.state == FAILED else ""
+        print(
+            f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
+        )
+    left = [run for run, state in states if state.state != FINISHED]
+    for run in data_sets(left):
+        print(f"{run.config.data.directory}: not built yet; it would be built first")
+    lengths = ", ".join(f"{length:,}" for length in study.lengths)
+    print(f"{len(left)} of {len(states)} runs would train; all would be evaluated at {lengths}")
+
+
+def say(text: str) -> None:
+    """Print a message to stderr; it is lost where the terminal was closed."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _work(work: Work) -> int:
+    """Train, evaluate, measure and report, each where that is not done yet."""
+    study = work.study
+    write_changed(study.directory / "study.toml", dump_study(study.asked))
+    for run in study.runs:
+        write_changed(study.config_file(run), dump_config(run.config))
+    for file in (study.directory / "configs").glob("*.toml"):
+        # Of a run that the study file does not name any more: `launcher sweep` may take all.
+        if file not in {study.config_file(run) for run in study.runs}:
+            file.unlink()
+    states = work.record()
+    left = [run for run, state in states if state.state != FINISHED]
+    finished = [run for run, state in states if state.state == FINISHED]
+    if left and not work.request.report_only:
+        _build_data(work, left)
+        # Data that was built just now has to be that of the runs that were trained before.
+        check_runs(study, None)
+        if work.request.site is not None:
+            return _submit(work, left)
+        _train(work, left, len(finished))
+        states = work.record()
+    return _report(work, states)
+
+
+# ---- data and training ---------------------------------------------------------------------------
+def _build_data(work: Work, left: list[StudyRun]) -> None:
+    """Build the data sets that are missing.
+
+    Raises:
+        RunFailed: A build failed, as it has printed.
+    """
+    for run in data_sets(left):
+        say(f"{run.config.data.directory}: not built yet; building it")
+        words = ["data", "build", str(work.study.config_file(run))]
+        command = [sys.executable, "-m", "pretrain", *words]
+        if work.request.site is not None:
+            command = [*_launcher(*words), "--site", str(work.request.site)]
+        if code := work.processes.run([command]):
+            _stop_if_asked(work)
+            raise RunFailed(
+                f"{run.config.data.directory}: the build ended with exit code {code}; see above. "
+                f"When it is mended, go on with {work.again}"
+            )
+
+
+def _train(work: Work, left: list[StudyRun], finished: int) -> None:
+    """Train runs one after the other, as `launcher local` does; a failure does not stop the rest.
+
+    Args:
+        work: The study at work.
+        left: The runs that are not finished.
+        finished: How many are.
+
+    Raises:
+        Stopped: The user asked to end.
+    """
+    began, trained = time.monotonic(), 0
+    for number, run in enumerate(left):
+        tokens = sum(map(_tokens_left, left[number:]))
+        seconds = (time.monotonic() - began) / trained * tokens if trained else None
+        about = "" if seconds is None else f", about {duration(seconds)} of training"
+        say(
+            f"{run.name}: run {finished + number + 1} of {len(work.study.runs)}; "
+            f"{len(left) - number} left to train{about}"
+        )
+        before = _tokens_left(run)
+        words = ["local", str(work.study.config_file(run)), f"--nproc={work.request.nproc}"]
+        code = work.processes.run([_launcher(*words)])
+        trained += before - _tokens_left(run)
+        _stop_if_asked(work)
+        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+            # Somebody stopped the run and not this command; the next run would be none of theirs.
+            raise Stopped
+        if code:
+            work.launched[run.name] = f"launcher local ended with exit code {code}"
+            say(f"{run.name}: failed with exit code {code}; the other runs go on")
+        work.record()
+
+
+def _tokens_left(run: StudyRun) -> int:
+    """Return the tokens that a run has still to train on, by its newest checkpoint."""
+    step = newest_checkpoint_step(run.config.directory) or 0
+    return (run.config.train.num_steps - step) * run.config.tokens_per_step
+
+
+def _submit(work: Work, left: list[StudyRun]) -> int:
+    """Submit runs to Slurm as one job array, and say what comes then.
+
+    Raises:
+        RunFailed: The launcher refused, as it has printed.
+    """
+    study = work.study
+    files = [str(study.config_file(run)) for run in left]
+    if code := work.processes.run([_launcher("sweep", *files, "--site", str(work.request.site))]):
+        _stop_if_asked(work)
+        raise RunFailed(f"launcher sweep ended with exit code {code}; see above")
+    print(table(work.record(), evaluation.records_of(study)))
+    here = Request(work.request.nproc, report_only=True).options()
+    report = shlex.join(["pretrain", "study", str(study.file), *here])
+    print(
+        f"next: {work.again}\n"
+        "      sends what failed again, and reports when all runs are finished. To report on those "
+        f"that are:\n      {report}"
+    )
+    return ExitCode.FINISHED
+
+
+# ---- evaluation and report -----------------------------------------------------------------------
+def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
+    """Evaluate what is finished, measure efficiency, and write the report.
+
+    Args:
+        work: The study at work.
+        states: Every run with how it stands.
+
+    Returns:
+        The exit code of the study.
+
+    Raises:
+        RunFailed: The evaluation failed, as it has printed.
+    """
+    study, runs = work.study, [run for run, state in states if state.state == FINISHED]
+    if not evaluation.is_done(study, runs):
+        say(f"evaluating {len(runs)} of {len(study.runs)} runs")
+        if code := evaluation.evaluate(study, runs, work.processes, work.request.nproc):
+            _stop_if_asked(work)
+            raise RunFailed(
+                f"pretrain evaluate ended with exit code {code}; see above. Go on with {work.again}"
+            )
+    measured = _measure(work)
+    # It draws figures, whose libraries take a while to import.
+    from pretrain.study.report import write_study_report
+
+    write_study_report(study.directory)
+    if len(runs) == len(study.runs) and not (work.processes.launches or measured):
+        say(f"{study.directory}: finished already; nothing to train or to evaluate")
+    print(table(states, evaluation.records_of(study)))
+    print(f"report: {study.directory / 'report' / 'report.md'}")
+    return ExitCode.FAILED if any(s.state == FAILED for _, s in states) else ExitCode.FINISHED
+
+
+def _measure(work: Work) -> bool:
+    """Measure efficiency, unless it is measured already or the study asks for none.
+
+    What is there is known by its content: the contestants' configs and the number of rounds.
+
+    Returns:
+        True if something was measured.
+    """
+    study, rounds = work.study, work.study.asked.efficiency.rounds
+    file = study.directory / "efficiency.json"
+    contestants = {(run.method, run.train_length): run for run in reversed(study.runs)}
+    configs = [run.config for run in study.runs if run in contestants.values()]
+    dumped = [config.model_dump_json(include=COSTS) for config in configs]
+    asked = hashlib.sha256("\n".join(dumped).encode()).hexdigest()
+    there = read_json(file)
+    if there and there.get("asked") != asked:
+        say(f"{file}: is of other configs than the study's; removed")
+        file.unlink()
+        there = {}
+    if not rounds or there.get("rounds") == rounds:
+        return False
+    if work.request.site is not None or work.request.report_only:
+        say("efficiency: measured without --site and --report-only, on a machine that trains")
+        return False
+    from pretrain.study.efficiency import measure
+
+    say(f"measuring speed and memory of {len(configs)} methods and lengths, {rounds} rounds")
+    try:
+        result = measure(configs, rounds, work.request.nproc)
+    except RunFailed as error:
+        say(f"efficiency: not measured: {error}")
+        return False
+    replace_json(file, {**result, "asked": asked}, indent=1)
+    return True
+
+
+# ---- small ---------------------------------------------------------------------------------------
+def duration(seconds: float) -> str:
+    """Return a time as people read it: "40 s", "12 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextlib.contextmanager
+def _alone(study: Study) -> Iterator[None]:
+    """Hold the study's lock inside the `with` block.
+
+    Raises:
+        ConfigError: Another command holds it.
+    """
+    make_directory(study.directory)
+    with (study.directory / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{study.directory}: another `pretrain study` works on it. Wait until it ends"
+            ) from None
+        except OSError:
+            say(f"{study.directory}: its file system has no locks; start one `pretrain study` only")
+        yield
+
+
+def _stop_if_asked(work: Work) -> None:
+    """Raise Stopped if the user asked to end."""
+    if work.processes.stopped:
+        raise Stopped
+
+
+def _launcher(*words: str) -> list[str]:
+    """Return a command line of the launcher."""
+    return [sys.executable, "-m", "pretrain.launcher", *words]

@@ -1,0 +1,136 @@
+"""Run commands in processes that Ctrl-C reaches once, and that die with this one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+from pretrain.rundir.states import ExitCode
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a study to end; each is passed on to what runs."""
+POLL_SECONDS = 0.05
+"""Time between two looks at processes."""
+KILL_AFTER_SECONDS = 10.0
+"""Time between SIGTERM and SIGKILL."""
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2), from linux/prctl.h."""
+
+
+class Stopped(Exception):
+    """A user asked the study to end."""
+
+
+class Processes:
+    """What runs on behalf of a study, and the signals that it is asked to end with.
+
+    A signal that comes while a command runs is passed on to it, so that training can save; it
+    raises Stopped where no command runs.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[list[str]] = []
+        """The commands that were started, in order."""
+        self.stopped = False
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._busy = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals inside the `with` block."""
+        # Where a signal is ignored, as SIGHUP under nohup, it stays ignored.
+        heard = [s for s in PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._hear) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, commands: Sequence[Sequence[str]]) -> int:
+        """Run commands at the same time until all have ended.
+
+        When one fails, the others are ended as well: they wait for it and would never end.
+
+        Returns:
+            0, or the exit code of the one that failed first; 128 + n for signal n.
+
+        Raises:
+            Stopped: A signal came before they were started.
+        """
+        if self.stopped:
+            raise Stopped
+        bind, self._running = _dies_with_parent(), []
+        # From here on a signal is recorded, and is no exception that would lose a process.
+        self._busy = True
+        try:
+            for command in commands:
+                self.launches.append(list(command))
+                # In a process group of its own: Ctrl-C on the terminal reaches this process alone,
+                # which passes it on once.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=bind
+                )
+                self._running.append(process)
+            if self.stopped:
+                self._end()
+            code = self._wait()
+        finally:
+            self._end()
+            self._busy = False
+        return 128 - code if code < 0 else code
+
+    def _wait(self) -> int:
+        """Return 0 when all have ended well, or the exit code of the first that did not."""
+        while True:
+            codes = [process.poll() for process in self._running]
+            if failed := [code for code in codes if code]:
+                return failed[0]
+            if None not in codes:
+                return ExitCode.FINISHED
+            time.sleep(POLL_SECONDS)
+
+    def _end(self) -> None:
+        """End what still runs: with SIGTERM, and SIGKILL after KILL_AFTER_SECONDS."""
+        for process in self._running:
+            process.terminate()
+        deadline = time.monotonic() + KILL_AFTER_SECONDS
+        while time.monotonic() < deadline and any(p.poll() is None for p in self._running):
+            time.sleep(POLL_SECONDS)
+        for process in self._running:
+            process.kill()
+            process.wait()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if not self._busy:
+            raise Stopped
+        for process in self._running:
+            process.send_signal(number)
+
+
+def _dies_with_parent() -> Callable[[], None] | None:
+    """Return a function that makes the process that calls it die with this one.
+
+    Linux offers this through prctl(2); elsewhere None is returned, and a study that is killed by
+    SIGKILL leaves behind what it started.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    # Loaded here and not in the child: after a fork, little may be done safely before exec.
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def die_with_parent() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # If the parent died before prctl took effect, no signal will come.
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return die_with_parent

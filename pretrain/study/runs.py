@@ -1,0 +1,241 @@
+"""Resolve a study file into runs, and refuse those that are not the study's experiment."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.checkpoint.blocks import DamagedCheckpoint
+from pretrain.checkpoint.changes import data_hashes
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.trajectory import AT_STEP_0, Difference, Effect, data_differences, differences
+from pretrain.data.stream import open_stream
+from pretrain.rundir.checkpoints import complete_checkpoints
+from pretrain.rundir.starts import check_goes_on, missing_data
+from pretrain.study.schema import StudyFile, request_of
+
+LENGTH_FACTORS = (1, 2, 4, 8, 16)
+"""Default evaluation lengths, as multiples of each training length."""
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study."""
+
+    name: str
+    """METHOD-L, and -sSEED where there are several seeds."""
+    config: RunConfig
+    source: Path
+    """The config file that it comes from."""
+
+    @property
+    def method(self) -> str:
+        """Return the position method."""
+        return self.config.position.method
+
+    @property
+    def train_length(self) -> int:
+        """Return the training length in tokens."""
+        return self.config.data.sequence_length
+
+    @property
+    def seed(self) -> int:
+        """Return the seed."""
+        return self.config.run.seed
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file and its runs."""
+
+    file: Path
+    asked: StudyFile
+    runs: tuple[StudyRun, ...]
+
+    @property
+    def directory(self) -> Path:
+        """Return the study's directory."""
+        return self.asked.root
+
+    def config_file(self, run: StudyRun) -> Path:
+        """Return where the resolved config of a run is written, which its ranks read."""
+        return self.directory / "configs" / f"{run.name}.toml"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the window lengths of the evaluation, in tokens, shortest first."""
+        if self.asked.evaluation.lengths is not None:
+            return tuple(sorted(set(self.asked.evaluation.lengths)))
+        most = self.asked.evaluation.max_tokens or math.inf
+        trained = {run.train_length for run in self.runs}
+        found = {length * factor for length in trained for factor in LENGTH_FACTORS}
+        return tuple(sorted(length for length in found if length <= most)) or (min(trained),)
+
+
+def resolve(path: Path, asked: StudyFile) -> Study:
+    """Return a study's runs: all methods at one length and seed, then the next length and seed.
+
+    Args:
+        path: The study file.
+        asked: What is in it.
+
+    Raises:
+        ConfigError: A run cannot work, two runs would have one name, or a pattern finds no file.
+    """
+    found = _of_files(path, asked) if asked.configs else _of_fields(path, asked)
+    many_seeds = len(asked.seeds or ()) > 1
+    runs: dict[str, StudyRun] = {}
+    for source, settings in found:
+        config = load_config(source, settings)
+        name = f"{config.position.method}-{config.data.sequence_length}"
+        name += f"-s{config.run.seed}" if many_seeds else ""
+        if name in runs:
+            raise ConfigError(
+                f"{path}: {source} and {runs[name].source} are both {name}: one method, training "
+                "length and seed. Leave one of the two out of configs"
+            )
+        directory = json.dumps(str(asked.root / "runs" / name), ensure_ascii=False)
+        config = load_config(source, [*settings, f"run.directory={directory}"])
+        runs[name] = StudyRun(name, config, source)
+    study = Study(path, asked, tuple(runs.values()))
+    _check_evaluation(study)
+    return study
+
+
+def check_runs(study: Study, nproc: int | None) -> None:
+    """Check every run before the first one starts: its layout, and that it is this experiment.
+
+    Args:
+        study: The study.
+        nproc: Processes of each run; None where a cluster's launcher checks the layout.
+
+    Raises:
+        ConfigError: A run cannot work on so many processes, or a run in the study's directory was
+            trained with other settings than the study file gives it now, or on other data.
+    """
+    problems = []
+    for run in study.runs:
+        try:
+            if nproc is not None:
+                run.config.layout(nproc)
+            problems += [f"{study.file}: {run.name}: {line}" for line in _other_experiment(run)]
+            if not problems:
+                check_goes_on(run.config)
+        except ConfigError as error:
+            problems += [f"{study.file}: {run.name}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def not_asked(study: Study) -> list[Path]:
+    """Return run directories in the study's directory that are no runs of its file."""
+    named = {run.name for run in study.runs}
+    folder = study.directory / "runs"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    # Slurm's logs of an array lie in a hidden folder beside its runs.
+    return [p for p in found if p.is_dir() and p.name not in named and not p.name.startswith(".")]
+
+
+def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:
+    """Return one run for each data set that is not built."""
+    by_directory = {run.config.data.directory: run for run in runs}
+    return [run for run in by_directory.values() if missing_data(run.config) is not None]
+
+
+def _of_files(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
+    """Yield config file and settings of each run of a study that lists config files."""
+    sources: dict[Path, RunConfig] = {}
+    for pattern in asked.configs:
+        files = sorted(map(Path, glob.glob(str(path.parent / pattern), recursive=True)))
+        if not files:
+            raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
+        sources |= {file: load_config(file, asked.settings) for file in files}
+    # The shortest length first, and the methods of one length beside each other.
+    order = sorted(sources, key=lambda file: sources[file].data.sequence_length)
+    for seed in asked.seeds or (None,):
+        for file in order:
+            yield file, [*asked.settings, *_seed(seed)]
+
+
+def _of_fields(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
+    """Yield config file and settings of each run of a study of methods and lengths."""
+    source = path.parent / str(asked.config)
+    base = load_config(source, asked.settings)
+    tokens = asked.tokens_per_step or base.tokens_per_step
+    micro_tokens = base.batch.micro_batch_size * base.data.sequence_length
+    # A micro batch keeps its tokens too, so that all lengths are computed in equal pieces.
+    keys = [("global_batch_size", tokens), ("micro_batch_size", micro_tokens)]
+    for seed in asked.seeds or (None,):
+        for length in asked.training_lengths:
+            for key, count in keys:
+                if count % length:
+                    key = "tokens_per_step" if key == "global_batch_size" else f"batch.{key}"
+                    raise ConfigError(
+                        f"{path}: training_lengths = {length}: does not divide the {count:,} "
+                        f"tokens of {key}. Choose lengths that do, or another {key}"
+                    )
+            batch = [f"batch.{key}={count // length}" for key, count in keys]
+            for method in asked.methods:
+                own = [f"position.method={method}", f"data.sequence_length={length}"]
+                yield source, [*asked.settings, *own, *batch, *_seed(seed)]
+
+
+def _seed(seed: int | None) -> list[str]:
+    """Return the setting of a seed; none for the config's own."""
+    return [] if seed is None else [f"run.seed={seed}"]
+
+
+def _check_evaluation(study: Study) -> None:
+    """Raise ConfigError when a run cannot be evaluated as the study asks."""
+    try:
+        request = request_of(study.asked.evaluation, study.lengths)
+    except ConfigError as error:
+        raise ConfigError(f"{study.file}: [evaluation]: {error}") from None
+    for run in study.runs:
+        request.applied_to(run.config, f"{study.file}: {run.name}")
+
+
+def _other_experiment(run: StudyRun) -> Iterator[str]:
+    """Yield a line for all in which a run's newest checkpoint is not what the study file asks for.
+
+    Stricter than a resume: more steps are another schedule, and a change that was allowed once is
+    no part of an experiment that names one value.
+    """
+    checkpoints = complete_checkpoints(run.config.directory)
+    if not checkpoints:
+        return
+    try:
+        checkpoint = open_checkpoint(checkpoints[-1])
+    except DamagedCheckpoint:
+        # Training goes on from the one before it, and the evaluation of a finished run says so.
+        return
+    found = differences(checkpoint.config, run.config)
+    if missing_data(run.config) is None:
+        streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
+        data, directory = data_hashes(streams), run.config.data.directory
+        found += data_differences(checkpoint.origin.data, data, directory)
+    remedy = (
+        "A study does not mix experiments: put it back, name another directory for this study, or "
+        f"remove {run.config.run.directory}"
+    )
+    for each in found:
+        changes_training = each.effect in (Effect.FIXED, Effect.TRAJECTORY)
+        # Another validation text: losses while training could not be compared.
+        if changes_training or each.key in AT_STEP_0 or each.data:
+            yield f"{_shown(each)}: {checkpoint.path} was trained with {each.before}. {remedy}"
+    for change in checkpoint.origin.changes:
+        yield (
+            f"{change.key}: was changed from {change.before} to {change.after} after step "
+            f"{change.step} of {checkpoint.path}. {remedy}"
+        )
+
+
+def _shown(difference: Difference) -> str:
+    """Return a key and its present value."""
+    what = f" ({difference.data})" if difference.data else ""
+    return f"{difference.key}{what} = {difference.after}"

@@ -1,0 +1,222 @@
+"""Run `pretrain study` as a user types it: real trainings, stopped at any moment and gone on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.end_to_end.commands import ON_CPU, PRETRAIN, ROOT, TIMEOUT_SECONDS, Done, wait_for
+from tests.end_to_end.conftest import CONFIG
+
+STUDY = """
+title = "Two methods"
+directory = "s"
+configs = [{configs}]
+settings = ["recovery.max_restarts=0"]
+
+[evaluation]
+lengths = [16, 32, 64]
+stride = 16
+max_tokens = 2048
+"""
+FIELDS = """
+title = "Two methods at two lengths"
+directory = "s"
+config = "alibi.toml"
+methods = ["alibi", "sinusoidal"]
+training_lengths = [16, 32]
+
+[evaluation]
+max_tokens = 1024
+"""
+LEARNING_RATES = {"alibi": "1e-3", "sinusoidal": "1e-3", "none": "1e30"}
+"""Without positions, training diverges at once."""
+
+
+class Desk:
+    """A researcher's folder, with a config for each method."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder = folder
+        for method, rate in LEARNING_RATES.items():
+            text = CONFIG.format(folder=folder, data=data).replace("1e-3", rate)
+            text += f'\n[position]\nmethod = "{method}"\n'
+            (folder / f"{method}.toml").write_text(text)
+
+    def write(self, *methods: str) -> None:
+        """Write the study file of these methods."""
+        configs = ", ".join(f'"{method}.toml"' for method in methods)
+        (self.folder / "study.toml").write_text(STUDY.format(configs=configs))
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*PRETRAIN, "study", "study.toml", *words],
+            cwd=self.folder,
+            env=os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+
+    def study(self, *words: str) -> Done:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        return Done(process.returncode, out, err)
+
+    def attempts(self) -> dict[str, int]:
+        """Return how many attempts each run has."""
+        runs = sorted(path.parent for path in (self.folder / "s/runs").glob("*/attempts"))
+        return {run.name: len(list((run / "attempts").glob("0*"))) for run in runs}
+
+    def evaluation(self) -> os.stat_result:
+        """Return what tells one evaluation from another that wrote the same."""
+        return (self.folder / "s/evaluation/curve.json").stat()
+
+    def runs(self) -> dict[str, dict[str, str]]:
+        """Return study.json's runs by name."""
+        runs = json.loads((self.folder / "s/study.json").read_text())["runs"]
+        return {run["name"]: run for run in runs}
+
+    def report(self) -> dict[str, bytes]:
+        """Return every file of the report, and the numbers that it is made of."""
+        folder = self.folder / "s"
+        paths = [path for path in (folder / "report").rglob("*") if path.is_file()]
+        paths += [*(folder / "evaluation").glob("*.csv"), folder / "evaluation/curve.json"]
+        return {str(p.relative_to(folder)): p.read_bytes() for p in [*paths, folder / "study.json"]}
+
+
+class Whole(NamedTuple):
+    """A study that nobody stopped."""
+
+    desk: Desk
+    failed: Done
+    """With a run that diverges."""
+    failed_runs: dict[str, dict[str, str]]
+    finished: Done
+    """Without it."""
+    before: tuple[dict[str, int], os.stat_result]
+    after: tuple[dict[str, int], os.stat_result]
+    """Attempts and evaluation before and after the second."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Whole:
+    desk = Desk(tmp_path_factory.mktemp("whole"), tiny_data)
+    desk.write("alibi", "none", "sinusoidal")
+    failed = desk.study()
+    runs, before = desk.runs(), (desk.attempts(), desk.evaluation())
+    desk.write("alibi", "sinusoidal")
+    finished = desk.study()
+    return Whole(desk, failed, runs, finished, before, (desk.attempts(), desk.evaluation()))
+
+
+def test_a_run_that_fails_is_reported_and_the_others_finish(whole: Whole) -> None:
+    assert whole.failed.code == 1, whole.failed.text
+    states = {name: run["state"] for name, run in whole.failed_runs.items()}
+    assert states == {"alibi-32": "finished", "none-32": "failed", "sinusoidal-32": "finished"}
+    assert "none-32: failed with exit code 1; the other runs go on" in whole.failed.err
+    assert whole.failed_runs["none-32"]["reason"].startswith("failed: rank 0 ended with")
+    *_, head, alibi, none, sinusoidal, why, report = whole.failed.out.splitlines()
+    assert head.startswith("RUN") and report == "report: s/report/report.md"
+    assert none.split() == ["none-32", "failed", "0/8", "-", "-"]
+    assert why.startswith("none-32: failed: rank 0")
+    for row, name in ((alibi, "alibi-32"), (sinusoidal, "sinusoidal-32")):
+        assert row.split()[:3] == [name, "finished", "8/8"]
+        assert row.count("(2,048 tokens)") == 2 and " at 32 " in row and " at 64 " in row
+
+
+def test_a_finished_study_does_nothing_and_says_so(whole: Whole) -> None:
+    assert whole.finished.code == 0, whole.finished.text
+    assert whole.after == whole.before
+    assert "s: finished already; nothing to train or to evaluate" in whole.finished.err
+    # The run that the file names no more is not dropped without a word.
+    assert "s/runs/none-32: no run of study.toml, so no part of the report" in whole.finished.err
+    assert list(whole.desk.runs()) == ["alibi-32", "sinusoidal-32"]
+
+
+@pytest.mark.parametrize("setting", ["train.num_steps=16", "optimizer.learning_rate=2e-3"])
+def test_an_edited_study_file_mixes_no_experiments(whole: Whole, setting: str) -> None:
+    file = whole.desk.folder / "edited.toml"
+    text = (whole.desk.folder / "study.toml").read_text()
+    file.write_text(text.replace("recovery.max_restarts=0", setting))
+    done = subprocess.run(
+        [*PRETRAIN, "study", file.name],
+        cwd=whole.desk.folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
+    key, _, value = setting.partition("=")
+    for run in ("alibi-32", "sinusoidal-32"):
+        line = f"edited.toml: {run}: {key} = {float(value):g}: s/runs/{run}/checkpoints/"
+        assert line in done.stderr
+    assert done.stderr.count("A study does not mix experiments") == 2
+    assert (whole.desk.attempts(), whole.desk.evaluation()) == whole.after
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
+    whole: Whole, tmp_path: Path, tiny_data: Path
+) -> None:
+    desk = Desk(tmp_path, tiny_data)
+    desk.write("alibi", "sinusoidal")
+    process = desk.start()
+    metrics = tmp_path / "s/runs/alibi-32/metrics.jsonl"
+    wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 80, out + err
+    assert err.endswith("stopped; go on with:\n  pretrain study study.toml\n"), err
+    assert {run["state"] for run in desk.runs().values()} == {"waiting"}
+    done = desk.study()
+    assert done.code == 0, done.text
+    assert desk.attempts() == {"alibi-32": 2, "sinusoidal-32": 1}
+    assert_same(desk.report(), whole.desk.report())
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_study_stopped_at_random_gives_the_same_report(
+    tmp_path: Path, tiny_data: Path, number: signal.Signals
+) -> None:
+    """Two methods at two lengths, stopped some twenty times by a signal to the process group."""
+    begun = time.monotonic()
+    (folder := tmp_path / "whole").mkdir()
+    reference = Desk(folder, tiny_data)
+    (reference.folder / "study.toml").write_text(FIELDS)
+    done = reference.study()
+    assert done.code == 0, done.text
+    seconds = time.monotonic() - begun
+    for seed in range(5):
+        (folder := tmp_path / f"stopped-{seed}").mkdir()
+        desk, chance, stops = Desk(folder, tiny_data), random.Random(seed), 0
+        (folder / "study.toml").write_text(FIELDS)
+        while True:
+            process = desk.start()
+            try:
+                process.communicate(timeout=chance.uniform(0.2, 0.6) * seconds)
+                break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, number)
+                process.communicate(timeout=TIMEOUT_SECONDS)
+                stops += 1
+        assert process.returncode == 0 and stops, (seed, stops)
+        print(f"seed {seed}: stopped {stops} times", file=sys.stderr)
+        assert_same(desk.report(), reference.report())
+
+
+def assert_same(report: dict[str, bytes], expected: dict[str, bytes]) -> None:
+    """Fail with the names of the files in which two reports differ."""
+    assert report.keys() == expected.keys()
+    assert [name for name in expected if report[name] != expected[name]] == []

@@ -1,0 +1,220 @@
+"""Read study files: what they make of their configs, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, load_config
+from pretrain.study import evaluation
+from pretrain.study.command import duration
+from pretrain.study.processes import Processes, Stopped
+from pretrain.study.runs import Study, resolve
+from pretrain.study.schema import load_study_file
+from tests.end_to_end.commands import wait_for
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs/demo.toml"
+FIELDS = {
+    "title": '"T"',
+    "directory": '"s"',
+    "config": f'"{DEMO}"',
+    "methods": '["alibi", "t5"]',
+    "training_lengths": "[64, 256]",
+}
+CONFIGS = {"title": '"T"', "directory": '"s"', "configs": '["*_*.toml"]'}
+
+
+def study(folder: Path, keys: dict[str, str], sections: str = "") -> Study:
+    """Write a study file into a folder, and resolve it."""
+    path = folder / "study.toml"
+    lines = [f"{key} = {value}" for key, value in keys.items()]
+    path.write_text("\n".join([*lines, sections]) + "\n")
+    return resolve(path, load_study_file(path))
+
+
+def overlays(folder: Path, *names: str) -> None:
+    """Write a config METHOD_LENGTH.toml for each name."""
+    for name in names:
+        method, length = name.split("_")[:2]
+        text = DEMO.read_text().replace('method = "alibi"', f'method = "{method}"')
+        text = text.replace(
+            "sequence_length = 128", f"sequence_length = {length.partition('_')[0]}"
+        )
+        (folder / f"{name}.toml").write_text(text)
+
+
+def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_path: Path) -> None:
+    found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"})
+    names = [f"{m}-{n}-s{s}" for s in (1, 2) for n in (64, 256) for m in ("alibi", "t5")]
+    assert [run.name for run in found.runs] == names
+    for run in found.runs:
+        assert run.name == f"{run.method}-{run.train_length}-s{run.seed}"
+        assert run.config.run.directory == f"s/runs/{run.name}"
+        # The demo's, at its own 128 tokens: 32 sequences a step, 16 in a micro batch.
+        assert run.config.tokens_per_step == 32 * 128
+        assert run.config.batch.micro_batch_size * run.train_length == 16 * 128
+
+
+def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
+    tmp_path: Path,
+) -> None:
+    found = study(tmp_path, FIELDS | {"settings": '["train.num_steps=640"]'})
+    given = load_config(DEMO).model_dump()
+    said = {
+        "run": {"directory"},
+        "position": {"method"},
+        "data": {"sequence_length"},
+        "batch": {"micro_batch_size", "global_batch_size"},
+        "train": {"num_steps"},
+    }
+    for run in found.runs:
+        for section, values in run.config.model_dump().items():
+            changed = {key for key, value in values.items() if value != given[section][key]}
+            assert changed <= said.get(section, set()), section
+
+
+def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
+    overlays(tmp_path, "rotary_512", "alibi_512", "alibi_64")
+    found = study(tmp_path, CONFIGS)
+    assert [run.name for run in found.runs] == ["alibi-64", "alibi-512", "rotary-512"]
+    assert found.runs[0].source == tmp_path / "alibi_64.toml"
+    # Absolute patterns too.
+    again = study(tmp_path, CONFIGS | {"configs": f'["{tmp_path}/alibi_*.toml"]'})
+    assert [run.name for run in again.runs] == ["alibi-64", "alibi-512"]
+
+
+def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: Path) -> None:
+    assert study(tmp_path, FIELDS).lengths == (64, 128, 256, 512, 1024, 2048, 4096)
+    bounded = study(tmp_path, FIELDS, "[evaluation]\nmax_tokens = 600")
+    assert bounded.lengths == (64, 128, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sections", "says"),
+    [
+        ({"config": None}, "", "config: missing. Name a config, methods and training_lengths"),
+        ({"methods": "[]"}, "", "methods: missing"),
+        ({"configs": '["x.toml"]'}, "", "configs and config: choose one"),
+        ({"methods": '["alibi", "alibi"]'}, "", "methods: alibi is given twice"),
+        ({"methods": '["alibo"]'}, "", "position.method = 'alibo'"),
+        ({"training_lengths": "[100]"}, "", "= 100: does not divide the 4,096 tokens of tokens_"),
+        ({"tokens_per_step": "100_000"}, "", "= 64: does not divide the 100,000 tokens"),
+        ({"settings": '["run.directory=x"]'}, "", '"run.directory=x": directory says this'),
+        ({"settings": '["position.method=t5"]'}, "", "methods says this"),
+        ({"settings": '["train.num_steps"]'}, "", "settings: --set train.num_steps: expected"),
+        ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
+        ({"published": '"wikitext"'}, "", "published = 'wikitext'"),
+        ({"metods": "[]"}, "", "metods: no such key"),
+        ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
+        ({}, "[evaluation]\nlengths = [64]\nmax_tokens = 9", "more than the 9 tokens"),
+        ({"methods": '["learned"]'}, "", "max_position_embeddings"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_key(
+    tmp_path: Path, keys: dict[str, str | None], sections: str, says: str
+) -> None:
+    given = {key: value for key, value in (FIELDS | keys).items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        study(tmp_path, given, sections)
+    assert says in str(caught.value) and str(tmp_path / "study.toml") in str(caught.value).replace(
+        f"{DEMO}:", f"{tmp_path / 'study.toml'}:"
+    )
+
+
+def test_two_configs_of_one_method_length_and_seed_are_refused(tmp_path: Path) -> None:
+    overlays(tmp_path, "alibi_64", "alibi_64_b")
+    with pytest.raises(ConfigError, match="are both alibi-64"):
+        study(tmp_path, CONFIGS)
+    with pytest.raises(ConfigError, match="no such file"):
+        study(tmp_path, CONFIGS | {"configs": '["nothing_*.toml"]'})
+
+
+@pytest.mark.parametrize(
+    ("name", "methods", "lengths"),
+    [
+        ("demo", 4, (64, 128)),
+        ("wikitext103", 4, (64, 128, 256, 512, 1024, 1536, 2048, 3072)),
+        ("cc100_roberta", 2, (512, 1024, 2048)),
+    ],
+)
+def test_the_shipped_studies_have_every_method_at_every_length(
+    name: str, methods: int, lengths: tuple[int, ...]
+) -> None:
+    path = ROOT / f"configs/studies/{name}.toml"
+    found = resolve(path, load_study_file(path))
+    assert len({run.method for run in found.runs}) == methods
+    assert [run.train_length for run in found.runs] == sorted(lengths * methods)
+    assert len({run.config.tokens_per_step for run in found.runs}) == 1
+    assert set(lengths) <= set(found.lengths)
+    if name == "demo":
+        for run in found.runs:
+            run.config.layout(2)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+def test_ranks_of_one_command_know_each_other(tmp_path: Path) -> None:
+    code = "import os; print(*(os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')))"
+    lines = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for command in evaluation.ranks([sys.executable, "-c", code], 2, str(tmp_path))
+    ]
+    assert lines == ["0 2 0\n", "1 2 1\n"]
+    assert evaluation.ranks(["true"], 1, str(tmp_path)) == [["true"]]
+
+
+def test_a_failure_ends_the_others_and_is_the_exit_code() -> None:
+    processes = Processes()
+    assert processes.run([["sleep", "60"], ["sh", "-c", "exit 7"]]) == 7
+    assert processes.run([["sh", "-c", "kill -9 $$"]]) == 128 + 9
+    assert processes.run([["true"], ["true"]]) == 0 and len(processes.launches) == 5
+
+
+def test_a_signal_is_passed_on_once_and_ends_the_study_after_that(tmp_path: Path) -> None:
+    """The command saves in its own time, as training does."""
+    heard = tmp_path / "heard"
+    script = f"trap 'echo one >> {heard}' INT; touch {tmp_path}/ready; while [ ! -e {heard} ]; do "
+    script += "sleep 0.05; done; exit 80"
+    code = f"""
+from pretrain.study.processes import Processes, Stopped
+processes = Processes()
+with processes.listening():
+    code = processes.run([["sh", "-c", {script!r}]])
+    try:
+        processes.run([["true"]])
+    except Stopped:
+        print(code, len(processes.launches), flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0
+    )
+    wait_for((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "80 1\n"
+    assert heard.read_text() == "one\n"
+
+
+def test_a_signal_between_two_commands_stops_at_once() -> None:
+    with Processes().listening(), pytest.raises(Stopped):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_what_a_study_started_dies_with_it(tmp_path: Path) -> None:
+    code = f"""
+from pretrain.study.processes import Processes
+Processes().run([["sh", "-c", "echo $$ > {tmp_path}/pid; sleep 60"]])
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.kill()
+    process.wait()
+    child = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    wait_for(lambda: not child.exists() or child.read_text().split()[2] == "Z")
+
+
+def test_times_are_shown_as_people_read_them() -> None:
+    assert [duration(s) for s in (40, 720, 12_600)] == ["40 s", "12 min", "3.5 h"]
