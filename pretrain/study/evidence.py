@@ -221,9 +221,11 @@ def missing(curve: Curve, length: int) -> Case:
 def ratio_in_words(found: Gap) -> str:
     """Return a ratio with its range, as in "0.868 times (0.861 to 0.875)"."""
     low, value, high = found.ratios()
-    if math.isnan(low):
+    if not low < high:
         return f"{value:.3f} times"
-    return f"{value:.3f} times" + (f" ({low:.3f} to {high:.3f})" if high > low else "")
+    # A range that three decimals would hide is what the verdict stands on.
+    digits = 3 if high - low >= 0.002 else 5
+    return f"{value:.{digits}f} times ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _value(curve: Curve, length: int, than: Curve | None = None) -> str:

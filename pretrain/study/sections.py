@@ -157,8 +157,8 @@ def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
         lines = [f"- {case.words}{_tokens(case.tokens, case.seeds)}" for case in cases]
         others = len(each.cases) - len(cases)
         if others:
-            lines.append(f"- {others} other cases, see claims.json")
-        yield "\n".join(lines) or "- No run of the methods that it is about was evaluated."
+            lines.append(f"- {others} other case{'s' if others > 1 else ''}: see claims.json")
+        yield "\n".join(lines) or "- Nothing that it is about was measured."
         yield (
             f"Threshold: a ratio of {claim.threshold:g}. {claim.threshold_source} "
             f"Source: {claim.source}."

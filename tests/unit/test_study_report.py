@@ -13,7 +13,7 @@ import shutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluate import drawing
 from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.study import beside, claims, sections
@@ -315,6 +315,13 @@ def test_runs_without_results_and_contestants_that_failed_are_named(tmp_path):
         ("study.json", "{", "study.json: cannot be read (JSONDecodeError"),
         ("study.json", "[]", "study.json: cannot be read (TypeError"),
         ("efficiency.json", '{"rows": [{}]}', "efficiency.json: cannot be read (KeyError"),
+        (
+            "efficiency.json",
+            '{"device": "cpu", "rows": [{"method": "t5", "train_length": 64, '
+            '"train_tokens_per_second": [NaN], "evaluation_tokens_per_second": [1], '
+            '"peak_memory_bytes": 1}]}',
+            "a speed of t5 is no positive number",
+        ),
         ("evaluation/curve.json", "{}", "curve.json: cannot be read (ValueError"),
         ("evaluation/positions.csv", "a,b\n1,2\n", "positions.csv: cannot be read (ValueError"),
     ],
@@ -328,6 +335,17 @@ def test_a_damaged_file_is_named(tmp_path, file, content, said):
     with pytest.raises(ConfigError) as refused:
         write_study_report(directory)
     assert said in str(refused.value) and not (directory / "report").exists()
+
+
+def test_a_report_that_cannot_be_written_is_named(tmp_path):
+    directory = make_study(
+        tmp_path / "study", states={"alibi-64": ("failed", "x")}, methods=("alibi",), trained=(64,)
+    )
+    (directory / "efficiency.json").unlink()
+    (directory / "report").write_text("a file of the user's")
+    with pytest.raises(RunFailed, match="report: "):
+        write_study_report(directory)
+    assert (directory / "report").read_text() == "a file of the user's"
 
 
 def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
