@@ -36,13 +36,25 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
         trained += " within documents"
     rows = [
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
-        ("positions", f"{config.position.method}, {trained}, evaluated at {lengths}"),
+        ("positions", f"{_positions(config)}, {trained}, evaluated at {lengths}"),
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
         ("layout", _layout(config)),
         *_stages(config),
         *_export(config, obstacles),
     ]
     return "\n".join(f"# {name:<16} {text}" for name, text in rows)
+
+
+def _positions(config: RunConfig) -> str:
+    """Return the position method, with ALiBi's slopes where they are not the published ones."""
+    method = config.position.method
+    if method != "alibi" or (config.slopes is None and not config.position.trainable_slopes):
+        return method
+    if config.slopes is None:
+        return "alibi with trainable slopes"
+    slopes = " ".join(f"{slope:.4g}" for slope in config.slopes)
+    trained = "trainable slopes, at first" if config.position.trainable_slopes else "slopes"
+    return f"alibi with {trained} {slopes}"
 
 
 def _layout(config: RunConfig) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.alibi import chosen_slopes
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.attention import CoreAttention
 
@@ -141,7 +141,8 @@ def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict[str, Any]:
     if config.position.method == "alibi":
         if config.position.trainable_slopes:
             return {"slopes": chunk.position.slopes.float()}
-        return {"slopes": alibi_slopes(num_heads)[first : first + count].to(platform.device())}
+        slopes = chosen_slopes(config.slopes, num_heads)
+        return {"slopes": slopes[first : first + count].to(platform.device())}
     if config.position.method == "t5":
         return {
             "relative_attention_bias": chunk.position.relative_attention_bias,

@@ -112,7 +112,7 @@ class DenseGPT(nn.Module):
             slopes = (
                 p["position.slopes"]
                 if c.position.trainable_slopes
-                else alibi_slopes(c.model.num_attention_heads)
+                else chosen_slopes(c)
             )
             bias = -slopes.to(like)[:, None, None] * distance.to(like)
         if c.position.method == "t5":
@@ -143,6 +143,17 @@ class DenseGPT(nn.Module):
     def _norm(self, x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
         eps = self.config.model.layernorm_epsilon
         return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), eps)
+
+
+def chosen_slopes(c: RunConfig) -> Tensor:
+    """Return the slopes of position.slopes, as they are rounded to fp32, in fp64 [H]."""
+    slopes, heads = c.position.slopes, c.model.num_attention_heads
+    if slopes == "published":
+        return alibi_slopes(heads)
+    if not isinstance(slopes, tuple):
+        ratio = (slopes.last / slopes.first) ** (1 / max(heads - 1, 1))
+        slopes = tuple(slopes.first * ratio**head for head in range(heads))
+    return torch.tensor(slopes).float().double()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
