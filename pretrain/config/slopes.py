@@ -84,16 +84,30 @@ def stock_bias_max(slopes: Sequence[float]) -> int | None:
     Returns:
         b; None if no integer gives every slope as it is rounded to fp32, up to its last bit.
     """
-    power = 1 << (len(slopes) - 1).bit_length()
-    order = list(range(power))
-    if power != len(slopes):
-        order = [*order[1::2], *order[::2]][: len(slopes)]
-    if min(slopes) <= 0:
+    if not 0 < slopes[0] < 1:
         return None
-    bias_max = round(-math.log2(slopes[0]) * power / (order[0] + 1))
-    exact = (2.0 ** (-bias_max * (k + 1) / power) for k in order)
+    # The first one for bias_max = 1 is 2 to this power.
+    power = math.log2(stock_slopes(len(slopes), 1)[0])
+    bias_max = round(math.log2(slopes[0]) / power)
+    if bias_max < 1:
+        return None
+    exact = stock_slopes(len(slopes), bias_max)
     same = all(abs(slope / e - 1) <= 2.0**-23 for slope, e in zip(slopes, exact, strict=True))
-    return bias_max if same and bias_max > 0 else None
+    return bias_max if same else None
+
+
+def stock_slopes(num_heads: int, bias_max: int) -> list[float]:
+    """Return the slopes that stock MPT computes, in order of the heads.
+
+    Args:
+        num_heads: Number of heads.
+        bias_max: attn_config.alibi_bias_max.
+    """
+    power = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-bias_max * (k + 1) / power) for k in range(power)]
+    if power != num_heads:
+        slopes = [*slopes[1::2], *slopes[::2]]
+    return slopes[:num_heads]
 
 
 def check_slopes(c: RunConfig) -> Iterator[Refusal]:
@@ -113,7 +127,7 @@ def check_slopes(c: RunConfig) -> Iterator[Refusal]:
         yield Refusal(
             "position.slopes",
             shown,
-            f"has {len(p.slopes)} slope{'s' * (len(p.slopes) > 1)}, and model.num_attention_heads = {heads}",
+            f"lists {len(p.slopes)}, and model.num_attention_heads = {heads}",
             f"Give {heads}, one for each head of the model; tensor-parallel ranks take their part",
         )
     elif isinstance(p.slopes, SlopeRange) and heads == 1 and p.slopes.first != p.slopes.last:

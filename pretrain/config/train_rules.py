@@ -44,7 +44,7 @@ def check_objective(c: RunConfig) -> Iterator[Refusal]:
         yield Refusal(
             "evaluation.protocols",
             list(c.evaluation.protocols),
-            'a sliding window gives each token more of what is before it, and train.objective = '
+            "a sliding window gives each token more of what is before it, and train.objective = "
             '"masked" looks both ways',
             'Set evaluation.protocols = ["nonoverlapping"], or remove the key',
         )

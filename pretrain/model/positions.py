@@ -76,7 +76,9 @@ class Alibi(PositionMethod):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         # A plain tensor and no buffer: casting the module to bf16 would round a buffer.
-        self.fixed = chosen_slopes(config.slopes, config.model.num_attention_heads)[self.heads].clone()
+        self.fixed = chosen_slopes(config.slopes, config.model.num_attention_heads)[
+            self.heads
+        ].clone()
         self.trainable = config.position.trainable_slopes
         if self.trainable:
             self.slopes = _per_head_parameter(torch.empty(self.fixed.shape))

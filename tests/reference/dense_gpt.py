@@ -109,11 +109,7 @@ class DenseGPT(nn.Module):
         distance = position[:, None] - position[None, :]
         bias = like.new_zeros(1, length, length)
         if c.position.method == "alibi":
-            slopes = (
-                p["position.slopes"]
-                if c.position.trainable_slopes
-                else chosen_slopes(c)
-            )
+            slopes = p["position.slopes"] if c.position.trainable_slopes else chosen_slopes(c)
             bias = -slopes.to(like)[:, None, None] * distance.to(like)
         if c.position.method == "t5":
             table = p["position.relative_attention_bias"]

@@ -50,6 +50,18 @@ MODELS = {
             layernorm_epsilon=1e-6,
         ),
     ),
+    # 2^(-4 (h + 1) / 16): alibi_bias_max = 4.
+    "mpt_bias_max": (
+        "MptForCausalLM",
+        make_config(
+            "alibi",
+            hidden_size=64,
+            num_attention_heads=16,
+            use_bias=False,
+            hidden_act="gelu",
+            position_slopes={"first": 2.0**-0.25, "last": 2.0**-4},
+        ),
+    ),
     "opt": ("OPTForCausalLM", make_config("sinusoidal", ffn_hidden_size=80)),
     "opt_untied": (
         "OPTForCausalLM",
@@ -233,10 +245,6 @@ REFUSED = {
     "groups": (
         make_config("rotary", num_query_groups=4),
         "num_query_groups = 4: GPTNeoX.*Train with 12",
-    ),
-    "trainable": (
-        make_config("alibi", position_trainable_slopes=True),
-        "trainable_slopes = true: Bloom.*fixed slopes",
     ),
     "ffn": (
         make_config("alibi", ffn_hidden_size=80),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_range_is_geometric_and_its_ends_are_exact():
     assert slopes(RANGE).slopes == pytest.approx([2.0**-k for k in range(1, 9)], rel=1e-15)
     found = slopes({"first": 0.9, "last": 0.0039}, num_attention_heads=12).slopes
     assert (found[0], found[-1], len(found)) == (0.9, 0.0039, 12)
-    ratios = [b / a for a, b in zip(found, found[1:])]
+    ratios = [b / a for a, b in itertools.pairwise(found)]
     assert ratios == pytest.approx([(0.0039 / 0.9) ** (1 / 11)] * 11, rel=1e-12)
     assert slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1).slopes == (0.3,)
 
@@ -57,8 +58,8 @@ def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[0.5, 0.25]", "has 2 slopes, and model.num_attention_heads = 8. Give 8"),
-        ("[0.5]", "has 1 slope, and"),
+        ("[0.5, 0.25]", "lists 2, and model.num_attention_heads = 8. Give 8"),
+        ("[0.5]", "lists 1, and"),
         ("[]", "input should be 'published', a list"),
         ("[1, 1, 1, 1, 1, 1, 1, -0.1]", "from 0 to 100 for each head"),
         ("[1, 1, 1, 1, 1, 1, 1, 101]", "from 0 to 100"),
@@ -81,7 +82,7 @@ def test_what_is_no_slopes_is_refused(text, reason):
 
 
 def test_slopes_belong_to_alibi():
-    with pytest.raises(ConfigError, match='position.method = "rotary" has no slopes'):
+    with pytest.raises(ConfigError, match=r'position\.method = "rotary" has no slopes'):
         tiny_config(position={"slopes": RANGE, "method": "rotary"})
     one = {"num_attention_heads": 1}
     with pytest.raises(ConfigError, match="one head has one slope"):
