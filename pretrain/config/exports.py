@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
 from pretrain.config.run import RunConfig
-from pretrain.config.slopes import stock_bias_max
 
 OPT_LAYERNORM_EPSILON = 1e-5
 """OPTDecoderLayer makes its LayerNorms with torch's default epsilon; no setting changes it."""
@@ -90,7 +89,7 @@ def export_class(config: RunConfig) -> ExportClass:
         # embeddings. A model with tanh GELU and no biases is exported as Bloom, with biases of 0.
         is_mpt = m.hidden_act == "gelu" and not m.use_bias and not m.embedding_layernorm
         stock = "mpt" if is_mpt else "bloom"
-        found = EXPORT_CLASSES[stock if _has_stock_slopes(config, stock) else f"{stock}_slopes"]
+        found = EXPORT_CLASSES[stock if _has_stock_slopes(config) else f"{stock}_slopes"]
     else:
         found = EXPORT_CLASSES["gpt_neox" if method == "rotary" else "opt"]
     refusals = list(_refusals(config, found))
@@ -99,12 +98,13 @@ def export_class(config: RunConfig) -> ExportClass:
     return found
 
 
-def _has_stock_slopes(config: RunConfig, stock: str) -> bool:
-    """Return True if a stock class computes the slopes of this run from its settings."""
-    if config.position.trainable_slopes:
-        return False
-    slopes = config.slopes
-    return slopes is None or (stock == "mpt" and stock_bias_max(slopes) is not None)
+def _has_stock_slopes(config: RunConfig) -> bool:
+    """Return True if stock classes compute the slopes of this run.
+
+    Bloom computes the published ones. So does MPT: MptModel.forward does not pass
+    attn_config.alibi_bias_max on, whatever it says (transformers/models/mpt/modeling_mpt.py).
+    """
+    return config.slopes is None and not config.position.trainable_slopes
 
 
 def export_length(config: RunConfig) -> int:

@@ -5,8 +5,7 @@ No torch: the launcher reads configs too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
@@ -69,45 +68,6 @@ def resolve_slopes(slopes: Slopes, num_heads: int) -> tuple[float, ...] | None:
         ]
         return (first, *middle, last)[:num_heads]
     return None if slopes == "published" else slopes
-
-
-def stock_bias_max(slopes: Sequence[float]) -> int | None:
-    """Return the integer b for which MPT's attn_config.alibi_bias_max = b gives these slopes.
-
-    MPT has the slopes 2^(-b (k + 1) / p), where p is the number of heads rounded up to a power of
-    two; for fewer than p heads every second one, and then the ones between
-    (transformers/models/mpt/modeling_mpt.py, build_mpt_alibi_tensor).
-
-    Args:
-        slopes: One slope for each head.
-
-    Returns:
-        b; None if no integer gives every slope as it is rounded to fp32, up to its last bit.
-    """
-    if not 0 < slopes[0] < 1:
-        return None
-    # The first one for bias_max = 1 is 2 to this power.
-    power = math.log2(stock_slopes(len(slopes), 1)[0])
-    bias_max = round(math.log2(slopes[0]) / power)
-    if bias_max < 1:
-        return None
-    exact = stock_slopes(len(slopes), bias_max)
-    same = all(abs(slope / e - 1) <= 2.0**-23 for slope, e in zip(slopes, exact, strict=True))
-    return bias_max if same else None
-
-
-def stock_slopes(num_heads: int, bias_max: int) -> list[float]:
-    """Return the slopes that stock MPT computes, in order of the heads.
-
-    Args:
-        num_heads: Number of heads.
-        bias_max: attn_config.alibi_bias_max.
-    """
-    power = 1 << (num_heads - 1).bit_length()
-    slopes = [2.0 ** (-bias_max * (k + 1) / power) for k in range(power)]
-    if power != num_heads:
-        slopes = [*slopes[1::2], *slopes[::2]]
-    return slopes[:num_heads]
 
 
 def check_slopes(c: RunConfig) -> Iterator[Refusal]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.config.slopes import stock_bias_max
 from pretrain.export.tables import BLOOM, GPT_NEOX, MPT, OPT, OPT_POSITION_OFFSET, Table
 from pretrain.kernels.sinusoidal import sinusoidal_table
 
@@ -146,12 +145,6 @@ def _bloom_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[s
 # them for every number of heads to 40), in fp32 and for max_seq_len positions, where MPT ends.
 def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of MptConfig."""
-    attention = {"alibi": True, "alibi_bias_max": _mpt_bias_max(config)}
-    return _mpt_shape(config, max_length) | {"attn_config": attention}
-
-
-def _mpt_shape(config: RunConfig, max_length: int) -> dict[str, Any]:
-    """Return the keyword arguments of MptConfig but for its attention."""
     m = config.model
     return {
         "d_model": m.hidden_size,
@@ -162,20 +155,14 @@ def _mpt_shape(config: RunConfig, max_length: int) -> dict[str, Any]:
         "layer_norm_epsilon": m.layernorm_epsilon,
         "no_bias": True,
         "learned_pos_emb": False,
+        # The class has the slopes of 8 whatever is written here.
+        "attn_config": {"alibi": True, "alibi_bias_max": 8},
         "use_cache": True,
     }
 
 
-def _mpt_bias_max(config: RunConfig) -> int:
-    """Return the setting from which MPT computes the run's slopes; 8 for the published ones."""
-    slopes = config.slopes
-    bias_max = 8 if slopes is None else stock_bias_max(slopes)
-    assert bias_max is not None  # pretrain.config.exports has chosen another class
-    return bias_max
-
-
 # ---- Bloom and MPT with other slopes (modeling_bloom_slopes.py, modeling_mpt_slopes.py) ----------
-# The setting that the stock class needs for its slopes is null, so that it refuses the folder.
+# A setting that the stock class needs for its slopes is null, so that it refuses the folder.
 # `export.huggingface` adds the slopes, which are among the weights if they were trained.
 def _bloom_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of BloomSlopesConfig but for the slopes."""
@@ -185,7 +172,7 @@ def _bloom_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]
 def _mpt_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of MptSlopesConfig but for the slopes."""
     attention = {"alibi": True, "alibi_bias_max": None}
-    return _mpt_shape(config, max_length) | {"attn_config": attention}
+    return _mpt_settings(config, max_length) | {"attn_config": attention}
 
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------

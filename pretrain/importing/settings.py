@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pretrain.config import ConfigError
 from pretrain.config.exports import OPT_LAYERNORM_EPSILON
 from pretrain.config.refusal import Refusal
-from pretrain.config.slopes import MAX_SLOPE, stock_slopes
+from pretrain.config.slopes import MAX_SLOPE
 from pretrain.export.classes import config_class, is_own
 from pretrain.export.targets import TARGETS, Target
 
@@ -168,7 +168,6 @@ def _bloom(s: Any) -> _Reading:
 
 def _mpt(s: Any) -> _Reading:
     a, heads = s.attn_config, s.num_attention_heads
-    # None in a folder that has slopes of its own.
     bias_max = a.alibi_bias_max
     scale = None if not heads else (s.hidden_size / heads) ** -0.5
     same = "stock transformers ignores it, and so would we"
@@ -183,12 +182,8 @@ def _mpt(s: Any) -> _Reading:
             "our norms are LayerNorms",
         ),
         _Condition("attn_config.alibi", a.alibi, a.alibi is True, same),
-        _Condition(
-            "attn_config.alibi_bias_max",
-            bias_max,
-            bias_max is None or bias_max > 0,
-            "a slope would be 1 or more",
-        ),
+        # None in a folder that has slopes of its own.
+        _Condition("attn_config.alibi_bias_max", bias_max, bias_max in (None, 8), same),
         _Condition("attn_config.qk_ln", a.qk_ln, not a.qk_ln, same),
         _Condition("attn_config.prefix_lm", a.prefix_lm, not a.prefix_lm, same),
         _Condition(
@@ -223,10 +218,7 @@ def _mpt(s: Any) -> _Reading:
         "attention_dropout": a.attn_pdrop,
         "hidden_dropout": a.attn_pdrop,
     }
-    position: dict[str, Any] = {"method": "alibi"}
-    if bias_max not in (None, 8):
-        position["slopes"] = stock_slopes(heads, bias_max)
-    return conditions, model, position
+    return conditions, model, {"method": "alibi"}
 
 
 def _own_slopes(reader: Callable[[Any], _Reading]) -> Callable[[Any], _Reading]:

@@ -50,18 +50,6 @@ MODELS = {
             layernorm_epsilon=1e-6,
         ),
     ),
-    # 2^(-4 (h + 1) / 16): alibi_bias_max = 4.
-    "mpt_bias_max": (
-        "MptForCausalLM",
-        make_config(
-            "alibi",
-            hidden_size=64,
-            num_attention_heads=16,
-            use_bias=False,
-            hidden_act="gelu",
-            position_slopes={"first": 2.0**-0.25, "last": 2.0**-4},
-        ),
-    ),
     "opt": ("OPTForCausalLM", make_config("sinusoidal", ffn_hidden_size=80)),
     "opt_untied": (
         "OPTForCausalLM",
@@ -234,6 +222,26 @@ def test_slopes_of_any_number_of_heads():
         for theirs in (bloom, mpt):
             # Powers of two computed in fp32: a few roundings of 2^-24.
             torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
+
+
+def test_stock_mpt_ignores_its_setting_of_the_slopes(exported, tmp_path):
+    """Hence a range of slopes that alibi_bias_max describes is not exported as stock MPT."""
+    dense, folder, _ = exported("mpt12")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["attn_config"]["alibi_bias_max"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert check_parity(dense, tmp_path, [random_ids(1, 64)]).passed
+    range_of_4 = {"first": 2.0**-0.25, "last": 2.0**-4}
+    config = make_config(
+        "alibi",
+        hidden_size=64,
+        num_attention_heads=16,
+        use_bias=False,
+        hidden_act="gelu",
+        position_slopes=range_of_4,
+    )
+    assert check_exportable(config).class_name == "MptSlopesForCausalLM"
 
 
 REFUSED = {

@@ -7,11 +7,9 @@ import tomllib
 
 import pytest
 import torch
-from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from pretrain.config import ConfigError, dump_config, parse_config
 from pretrain.config.describe import describe
-from pretrain.config.slopes import stock_bias_max
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.kernels.alibi import alibi_slopes, chosen_slopes
 from tests.conftest import TINY, tiny_config
@@ -116,16 +114,3 @@ def test_the_summary_shows_them():
     assert "alibi with slopes 0.5 0.25 0.125 0.0625" in describe(slopes(RANGE))
     trained = tiny_config(position={"slopes": RANGE, "trainable_slopes": True})
     assert "alibi with trainable slopes, at first 0.5 0.25" in describe(trained)
-
-
-def test_the_range_of_stock_mpt_is_found_and_no_other():
-    """alibi_bias_max is an integer to transformers; the slopes it gives are those of the class."""
-    for heads in range(1, 34):
-        for bias_max in (1, 4, 8, 11, 16):
-            stock = build_mpt_alibi_tensor(heads, 2, bias_max)[:, 0, 0].neg()
-            assert stock_bias_max(stock.tolist()) == bias_max
-            if heads > 1:
-                assert stock_bias_max([*stock.tolist()[:-1], stock[-1].item() * 1.00001]) is None
-    assert stock_bias_max([0.0, 0.25]) is None
-    assert stock_bias_max([1.0, 1.0]) is None
-    assert stock_bias_max([100.0, 0.25]) is None
