@@ -40,6 +40,13 @@ def check_objective(c: RunConfig) -> Iterator[Refusal]:
             "ways",
             f"Remove the key. {causal} to train within documents",
         )
+    if c.position.method == "t5" and c.position.relative_attention_num_buckets < 4:
+        yield Refusal(
+            "position.relative_attention_num_buckets",
+            c.position.relative_attention_num_buckets,
+            'with train.objective = "masked" half of the buckets are for the tokens that follow',
+            "Choose 4 or more",
+        )
     if "sliding" in c.evaluation.protocols:
         yield Refusal(
             "evaluation.protocols",

@@ -20,6 +20,7 @@ from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
+from pretrain.config.evaluation import MASKED
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
@@ -134,7 +135,11 @@ def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
     load_weights(job.checkpoint, chunks)
     check_memory(config, topology, job.protocols)
     evaluator = Evaluator(
-        chunks, topology, text, tokens_per_batch=config.evaluation.tokens_per_batch
+        chunks,
+        topology,
+        text,
+        tokens_per_batch=config.evaluation.tokens_per_batch,
+        mask_id=config.mask_id if config.is_masked else None,
     )
     results = []
     for protocol in job.protocols:
@@ -301,7 +306,11 @@ def _result_line(method: str, record: Mapping[str, Any]) -> str:
     return (
         f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
         f"perplexity {record['perplexity']:9.3f}  ({interval})  "
-        f"{record['bits_per_byte']:.4f} bits per byte"
+        + (
+            "of masked tokens"
+            if record["protocol"] == MASKED
+            else f"{record['bits_per_byte']:.4f} bits per byte"
+        )
     )
 
 

@@ -51,8 +51,9 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     query, key, value = _random_inputs(config)
     terms = _expected_terms(config, chunks[0])
     starts = _document_starts(config)
-    expected = attention_reference(query, key, value, **terms, document_starts=starts).float()
-    without_terms = attention_reference(query, key, value, document_starts=starts).float()
+    seen = {"document_starts": starts, "causal": not config.is_masked}
+    expected = attention_reference(query, key, value, **terms, **seen).float()
+    without_terms = attention_reference(query, key, value, **seen).float()
     actual = _attend(config, layers[0], query, key, value, starts).view(expected.shape).float()
     error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
     # Written with "not", so that a NaN fails.

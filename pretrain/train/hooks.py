@@ -22,6 +22,7 @@ from pretrain import platform
 from pretrain.checkpoint.save import Saver
 from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
+from pretrain.config.evaluation import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluate.memory import check_memory
 from pretrain.evaluate.perplexity import Evaluator
@@ -194,6 +195,7 @@ class EvaluationHook(Hook):
             ScoredText(text, config.max_tokens),
             tokens_per_batch=config.tokens_per_batch,
             schedule_module=run.optimizer.schedule_module,
+            mask_id=run.config.mask_id if run.config.is_masked else None,
         )
         self.common = {
             "evaluation": True,
@@ -238,7 +240,10 @@ class EvaluationHook(Hook):
                 self.writer.evaluation(
                     [{"step": step, **self.common, **result.record()} for result in results]
                 )
-            trained = "nonoverlapping", run.config.data.sequence_length
+            trained = (
+                recorded_protocol(run.config, "nonoverlapping"),
+                run.config.data.sequence_length,
+            )
             for result in results:
                 is_trained = (result.protocol.name, result.protocol.length) == trained
                 if is_trained and math.isfinite(result.loss_nats):

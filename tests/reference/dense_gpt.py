@@ -77,6 +77,13 @@ class DenseGPT(nn.Module):
         """
         return F.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
+    def masked_loss(self, inputs: Tensor, ids: Tensor, chosen: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats of predicting the chosen tokens of ids.
+
+        `inputs`, `ids` and `chosen` are [B, S].
+        """
+        return F.cross_entropy(self(inputs)[chosen], ids[chosen])
+
     def _embed(self, ids: Tensor, p: dict[str, Tensor]) -> Tensor:
         x = p["embedding.word_embeddings.weight"][ids]
         if self.config.model.embedding_layernorm:
@@ -96,7 +103,8 @@ class DenseGPT(nn.Module):
     def _score_bias(self, length: int, p: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return what is added to the scaled scores, [H or 1, S, S].
 
-        This is the position method's term, and -inf above the diagonal (the causal mask).
+        This is the position method's term, and -inf above the diagonal (the causal mask). A model
+        that predicts masked tokens has no such mask, and ALiBi's term is symmetric.
 
         Args:
             length: S.
@@ -110,12 +118,19 @@ class DenseGPT(nn.Module):
         bias = like.new_zeros(1, length, length)
         if c.position.method == "alibi":
             slopes = p["position.slopes"] if c.position.trainable_slopes else chosen_slopes(c)
-            bias = -slopes.to(like)[:, None, None] * distance.to(like)
+            bias = -slopes.to(like)[:, None, None] * distance.abs().to(like)
         if c.position.method == "t5":
             table = p["position.relative_attention_bias"]
-            bias = table[
-                :, t5_buckets(distance, table.shape[1], c.position.relative_attention_max_distance)
-            ]
+            furthest = c.position.relative_attention_max_distance
+            if c.train.objective == "masked":
+                # The second half of the buckets is for keys after the query.
+                half = table.shape[1] // 2
+                buckets = t5_buckets(distance.abs(), half, furthest) + half * (distance < 0)
+            else:
+                buckets = t5_buckets(distance, table.shape[1], furthest)
+            bias = table[:, buckets]
+        if c.train.objective == "masked":
+            return bias
         return bias.masked_fill(distance < 0, -math.inf)
 
     def _attention(self, x: Tensor, bias: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
