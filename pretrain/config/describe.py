@@ -34,6 +34,8 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
     trained = f"trained at {config.data.sequence_length} tokens"
     if config.data.per_document_attention:
         trained += " within documents"
+    if config.is_masked:
+        trained += ", predicts masked tokens from both sides"
     rows = [
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
         ("positions", f"{_positions(config)}, {trained}, evaluated at {lengths}"),

@@ -39,7 +39,7 @@ def choose_protocols(
     more = "hold out more text (data.validation_fraction, data.validation_paths) and build again"
     if tokens < total:
         more = f"score more of the validation split's {total:,} tokens ({limit})"
-    notes = []
+    notes: list[str] = []
     if config.is_masked:
         names, notes = _masked(names)
     too_long = [length for length in lengths if length > tokens]
@@ -75,8 +75,8 @@ def _masked(names: Sequence[str]) -> tuple[list[str], list[str]]:
         ConfigError: Only sliding windows were asked for.
     """
     why = (
-        'a sliding window gives each token more of what is before it, and train.objective = "masked" '
-        "looks both ways"
+        "a sliding window gives each token more of what is before it, and train.objective = "
+        '"masked" looks both ways'
     )
     if "nonoverlapping" not in names:
         raise ConfigError(f"sliding: {why}. Choose the protocol nonoverlapping")

@@ -71,7 +71,7 @@ class Protocol:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Return (name, stride, length) as in records, where only sliding has a stride of its own."""
+        """Return (name, stride, length) as in records; only sliding has a stride of its own."""
         return self.name, self.stride if self.name == "sliding" else self.length, self.length
 
     def windows(self, tokens: int) -> Iterator[Window]:

@@ -51,7 +51,7 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     query, key, value = _random_inputs(config)
     terms = _expected_terms(config, chunks[0])
     starts = _document_starts(config)
-    seen = {"document_starts": starts, "causal": not config.is_masked}
+    seen: dict[str, Any] = {"document_starts": starts, "causal": not config.is_masked}
     expected = attention_reference(query, key, value, **terms, **seen).float()
     without_terms = attention_reference(query, key, value, **seen).float()
     actual = _attend(config, layers[0], query, key, value, starts).view(expected.shape).float()

@@ -145,23 +145,22 @@ def test_a_restart_on_another_layout_goes_on_with_the_same_masks(pools, tiny_dat
 
 
 def test_a_tiny_run_learns_to_copy(pools, tmp_path):
-    """A text that says everything twice: what is masked stands elsewhere, so it can be known.
+    """Of a text in which every token stands four times, its neighbours say what a masked one is.
 
-    The model has to look both ways and at distances, and ends far below the unigram entropy.
+    They may stand before or after it. The loss falls far below the unigram entropy.
     """
-    words = np.random.default_rng(0).integers(0, 16, (4000, 16))
-    text = np.concatenate([words, words], axis=1)
+    text = np.random.default_rng(0).integers(0, 16, (4000, 8)).repeat(4, axis=1)
     config = masked_config(
         "alibi",
         {},
         model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
         optimizer={"learning_rate": 3e-3},
-        data={"vocab_size": 16, "sequence_length": 32},
+        data={"sequence_length": 32},
         batch={"micro_batch_size": 32, "global_batch_size": 32},
         train={"num_steps": 300},
         evaluation={"lengths": [32]},
     )
     losses = pools(1).run(masked_tasks.train_on, config, text)[0]
     entropy = math.log(16)
-    assert losses[0] > 0.9 * entropy
-    assert np.mean(losses[-20:]) < 0.5 * entropy
+    assert losses[0] > entropy
+    assert np.mean(losses[-20:]) < 0.4 * entropy
