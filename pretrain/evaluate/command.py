@@ -28,7 +28,7 @@ from pretrain.evaluate.existing import check_overwrites
 from pretrain.evaluate.memory import check_memory
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp
 from pretrain.evaluate.protocols import choose_protocols
-from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, completed
+from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, check_objectives, completed
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.evaluate.text import ScoredText
 from pretrain.evaluate.windows import Protocol
@@ -170,6 +170,7 @@ def evaluate_sources(
     """
     # The input is checked before the process group starts, which takes seconds.
     jobs = [_prepare(source, request, overrides) for source in sources]
+    check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         _prepare_report_directory(out)
     is_main = pretrain.topology.Process.from_environment().rank == 0

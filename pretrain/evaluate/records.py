@@ -7,12 +7,15 @@ model cards and the launcher can read records with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pretrain.config import ConfigError
+from pretrain.config.evaluation import MASKED
 
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS."""
@@ -86,3 +89,25 @@ class PositionLosses:
 
     counts: NDArray[np.int64]
     """[length] tokens scored at each position."""
+
+
+def check_objectives(found: Iterable[tuple[str, str]]) -> None:
+    """Check that a report is of language models alone, or of models of masked tokens alone.
+
+    A masked token is predicted from both sides, so that its perplexity is lower whatever the model
+    is worth.
+
+    Args:
+        found: The source and the protocol of each record.
+
+    Raises:
+        ConfigError: There are both.
+    """
+    sources: dict[bool, str] = {}
+    for source, protocol in found:
+        sources.setdefault(protocol == MASKED, source)
+    if len(sources) > 1:
+        raise ConfigError(
+            f"{sources[True]}: predicts masked tokens, and {sources[False]} next ones "
+            "(train.objective). Their perplexities do not compare. Make a report of each"
+        )

@@ -157,10 +157,10 @@ def test_a_tiny_run_learns_to_copy(pools, tmp_path):
         optimizer={"learning_rate": 3e-3},
         data={"sequence_length": 32},
         batch={"micro_batch_size": 32, "global_batch_size": 32},
-        train={"num_steps": 300},
+        train={"num_steps": 120},
         evaluation={"lengths": [32]},
     )
     losses = pools(1).run(masked_tasks.train_on, config, text)[0]
     entropy = math.log(16)
     assert losses[0] > entropy
-    assert np.mean(losses[-20:]) < 0.4 * entropy
+    assert np.mean(losses[-10:]) < 0.5 * entropy

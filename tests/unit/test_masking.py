@@ -10,8 +10,9 @@ from pretrain.config.describe import describe
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.data.masking import SHARE, mask_samples, mask_text, num_chosen
+from pretrain.evaluate.combine import combine
 from pretrain.evaluate.protocols import choose_protocols
-from pretrain.evaluate.report import format_table
+from pretrain.evaluate.report import write_report
 from pretrain.evaluate.windows import Protocol, Window
 from tests.conftest import tiny_config
 
@@ -150,16 +151,27 @@ def test_records_are_of_a_protocol_of_their_own():
     ]
     with pytest.raises(ConfigError, match="Choose the protocol nonoverlapping"):
         choose_protocols(config, ["sliding"], 2048, 4096)
-    common = {"method": "alibi", "train_length": 32, "step": 8, "length": 32, "stride": 32}
-    records = [
-        {**common, "run": run, "checkpoint": f"{run}/checkpoints/step-00000008", **values}
-        for run, values in {
-            "a": {"protocol": "nonoverlapping", "perplexity": 20.0, "loss_nats": 3.0},
-            "b": {"protocol": "masked", "perplexity": 5.0, "loss_nats": 1.6},
-        }.items()
-    ]
-    table = format_table(records)
-    print(table)
-    assert "masked" in table
-    # Two tables, and no comparison of the two.
-    assert table.count("nonoverlapping") >= 1
+
+
+def test_no_report_has_masked_and_next_tokens(tmp_path):
+    common = {
+        "method": "alibi",
+        "train_length": 32,
+        "step": 8,
+        "length": 32,
+        "stride": 32,
+        "tokens": 45,
+    }
+    paths = {}
+    for protocol in ("nonoverlapping", "masked"):
+        values = {"protocol": protocol, "perplexity": 20.0, "loss_nats": 3.0}
+        record = {**common, **values, "run": protocol, "checkpoint": f"{protocol}/step-00000008"}
+        paths[protocol] = tmp_path / protocol / "curve.json"
+        write_report(paths[protocol], [record])
+    both = "predicts masked tokens, and .*nonoverlapping.* next ones .* Make a report of each"
+    with pytest.raises(ConfigError, match=both):
+        combine(list(paths.values()), None)
+    assert "masked" in combine([paths["masked"]], None)
+    text = (tmp_path / "masked/report.md").read_text()
+    assert "masked" in text
+    assert "against the paper" not in text.split("In the paper")[0]
