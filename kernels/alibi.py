@@ -5,12 +5,26 @@ Model, kernels, export and benchmarks all take their slopes from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
+def chosen_slopes(slopes: Sequence[float] | None, num_heads: int) -> Tensor:
+    """Return the slopes of all heads of a model, fp32 [num_heads].
+
+    A tensor-parallel rank must slice this tensor.
+
+    Args:
+        slopes: One for each head; None for the published ones.
+        num_heads: Number of heads of the whole model.
+    """
+    return alibi_slopes(num_heads) if slopes is None else torch.tensor(slopes, dtype=torch.float32)
+
+
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Return the slopes of all heads of a model.
+    """Return the published slopes of all heads of a model.
 
     For n heads, n a power of two, head h has the slope 2^(-8 (h + 1) / n) (section 3 of the paper).
     For other n, this follows the authors' code and every public model: the slopes of the largest

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher.login.sweep import SweepRun, wanted_runs
 from pretrain.launcher.login.tables import stopped
@@ -133,7 +134,7 @@ def last_perplexity(config: RunConfig) -> str:
 
     The evaluation may be an earlier one than that of the run's last step, so its step is named.
     """
-    wanted = "nonoverlapping", config.data.sequence_length
+    wanted = recorded_protocol(config, "nonoverlapping"), config.data.sequence_length
     found = "-"
     for record in read_metrics(RunPaths(config.directory).metrics, METRICS_BYTES):
         if is_evaluation(record) and (record.get("protocol"), record.get("length")) == wanted:

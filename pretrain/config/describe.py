@@ -68,9 +68,11 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
     trained = f"trained at {config.data.sequence_length} tokens"
     if config.data.per_document_attention:
         trained += " within documents"
+    if config.is_masked:
+        trained += ", predicts masked tokens from both sides"
     rows = [
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
-        ("positions", f"{config.position.method}, {trained}, evaluated at {lengths}"),
+        ("positions", f"{_positions(config)}, {trained}, evaluated at {lengths}"),
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
         ("evaluations", _evaluations(config)),
         ("layout", _layout(config)),
@@ -85,6 +87,18 @@ def _evaluations(config: RunConfig) -> str:
     share = config.evaluation_time_share
     bound = f", in at most {share:.3g} of the time" if share is not None else ""
     return f"every {config.evaluation_interval_steps:,} steps{bound}, and after the last one"
+
+
+def _positions(config: RunConfig) -> str:
+    """Return the position method, with ALiBi's slopes where they are not the published ones."""
+    method = config.position.method
+    if method != "alibi" or (config.slopes is None and not config.position.trainable_slopes):
+        return method
+    if config.slopes is None:
+        return "alibi with trainable slopes"
+    slopes = " ".join(f"{slope:.4g}" for slope in config.slopes)
+    trained = "trainable slopes, at first" if config.position.trainable_slopes else "slopes"
+    return f"alibi with {trained} {slopes}"
 
 
 def _layout(config: RunConfig) -> str:

@@ -13,6 +13,15 @@ from pretrain.config.load import parse_config
 from pretrain.config.run import RunConfig
 
 PROTOCOLS = ("nonoverlapping", "sliding")
+MASKED = "masked"
+"""What records call the protocol of a model that predicts masked tokens: windows that do not
+overlap, of whose tokens those of fixed masks are predicted, from both sides. It has a name of its
+own, so that no table or plot puts these perplexities beside those of a language model."""
+
+
+def recorded_protocol(config: RunConfig, name: str) -> str:
+    """Return what the records of a run call a protocol that is asked for by a name of PROTOCOLS."""
+    return MASKED if config.is_masked and name == "nonoverlapping" else name
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,21 @@ _METHODS_WITHOUT_CLASS = {
 
 @dataclass(frozen=True)
 class ExportClass:
-    """A stock transformers class, as far as it is known without torch."""
+    """A transformers class, stock or in the folder, as far as it is known without torch."""
 
     model_type: str
     """Key of its config class in AutoConfig."""
     class_name: str
     """Name of the class that AutoModelForCausalLM loads."""
     has_16_bit: bool = True
-    """True if the stock class computes the model in bf16 and fp16 too."""
+    """True if the class computes the model in bf16 and fp16 too."""
+    stock: str = ""
+    """Of a class in the folder: model_type of the stock class that it is but for its slopes."""
+
+    @property
+    def family(self) -> str:
+        """Return the model_type of the stock class that has these settings and weights."""
+        return self.stock or self.model_type
 
 
 EXPORT_CLASSES = {
@@ -46,6 +53,9 @@ EXPORT_CLASSES = {
     "mpt": ExportClass("mpt", "MptForCausalLM"),
     "opt": ExportClass("opt", "OPTForCausalLM"),
     "gpt_neox": ExportClass("gpt_neox", "GPTNeoXForCausalLM"),
+    # Stock Bloom and MPT compute their slopes. These two hold any.
+    "bloom_slopes": ExportClass("bloom_slopes", "BloomSlopesForCausalLM", stock="bloom"),
+    "mpt_slopes": ExportClass("mpt_slopes", "MptSlopesForCausalLM", stock="mpt"),
 }
 """Every class that a model can be exported as, by model_type."""
 
@@ -58,6 +68,17 @@ def export_class(config: RunConfig) -> ExportClass:
     """
     method, m = config.position.method, config.model
     _check_words(config)
+    if config.is_masked:
+        raise ConfigError(
+            str(
+                Refusal(
+                    "train.objective",
+                    config.train.objective,
+                    "no transformers class looks both ways with these positions",
+                    "`pretrain evaluate` measures it here; to export, train with next_token",
+                )
+            )
+        )
     if method in _METHODS_WITHOUT_CLASS:
         remedy = (
             "`pretrain evaluate` measures it here; to export, train with alibi, rotary, learned "
@@ -69,7 +90,8 @@ def export_class(config: RunConfig) -> ExportClass:
         # MPT has erf GELU and no biases, Bloom has tanh GELU, biases and a LayerNorm on the
         # embeddings. A model with tanh GELU and no biases is exported as Bloom, with biases of 0.
         is_mpt = m.hidden_act == "gelu" and not m.use_bias and not m.embedding_layernorm
-        found = EXPORT_CLASSES["mpt" if is_mpt else "bloom"]
+        stock = "mpt" if is_mpt else "bloom"
+        found = EXPORT_CLASSES[stock if _has_stock_slopes(config) else f"{stock}_slopes"]
     else:
         found = EXPORT_CLASSES["gpt_neox" if method == "rotary" else "opt"]
     refusals = list(_refusals(config, found))
@@ -100,6 +122,15 @@ def _check_words(config: RunConfig) -> None:
         raise ConfigError(str(refusal))
 
 
+def _has_stock_slopes(config: RunConfig) -> bool:
+    """Return True if stock classes compute the slopes of this run.
+
+    Bloom computes the published ones. So does MPT: MptModel.forward does not pass
+    attn_config.alibi_bias_max on, whatever it says (transformers/models/mpt/modeling_mpt.py).
+    """
+    return config.slopes is None and not config.position.trainable_slopes
+
+
 def export_length(config: RunConfig) -> int:
     """Return the longest sequence, in tokens, that an export accepts unless told otherwise.
 
@@ -118,6 +149,13 @@ def describe_export(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return [f"none: {line}" for line in str(error).splitlines()]
     reach = f"for up to {export_length(config):,} tokens"
+    if found.stock:
+        return [
+            f"{found.class_name} in fp32, bf16 and fp16, {reach}: a class in the folder, which is "
+            f"{EXPORT_CLASSES[found.stock].class_name} with these slopes. It is loaded with "
+            "trust_remote_code=True, and stock loaders refuse the folder",
+            *(f"not in vLLM: {reason}" for reason in vllm_reasons(config, found)),
+        ]
     if found.has_16_bit:
         return [
             f"{found.class_name} in fp32, bf16 and fp16, {reach}",
@@ -142,6 +180,9 @@ def vllm_reasons(config: RunConfig, found: ExportClass) -> Iterator[str]:
     Read in vLLM's vllm/model_executor/models/mpt.py and bloom.py.
     """
     m = config.model
+    if found.stock:
+        yield f"it has no {found.class_name}, and stock classes compute other slopes"
+        return
     if found.model_type == "mpt" and m.layernorm_epsilon != VLLM_LAYERNORM_EPSILON:
         yield (
             f"its MPT has layernorm_epsilon = {VLLM_LAYERNORM_EPSILON}, not {m.layernorm_epsilon}"
@@ -164,7 +205,7 @@ def _refusals(config: RunConfig, found: ExportClass) -> Iterator[Refusal]:
             f"{name} has one key and value head for each query head",
             f"Train with {m.num_attention_heads}, or leave it out",
         )
-    if m.embedding_layernorm and found.model_type != "bloom":
+    if m.embedding_layernorm and found.family != "bloom":
         yield Refusal(
             "model.embedding_layernorm",
             True,
@@ -192,13 +233,6 @@ def _refusals(config: RunConfig, found: ExportClass) -> Iterator[Refusal]:
 def _alibi_refusals(config: RunConfig, found: ExportClass) -> Iterator[Refusal]:
     """Yield each setting that Bloom and MPT, the classes with ALiBi, do not support."""
     m, name = config.model, found.class_name
-    if config.position.trainable_slopes:
-        yield Refusal(
-            "position.trainable_slopes",
-            True,
-            f"{name} computes its slopes from the number of heads",
-            "Train with fixed slopes",
-        )
     if config.ffn_hidden_size != 4 * m.hidden_size:
         yield Refusal(
             "model.ffn_hidden_size",
@@ -206,7 +240,7 @@ def _alibi_refusals(config: RunConfig, found: ExportClass) -> Iterator[Refusal]:
             f"{name} has 4 x hidden_size = {4 * m.hidden_size}",
             "Train with that, or leave it out; rotary (GPTNeoXForCausalLM) exports with any size",
         )
-    if found.model_type == "bloom" and m.hidden_act != "gelu_pytorch_tanh":
+    if found.family == "bloom" and m.hidden_act != "gelu_pytorch_tanh":
         yield Refusal(
             "model.hidden_act",
             m.hidden_act,

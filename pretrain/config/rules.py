@@ -15,7 +15,8 @@ from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitti
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
-from pretrain.config.train_rules import check_profile
+from pretrain.config.slopes import check_slopes
+from pretrain.config.train_rules import check_objective, check_profile
 
 if TYPE_CHECKING:
     # RunConfig.layout applies these rules, so importing it at run time would be a circle.
@@ -32,12 +33,14 @@ def check(config: RunConfig) -> None:
         *_model(config),
         *check_adaptive(config),
         *_positions(config),
+        *check_slopes(config),
         *_tensor_parallel(config),
         *_pipeline(config),
         *check_rampup(config),
         *_schedule(config),
         *_spikes(config),
         *check_profile(config),
+        *check_objective(config),
         *_checkpoint(config),
         *_upload(config),
         *_evaluation(config),

@@ -33,6 +33,7 @@ from pretrain.config.schema import (
     TrainSection,
 )
 from pretrain.config.section import Section
+from pretrain.config.slopes import resolve_slopes
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,27 @@ class RunConfig(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return data.vocab_size rounded up to a multiple of model.make_vocab_size_divisible_by."""
+        """Return data.vocab_size rounded up to a multiple of model.make_vocab_size_divisible_by.
+
+        With train.objective = "masked" there is at least one row more, for the mask.
+        """
         unit = self.model.make_vocab_size_divisible_by
-        return -(-self.data.vocab_size // unit) * unit
+        return -(-(self.data.vocab_size + self.is_masked) // unit) * unit
+
+    @property
+    def is_masked(self) -> bool:
+        """Return True if the model predicts masked tokens, and attention looks both ways."""
+        return self.train.objective == "masked"
+
+    @property
+    def mask_id(self) -> int:
+        """Return the id of the mask, which no tokenizer gives to a text."""
+        return self.data.vocab_size
+
+    @property
+    def slopes(self) -> tuple[float, ...] | None:
+        """Return ALiBi's slope of each head of the model; None for the published slopes."""
+        return resolve_slopes(self.position.slopes, self.model.num_attention_heads)
 
     @property
     def adaptive_clusters(self) -> list[Cluster]:

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from pretrain.config.section import AutoOrPositive, Section
+from pretrain.config.slopes import Slopes
 
 
 class RunSection(Section):
@@ -131,8 +132,15 @@ class PositionSection(Section):
     embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
     each bucket of distances. none: no positions."""
 
+    slopes: Slopes = "published"
+    """alibi: the slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads
+    where n is a power of two, and those of the authors' code for other n. A list has one slope for
+    each head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
+    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last."""
+
     trainable_slopes: bool = False
-    """alibi: train the slopes. The paper found it slower, and worse beyond the training length."""
+    """alibi: train the slopes, from those of position.slopes on. The paper found it slower, and
+    worse beyond the training length."""
 
     sinusoidal_table: Literal["fairseq", "vaswani"] = "fairseq"
     """sinusoidal: which table. fairseq: the one of the models that "Train Short, Test Long"
@@ -280,6 +288,14 @@ class TrainSection(Section):
 
     num_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, those of earlier attempts included."""
+
+    objective: Literal["next_token", "masked"] = "next_token"
+    """What the model learns to predict. next_token: each token, from those before it. masked: as in
+    RoBERTa, 15 % of the tokens of a sample are chosen, of which 80 % are replaced by a mask and
+    10 % by a random token; the loss is that of the chosen tokens, attention looks both ways, and
+    ALiBi's bias is symmetric, -slope |i - j|. The mask is a row of the embedding behind those of
+    data.vocab_size. Such a model generates no text and exports to no class, and its perplexities
+    are of masked tokens."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of weights, activations and gradients. Master weights and Adam moments are fp32

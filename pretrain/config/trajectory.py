@@ -93,6 +93,8 @@ EFFECTS: dict[str, Effect] = {
     "schedule": TRAJECTORY,
     # More steps are the usual reason to go on. `Difference.line` says what becomes of the schedule.
     "train.num_steps": FREE,
+    # Attention looks both ways or back.
+    "train.objective": FIXED,
     "train.precision": TRAJECTORY,
     "train.spike_policy": TRAJECTORY,
     "train.spike_threshold": TRAJECTORY,
@@ -208,6 +210,16 @@ AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.
 """Keys that a checkpoint does not mind, and that yet decide what a run becomes."""
 
 
+_EARLIER = {
+    "model.adaptive_cutoffs": None,
+    "model.adaptive_dropout": 0.0,
+    "model.adaptive_factor": 4,
+    "position.slopes": "published",
+    "train.objective": "next_token",
+}
+"""Keys that earlier releases did not have -> what they trained. Runs of both have one hash."""
+
+
 def settings_hash(config: RunConfig, training: str | None) -> str:
     """Return a hash of all that training depends on but the seed, the same for runs that agree.
 
@@ -219,8 +231,10 @@ def settings_hash(config: RunConfig, training: str | None) -> str:
     for section, keys in section_keys().items():
         for key in (f"{section}.{name}" for name in keys):
             counts = effect_of(key) in (FIXED, TRAJECTORY) or key in AT_STEP_0
-            if counts and key != "run.seed":
-                values[key] = _value(config, section, key.partition(".")[2])
+            value = _value(config, section, key.partition(".")[2])
+            is_earlier = key in _EARLIER and value == _EARLIER[key]
+            if counts and key != "run.seed" and not is_earlier:
+                values[key] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -332,6 +346,9 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
         return None
     if key == "position.max_position_embeddings" and config.position.method == "learned":
         return config.max_position_embeddings
+    if key == "position.slopes" and config.slopes is not None:
+        # A range and the list of its values are one model.
+        return list(config.slopes)
     if key == "data.corpora":
         return {
             corpus: {"epochs": section.epochs or 1.0}

@@ -118,15 +118,15 @@ def permutation(
 
 
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    """Permute the numbers of 2 * half bits. A bijection whatever the round function `_mix` is."""
+    """Permute the numbers of 2 * half bits. A bijection whatever the round function `mix` is."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def mix(values: np.ndarray) -> np.ndarray:
     """Apply SplitMix64's finalizer modulo 2^64, so that every input bit affects every output bit.
 
     Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.

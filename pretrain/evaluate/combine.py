@@ -11,6 +11,7 @@ from pretrain.config import ConfigError
 from pretrain.evaluate.checkpoints import read_evaluations
 from pretrain.evaluate.existing import check_overwrites
 from pretrain.evaluate.reading import read_records
+from pretrain.evaluate.records import check_objectives
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.paths import check_version
@@ -26,9 +27,12 @@ def combine(sources: Sequence[Path], out: Path | None) -> str:
         out: FILE.json of the report, whose other files are written beside it; None for no report.
 
     Raises:
-        ConfigError: A source has no results, or the report cannot be written to `out`.
+        ConfigError: A source has no results, some predict masked tokens and some next ones, or the
+            report cannot be written to `out`.
     """
-    records = [record for source in sources for record in _records(source)]
+    found = [(source, record) for source in sources for record in _records(source)]
+    check_objectives((str(source), record["protocol"]) for source, record in found)
+    records = [record for _, record in found]
     if out is not None:
         check_report_path(out)
         check_overwrites(out)

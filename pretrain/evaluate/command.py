@@ -20,6 +20,7 @@ from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
+from pretrain.config.evaluation import MASKED
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
@@ -27,7 +28,7 @@ from pretrain.evaluate.existing import check_overwrites
 from pretrain.evaluate.memory import check_memory
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp
 from pretrain.evaluate.protocols import choose_protocols
-from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, completed
+from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, check_objectives, completed
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.evaluate.text import ScoredText
 from pretrain.evaluate.windows import Protocol
@@ -134,7 +135,11 @@ def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
     load_weights(job.checkpoint, chunks)
     check_memory(config, topology, job.protocols)
     evaluator = Evaluator(
-        chunks, topology, text, tokens_per_batch=config.evaluation.tokens_per_batch
+        chunks,
+        topology,
+        text,
+        tokens_per_batch=config.evaluation.tokens_per_batch,
+        mask_id=config.mask_id if config.is_masked else None,
     )
     results = []
     for protocol in job.protocols:
@@ -165,6 +170,7 @@ def evaluate_sources(
     """
     # The input is checked before the process group starts, which takes seconds.
     jobs = [_prepare(source, request, overrides) for source in sources]
+    check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         _prepare_report_directory(out)
     is_main = pretrain.topology.Process.from_environment().rank == 0
@@ -303,7 +309,8 @@ def _result_line(method: str, record: Mapping[str, Any]) -> str:
     interval = "no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
     return (
         f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
-        f"perplexity {record['perplexity']:9.3f}  ({interval})  {in_bits}"
+        f"perplexity {record['perplexity']:9.3f}  ({interval})  "
+        + ("of masked tokens" if record["protocol"] == MASKED else in_bits)
     )
 
 

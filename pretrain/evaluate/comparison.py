@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from pretrain.config.evaluation import MASKED
 from pretrain.evaluate.blocks import paired_interval
 from pretrain.evaluate.curves import (
     BITS_PER_BYTE,
@@ -164,7 +165,10 @@ def _of_one_tokenizer(curves: Sequence[Curve], where: Sequence[str]) -> list[str
     blocks = []
     for (train_length, protocol), group in groups.items():
         opening = ", ".join([f"Trained at L = {train_length or 'unknown'}", protocol, *where])
-        lines = rankings(group, train_length) + against_the_paper(group, train_length)
+        lines = rankings(group, train_length)
+        if protocol != MASKED:
+            # The paper's models predict the next token.
+            lines += against_the_paper(group, train_length)
         if lines:
             blocks.append(f"{opening}:\n\n" + "\n".join(f"- {line}" for line in lines))
     for protocol in dict.fromkeys(curve.protocol for curve in curves):

@@ -169,7 +169,7 @@ def _call(config: RunConfig, length: int, heads: int) -> Call:
         heads=heads,
         groups=max(1, heads * config.num_query_groups // config.model.num_attention_heads),
         bias=bias,  # type: ignore[arg-type]  # a literal
-        causal=True,
+        causal=not config.is_masked,
         dropout=False,
         capability=torch.cuda.get_device_capability() if platform.has_cuda() else None,
         installed=installed_packages(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pretrain import platform
+from pretrain.data.masking import mask_text
 from pretrain.evaluate.memory import explained_memory
 from pretrain.evaluate.records import PositionLosses
 from pretrain.evaluate.spread import confidence_interval
 from pretrain.evaluate.text import ScoredText
 from pretrain.evaluate.windows import Protocol, Window
-from pretrain.model.forward import is_reporting_rank, run_schedule
+from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.topology import Topology
 
 
@@ -42,7 +43,8 @@ class Evaluation:
     tokens: int
     """Number of tokens scored."""
     bytes: int
-    """Bytes of the text of these tokens, in UTF-8; 0 where they are not known."""
+    """Bytes of the text of these tokens, in UTF-8; 0 where they are not known, and for masked
+    tokens, which are no text."""
     by_position: PositionLosses
     """Mean loss and number of tokens at each position of the window. At the first positions of
     sliding windows no token is scored."""
@@ -95,6 +97,7 @@ class Evaluator:
         tokens_per_batch: Tokens in a micro batch, rounded down to whole windows (at least one).
         schedule_module: Module to call in place of a chunk, where the optimizer needs that
             (`ZeroOptimizer.schedule_module`).
+        mask_id: The mask, if the model predicts masked tokens. All protocols are MASKED then.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class Evaluator:
         *,
         tokens_per_batch: int,
         schedule_module: nn.Module | None = None,
+        mask_id: int | None = None,
     ) -> None:
+        self.mask_id = mask_id
         self.chunks, self.topology, self.text = chunks, topology, text
         self.schedule_module = schedule_module
         self.tokens_per_batch = tokens_per_batch
@@ -116,7 +121,7 @@ class Evaluator:
         progress: bool = False,
         before_pass: Callable[[], None] = lambda: None,
     ) -> Evaluation:
-        """Score every token of the stream exactly once under `protocol`.
+        """Score every token of the stream exactly once under `protocol`, or every masked one.
 
         This is a collective operation: all ranks call it together.
 
@@ -137,24 +142,34 @@ class Evaluator:
                 before_pass()
                 self._score(protocol.length, batches, windows, totals)
         (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
-        tokens = self.text.tokens
+        tokens = self._scored_tokens()
+        size = self.text.bytes if self.mask_id is None else 0
         assert counts.sum() == block_tokens.sum() == tokens, f"{counts.sum()} tokens of {tokens}"
         # A position at which no token was scored is 0 / 0 = nan.
         with np.errstate(invalid="ignore"):
             by_position = PositionLosses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
-        return Evaluation(
-            protocol, loss, tokens, self.text.bytes, by_position, block_losses, block_tokens
-        )
+        return Evaluation(protocol, loss, tokens, size, by_position, block_losses, block_tokens)
+
+    def _scored_tokens(self) -> int:
+        """Return the number of tokens that are scored."""
+        if self.mask_id is None:
+            return self.text.tokens
+        _, chosen = mask_text(self.text.inputs(1, self.text.tokens - 1), 0, self.mask_id)
+        return int(chosen.sum())
 
     def _score(
-        self, length: int, batches: list[Tensor], windows: list[list[Window]], totals: _Totals
+        self,
+        length: int,
+        batches: Sequence[Batch],
+        windows: list[list[Window]],
+        totals: _Totals,
     ) -> None:
         """Run one pass and add its losses up.
 
         Args:
             length: Tokens in a window.
-            batches: Micro batches [B, length + 1].
+            batches: Micro batches.
             windows: The windows of the first rows of each.
             totals: What is added to.
         """
@@ -170,8 +185,13 @@ class Evaluator:
             scored=scored,
         )
         if is_reporting_rank():
-            for loss, batch_windows in zip(losses, windows):
-                totals.add(loss.double().cpu(), batch_windows)
+            for loss, batch, batch_windows in zip(losses, batches, windows):
+                if isinstance(batch, MaskedBatch):
+                    all_losses = torch.zeros(batch.chosen.shape, dtype=torch.float64)
+                    all_losses[batch.chosen] = loss.double().cpu()
+                    totals.add(all_losses, batch_windows, batch.chosen)
+                else:
+                    totals.add(loss.double().cpu(), batch_windows)
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
@@ -187,7 +207,7 @@ class Evaluator:
 
     def _passes(
         self, protocol: Protocol, progress: bool
-    ) -> Iterator[tuple[list[Tensor], list[list[Window]]]]:
+    ) -> Iterator[tuple[list[Batch], list[list[Window]]]]:
         """Yield this rank's micro batches for each pass through the pipeline.
 
         Every rank gets the same number of passes and the same shapes, because the pipeline's
@@ -199,7 +219,7 @@ class Evaluator:
             progress: Show a progress bar when stderr is a terminal.
 
         Yields:
-            (micro batches [B, length + 1], the windows of their first rows).
+            (micro batches, the windows of their first rows).
         """
         layout = self.topology.layout
         rows = max(1, self.tokens_per_batch // protocol.length)
@@ -219,19 +239,40 @@ class Evaluator:
             mine = dealt[self.topology.data_rank :: layout.data]
             yield [self._batch(w, rows, protocol.length) for w in mine], mine
 
-    def _batch(self, windows: list[Window], rows: int, length: int) -> Tensor:
+    def _batch(self, windows: list[Window], rows: int, length: int) -> Batch:
         """Return the token ids [rows, length + 1] of these windows: inputs and the last target.
 
         Shorter windows are padded on the right, which causal attention never looks at.
         """
+        if self.mask_id is not None:
+            return self._masked_batch(windows, rows, length, self.mask_id)
         batch = np.full((rows, length + 1), self.text.inputs(0, 0), dtype=np.int64)
         for row, window in zip(batch, windows):
             row[: window.size + 1] = self.text.inputs(window.start, window.size)
         return torch.from_numpy(batch)
 
+    def _masked_batch(
+        self, windows: list[Window], rows: int, length: int, mask_id: int
+    ) -> MaskedBatch:
+        """Return the tokens of these windows, with masks; in rows without a window none is chosen.
+
+        Args:
+            windows: The windows of the first rows, each of `length` tokens.
+            rows: Rows of the micro batch.
+            length: Tokens in a window.
+            mask_id: The mask.
+        """
+        labels = np.full((rows, length), self.text.inputs(0, 0), dtype=np.int64)
+        inputs, chosen = labels.copy(), np.zeros(labels.shape, dtype=bool)
+        for row, window in enumerate(windows):
+            # The text begins behind the end-of-document token in front of it.
+            labels[row] = self.text.inputs(window.start + 1, length - 1)
+            inputs[row], chosen[row] = mask_text(labels[row], window.start, mask_id)
+        return MaskedBatch(*map(torch.from_numpy, (inputs, labels, chosen)))
+
 
 def _token_losses(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the scalar that a schedule expects, the losses [B, n] in nats that are kept)."""
+    """Return (the scalar that a schedule expects, the losses in nats that are kept)."""
     return losses.sum(), losses.float()
 
 
@@ -257,23 +298,25 @@ class _Totals:
         self.by_block = torch.zeros(2, len(block_ends), dtype=torch.float64)
         self.block_ends = block_ends
 
-    def add(self, losses: Tensor, windows: list[Window]) -> None:
+    def add(self, losses: Tensor, windows: list[Window], chosen: Tensor | None = None) -> None:
         """Add the losses of the scored tokens.
 
         Args:
             losses: [B, n] losses at the last n positions of each row, in nats.
             windows: The windows of the first rows; the rows after them are padding.
+            chosen: Which tokens count, bool [B, n], the losses of the others being 0; None for all.
         """
         before = self.by_position.shape[1] - losses.shape[1]
-        for row, window in zip(losses, windows):
+        counts = torch.ones_like(losses) if chosen is None else chosen.to(losses)
+        for row, count, window in zip(losses, counts, windows):
             first, end = window.size - window.scored, window.size
-            scored = row[first - before : end - before]
+            scored, counted = (x[first - before : end - before] for x in (row, count))
             self.by_position[0, first:end] += scored
-            self.by_position[1, first:end] += 1
+            self.by_position[1, first:end] += counted
             tokens = torch.arange(window.start + first, window.start + end)
             blocks = torch.searchsorted(self.block_ends, tokens, right=True)
             self.by_block[0].index_add_(0, blocks, scored)
-            self.by_block[1].index_add_(0, blocks, torch.ones_like(scored))
+            self.by_block[1].index_add_(0, blocks, counted)
 
     def over_all_ranks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return (sums and numbers by position, the same by block), each [2, n]. Collective."""

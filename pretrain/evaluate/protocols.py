@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.evaluation import MASKED
 from pretrain.evaluate.windows import Protocol
 
 
@@ -38,7 +39,9 @@ def choose_protocols(
     more = "hold out more text (data.validation_fraction, data.validation_paths) and build again"
     if tokens < total:
         more = f"score more of the validation split's {total:,} tokens ({limit})"
-    notes = []
+    notes: list[str] = []
+    if config.is_masked:
+        names, notes = _masked(names)
     too_long = [length for length in lengths if length > tokens]
     if too_long and (config.evaluation.lengths is not None or too_long == list(lengths)):
         choose = f"Choose lengths up to {tokens:,}, or {more}"
@@ -60,3 +63,21 @@ def choose_protocols(
             else:
                 chosen.append(Protocol(name, length, stride))
     return tuple(chosen), notes
+
+
+def _masked(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the protocols of a model that predicts masked tokens, and what is left out.
+
+    Args:
+        names: The protocols that were asked for.
+
+    Raises:
+        ConfigError: Only sliding windows were asked for.
+    """
+    why = (
+        "a sliding window gives each token more of what is before it, and train.objective = "
+        '"masked" looks both ways'
+    )
+    if "nonoverlapping" not in names:
+        raise ConfigError(f"sliding: {why}. Choose the protocol nonoverlapping")
+    return [MASKED], [f"sliding windows are left out: {why}"] if "sliding" in names else []

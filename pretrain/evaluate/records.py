@@ -7,12 +7,15 @@ model cards and the launcher can read records with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pretrain.config import ConfigError
+from pretrain.config.evaluation import MASKED
 
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS."""
@@ -50,22 +53,23 @@ FIELDS = (
 | settings | str | first 12 hex digits of a hash of all that training depends on but the seed |
 | tokenizer | str | first 12 hex digits of the SHA-256 of the tokenizer's file |
 | validation | str | first 12 hex digits of the SHA-256 of the validation split that was scored |
-| protocol | str | "nonoverlapping" or "sliding" |
+| protocol | str | "nonoverlapping" or "sliding"; "masked" if the model predicts masked tokens |
 | stride | int | tokens by which a window moves on; equals length where windows do not overlap |
 | length | int | tokens in a window |
 | perplexity | float | exp(loss_nats), per token of this tokenizer |
 | loss_nats | float | mean loss over all scored tokens, end-of-document tokens among them, in nats |
 | loss_low, loss_high | float | 95 % confidence interval of loss_nats, by a bootstrap over blocks |
 | bits_per_byte | float | all nats / ln 2 / bytes: comparable between tokenizers |
-| tokens | int | tokens scored |
+| tokens | int | tokens scored; masked: those that were masked |
 | bytes | int | bytes of the text of these tokens, in UTF-8 |
 | checkpoint | str | path of the checkpoint |
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
-were scored, and nothing about another seed of the training. A value that is not known is None:
-bits_per_byte and bytes where a vocabulary of words has `<unk>` for some words of the text, and in
-files of earlier releases run, step, seed, train_length, settings, tokenizer, validation, loss_low,
-loss_high, bits_per_byte and bytes.
+were scored, and nothing about another seed of the training. Masked tokens are predicted from both
+sides, so their perplexity is no other protocol's; their bits_per_byte and bytes are None. A value
+that is not known is None too: bits_per_byte and bytes where a vocabulary of words has `<unk>` for
+some words of the text, and in files of earlier releases run, step, seed, train_length, settings,
+tokenizer, validation, loss_low, loss_high, bits_per_byte and bytes.
 """
 
 HASH_DIGITS = 12
@@ -86,3 +90,25 @@ class PositionLosses:
 
     counts: NDArray[np.int64]
     """[length] tokens scored at each position."""
+
+
+def check_objectives(found: Iterable[tuple[str, str]]) -> None:
+    """Check that a report is of language models alone, or of models of masked tokens alone.
+
+    A masked token is predicted from both sides, so that its perplexity is lower whatever the model
+    is worth.
+
+    Args:
+        found: The source and the protocol of each record.
+
+    Raises:
+        ConfigError: There are both.
+    """
+    sources: dict[bool, str] = {}
+    for source, protocol in found:
+        sources.setdefault(protocol == MASKED, source)
+    if len(sources) > 1:
+        raise ConfigError(
+            f"{sources[True]}: predicts masked tokens, and {sources[False]} next ones "
+            "(train.objective). Their perplexities do not compare. Make a report of each"
+        )

@@ -32,6 +32,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pretrain.config.evaluation import MASKED
+
 
 class Window(NamedTuple):
     """A range of inputs to read, [start, start + size), and how many of its targets to score."""
@@ -61,7 +63,7 @@ class Protocol:
     """
 
     name: str
-    """Either "nonoverlapping" or "sliding"."""
+    """"nonoverlapping", "sliding" or MASKED."""
     length: int
     """Tokens in a window."""
     stride: int
@@ -69,11 +71,13 @@ class Protocol:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Return (name, stride, length) as in records, where nonoverlapping has stride = length."""
-        return self.name, self.length if self.name == "nonoverlapping" else self.stride, self.length
+        """Return (name, stride, length) as in records; only sliding has a stride of its own."""
+        return self.name, self.stride if self.name == "sliding" else self.length, self.length
 
     def windows(self, tokens: int) -> Iterator[Window]:
         """Yield the windows over a stream of `tokens` tokens."""
+        if self.name == MASKED:
+            return whole(tokens, self.length)
         if self.name == "nonoverlapping":
             return nonoverlapping(tokens, self.length)
         return sliding(tokens, self.length, self.stride)
@@ -82,6 +86,19 @@ class Protocol:
 def nonoverlapping(tokens: int, length: int) -> Iterator[Window]:
     """Yield consecutive windows of `length` tokens; the last one may be shorter."""
     return sliding(tokens, length, length)
+
+
+def whole(tokens: int, length: int) -> Iterator[Window]:
+    """Yield windows of exactly `length` tokens; the last one reads some again to be as long.
+
+    For a model that looks both ways, which padding would disturb.
+
+    Args:
+        tokens: Number of tokens in the stream, all of which are scored; at least `length`.
+        length: Number of tokens in a window.
+    """
+    for window in nonoverlapping(tokens, length):
+        yield Window(window.start + window.size - length, length, window.scored)
 
 
 def sliding(tokens: int, length: int, stride: int) -> Iterator[Window]:

@@ -18,16 +18,19 @@ _BLOOM = """\
 Stock transformers adds Bloom's ALiBi biases in the dtype of the weights, which in bfloat16 and
 float16 rounds them too much. To load it in 16 bit, give `trust_remote_code=True`: this folder
 brings along a class that computes scores and biases in float32."""
-_NEUTRALISED = (
-    """\
+_NEUTRAL = """\
 Bloom applies a LayerNorm to its embeddings, which this model does not have. The export neutralises
 it: the embeddings are stored multiplied by a small power of two, which the weight of that LayerNorm
 undoes, and the residual stream by 8, for which `layer_norm_epsilon` is multiplied by 64. Do not
 fine-tune this copy.
 
 """
-    + _BLOOM
-)
+_OWN_SLOPES = """\
+The slopes of ALiBi are those in `slopes` of config.json{trained}: {slopes}. Stock {stock} would
+compute others, so stock loaders refuse this folder, and the class that it brings along has to be
+allowed with `trust_remote_code=True`. Its scores and biases are in float32.
+
+"""
 _ENDS = """\
 It computes no token beyond; `pretrain export --max-length N` makes an export that reaches N."""
 _MPT = """\
@@ -45,8 +48,8 @@ _USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # the folder with this file
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
+model = AutoModelForCausalLM.from_pretrained(folder{trust})
 text = tokenizer({prompt}, return_tensors="pt")
 output = model.generate(**text, max_new_tokens=40, do_sample=True, top_k=40)
 print(tokenizer.decode(output[0]))
@@ -68,7 +71,7 @@ _HARNESS = """\
 one long text; its end is not scored. In this folder:
 
 ```sh
-lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length} \\
+lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length}{trust} \\
     --tasks {name} --include_path .
 ```
 """
@@ -85,6 +88,8 @@ class ExportExtras:
     """Name -> value of further rows in the model card's table of properties."""
     documents: Sequence[str] = ()
     """Validation text for the task of lm-eval, whose first words are the model card's prompt."""
+    slopes: Sequence[float] = ()
+    """The slopes of all heads, where no stock class computes them."""
     split_special_tokens: bool = False
     """As given to `export.tokenizer.fast_tokenizer`."""
 
@@ -127,9 +132,12 @@ def model_card(
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in rows.items()),
         "",
-        _USAGE.format(prompt=json.dumps(prompt, ensure_ascii=False)),
+        _USAGE.format(
+            prompt=json.dumps(prompt, ensure_ascii=False),
+            trust=", trust_remote_code=True" if target.stock else "",
+        ),
         "",
-        _note(config, target),
+        _note(config, target, extras.slopes),
         "",
         _TEXT_BEGINS.format(eos=eos, spelled=spelled),
         "",
@@ -138,7 +146,8 @@ def model_card(
     if extras.documents:
         described = harness.describe(extras.documents)
         names = {"text": harness.TEXT, "task": harness.TASK, "name": harness.NAME}
-        lines.append(_HARNESS.format(content=described, length=length, **names))
+        trust = harness.TRUST if target.stock else ""
+        lines.append(_HARNESS.format(content=described, length=length, trust=trust, **names))
     return "\n".join(lines)
 
 
@@ -215,11 +224,26 @@ def _documents(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _note(config: RunConfig, target: Target) -> str:
-    """Return what a user must know about how the class holds this model (see export/targets.py)."""
+def _note(config: RunConfig, target: Target, slopes: Sequence[float]) -> str:
+    """Return what a user must know about how the class holds this model (see export/targets.py).
+
+    Args:
+        config: The run's resolved config.
+        target: Class that the model was exported as.
+        slopes: The slopes of all heads, if the class is not stock.
+    """
     m, p = config.model, config.position
+    if target.stock:
+        own = _OWN_SLOPES.format(
+            trained=", as training left them" if p.trainable_slopes else "",
+            slopes=", ".join(f"{slope:.4g}" for slope in slopes),
+            stock={"bloom": "Bloom", "mpt": "MPT"}[target.stock],
+        )
+        if target.stock == "mpt":
+            return own + _MPT
+        return own.rstrip() if m.embedding_layernorm else own + _NEUTRAL.rstrip()
     notes = {
-        "bloom": _BLOOM if m.embedding_layernorm else _NEUTRALISED,
+        "bloom": _BLOOM if m.embedding_layernorm else _NEUTRAL + _BLOOM,
         "mpt": _MPT,
         "opt": _LEARNED if p.method == "learned" else _SINUSOIDAL,
         "gpt_neox": _GPT_NEOX.format(

@@ -16,6 +16,8 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.export.tables import Transform
 from pretrain.export.targets import Factors, Read, Target
 
+SLOPES = "position.slopes"
+"""Trained slopes, which a class in the folder has among its settings (`export.huggingface`)."""
 EMBEDDING, FINAL_NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm"
 
 _WITHOUT_BIAS = (
@@ -106,6 +108,8 @@ def convert(
     """
     # Tensors are taken out of `rest` as they are converted, so that none can be forgotten.
     rest = dict(state)
+    if target.stock and config.position.trainable_slopes:
+        _take(rest, SLOPES)
     embedding = _take(dict(rest), EMBEDDING)
     shape = config.padded_vocab_size, config.model.hidden_size
     if embedding.shape != shape:

@@ -17,11 +17,13 @@ from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer
 
 NAME = "pretrain_validation"
+TRUST = ",trust_remote_code=True"
+"""What lm-eval's --model_args need for a folder whose class is not stock."""
 TASK, TEXT = "validation.yaml", "validation.jsonl"
 """The task and its documents. lm-eval takes the path of the latter from where it is started."""
 
 _TASK = """\
-# lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length} \\
+# lm_eval --model hf --model_args pretrained=.,dtype=float32,max_length={length}{trust} \\
 #     --tasks {name} --include_path .
 #
 # Start it in this folder. {text} holds {content}, of the run's validation text.
@@ -93,17 +95,22 @@ def _documents(stream: TokenStream, most_tokens: int) -> Iterator[np.ndarray]:
     yield np.concatenate(begun)
 
 
-def write_task(folder: Path, documents: Sequence[str], length: int) -> None:
+def write_task(
+    folder: Path, documents: Sequence[str], length: int, *, is_stock: bool = True
+) -> None:
     """Write the task and its documents into an export.
 
     Args:
         folder: The export.
         documents: Texts of the documents.
         length: Window in tokens of the command in the task's comment: the training length.
+        is_stock: False if the folder's class is not stock, which the command must allow.
     """
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
     (folder / TEXT).write_text("".join(lines), encoding="utf-8")
-    task = _TASK.format(name=NAME, text=TEXT, length=length, content=describe(documents))
+    trust = "" if is_stock else TRUST
+    content = describe(documents)
+    task = _TASK.format(name=NAME, text=TEXT, length=length, trust=trust, content=content)
     (folder / TASK).write_text(task, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint's weights to a folder that stock `transformers` loads.
+"""Convert a checkpoint's weights to a folder that `transformers` loads.
 
 The folder holds the weights (safetensors), the config and generation config, the tokenizer, a model
 card, and the run's resolved config as pretrain.toml.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.export import harness
 from pretrain.export.card import ExportExtras, model_card
-from pretrain.export.convert import convert, not_restored
+from pretrain.export.classes import auto_map, build_model, code_files, config_class
+from pretrain.export.convert import SLOPES, convert, not_restored
 from pretrain.export.selection import check_exportable
 from pretrain.export.targets import Target
 from pretrain.export.tokenizer import (
@@ -29,6 +31,7 @@ from pretrain.export.tokenizer import (
 )
 from pretrain.export.written import MARKER as MARKER
 from pretrain.export.written import check_replaceable, record_files
+from pretrain.kernels.alibi import chosen_slopes
 from pretrain.rundir.files import new_directory
 
 ORIGINALS = "pretrain.originals"
@@ -80,29 +83,39 @@ def to_huggingface(
     check_replaceable(out)
     tensors = convert(target, config, state, max_length)
     tokenizer = load_tokenizer(tokenizer_path)
-    settings = hf_settings(target, config, max_length, special_ids(tokenizer))
+    settings = hf_settings(target, config, max_length, special_ids(tokenizer), state.get(SLOPES))
     _check_complete(settings, tensors)
     originals = not_restored(target, config, state)
     with writing(out), new_directory(out, replace=True) as folder:
         eos = _write(folder, settings, tensors, tokenizer, max_length, extras.split_special_tokens)
         if target.code is not None:
-            name = f"{target.code.partition('.')[0]}.py"
-            (folder / name).write_bytes(Path(__file__).with_name(name).read_bytes())
-        card = model_card(config, target, extras, max_length, eos)
+            for source in code_files(target.code):
+                (folder / source.name).write_bytes(source.read_bytes())
+        told = replace(extras, slopes=settings.slopes if target.stock else ())
+        card = model_card(config, target, told, max_length, eos)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # For `pretrain import`, whose result is then the run's model to the last bit.
         if originals:
             _save(originals, folder / ORIGINALS)
         (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
         if extras.documents:
-            harness.write_task(folder, extras.documents, config.data.sequence_length)
+            harness.write_task(
+                folder,
+                extras.documents,
+                config.data.sequence_length,
+                is_stock=not target.stock,
+            )
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
         record_files(folder)
     return target.class_name
 
 
 def hf_settings(
-    target: Target, config: RunConfig, max_length: int, special: Mapping[str, int]
+    target: Target,
+    config: RunConfig,
+    max_length: int,
+    special: Mapping[str, int],
+    trained_slopes: Tensor | None = None,
 ) -> Any:
     """Return the transformers config of a model.
 
@@ -111,23 +124,26 @@ def hf_settings(
         config: The run's resolved config.
         max_length: Longest sequence in tokens.
         special: bos_token_id, eos_token_id and pad_token_id, as `special_ids` returns them.
+        trained_slopes: The slopes of all heads, [H], if the run has trained them.
     """
-    from transformers import AutoConfig
-
-    settings = AutoConfig.for_model(
-        target.model_type,
+    slopes = {}
+    if target.stock:
+        found = chosen_slopes(config.slopes, config.model.num_attention_heads)
+        # Numbers of fp32, which JSON keeps exactly; a weight would be rounded to 16 bit.
+        slopes["slopes"] = (found if trained_slopes is None else trained_slopes).float().tolist()
+    settings = config_class(target.model_type)(
         vocab_size=config.padded_vocab_size,
         tie_word_embeddings=config.model.tie_word_embeddings,
         **special,
         # Bloom and MPT have other names for it, or none, and programs that load a model look for
         # this one before they fall back to a shorter default of their own.
         **{"max_position_embeddings": max_length, **target.settings(config, max_length)},
+        **slopes,
     )
     settings.architectures = [target.class_name]
     settings.dtype = torch.float32
     if target.code is not None:
-        # Stock loaders take their own class; with trust_remote_code=True they take this one.
-        settings.auto_map = {"AutoModelForCausalLM": target.code}
+        settings.auto_map = auto_map(target.code, target.model_type)
     return settings
 
 
@@ -136,10 +152,8 @@ def stock_shapes(settings: Any) -> dict[str, tuple[int, ...]]:
 
     The model is built on the meta device, which needs no memory.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        stock: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]  # untyped in transformers
+        stock = build_model(settings)
     shapes = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
     if settings.tie_word_embeddings:
         del shapes["lm_head.weight"]
@@ -212,7 +226,7 @@ def _write(
     generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
     generation.save_pretrained(directory)
     stock.save_pretrained(directory)
-    check_same_ids(tokenizer, directory)
+    check_same_ids(tokenizer, directory, settings)
     return str(stock.eos_token)
 
 

@@ -1,6 +1,6 @@
 """Check that an exported model computes the same function as the model that was trained.
 
-Stock `transformers` loads the export as a user would and runs in fp32, and its logits are compared
+`transformers` loads the export as a user would and runs in fp32, and its logits are compared
 with those of our own model on validation text, at the training length and beyond. The perplexity of
 the same text is also measured in bf16 and fp16, in which the export's users run it.
 """
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ConfigError
+from pretrain.export.classes import is_own, model_class
 
 PERPLEXITY_TOLERANCE = 1e-4
 """Largest relative difference of the perplexities: both print the same four digits."""
@@ -90,10 +91,12 @@ class ParityReport:
     """The comparison of an exported model with the trained one, at several lengths."""
 
     class_name: str
-    """The transformers class that loaded the folder."""
+    """The class that loaded the folder."""
     lengths: tuple[LengthParity, ...]
     precisions: tuple[PrecisionParity, ...] = ()
     """The comparison in 16 bit, which does not decide whether the export succeeded."""
+    where: str = "in stock transformers"
+    """Where that class comes from."""
     warning: str = "DIFFERS from the trained model: do not use this export"
     """What is said when the models do not agree."""
 
@@ -115,7 +118,7 @@ class ParityReport:
             lines.append(f"{r.length:>8}  {logits}  {perplexities}{mark}")
         verdict = "computes the same function" if self.passed else self.warning
         lines += [row.format() for row in self.precisions]
-        return "\n".join([*lines, f"{self.class_name} in stock transformers {verdict}"])
+        return "\n".join([*lines, f"{self.class_name} {self.where} {verdict}"])
 
 
 @torch.no_grad()
@@ -151,7 +154,8 @@ def check_parity(
         raise ConfigError(
             f"{hf_dir}: not an exported model (no config.json). `pretrain export` writes one"
         )
-    model = _load(folder, STOCK, torch.float32)
+    # The first way is the one with the class of the whole folder.
+    model = _load(folder, _loaders(folder)[0], torch.float32)
     lengths = tuple(_compare(logits_fn, model, ids) for ids in ids_by_length)
     name = type(model).__name__
     # One model in memory at a time.
@@ -163,13 +167,16 @@ def check_parity(
         for precision in precisions
         for model in [_load(folder, loader, PRECISIONS[precision])]
     ]
-    return ParityReport(name, lengths, tuple(rows))
+    where = "in stock transformers" if STOCK in _loaders(folder) else "in the folder"
+    return ParityReport(name, lengths, tuple(rows), where)
 
 
 def _loaders(folder: Path) -> list[str]:
     """Return the ways to load a folder that there are."""
-    has_code = "auto_map" in json.loads((folder / "config.json").read_text())
-    return [STOCK, TRUSTED] if has_code else [STOCK]
+    settings = json.loads((folder / "config.json").read_text())
+    if is_own(settings.get("model_type")):
+        return [TRUSTED]
+    return [STOCK, TRUSTED] if "auto_map" in settings else [STOCK]
 
 
 def _load(folder: Path, loader: str, dtype: torch.dtype) -> Any:
@@ -180,13 +187,12 @@ def _load(folder: Path, loader: str, dtype: torch.dtype) -> Any:
         loader: STOCK, or TRUSTED for the class in the folder.
         dtype: Of the weights.
     """
-    from transformers import AutoModelForCausalLM
-
     from pretrain.export.modeling_bloom_fp32_scores import BloomFp32ScoresForCausalLM
 
-    # The folder's code is a copy of ours. Loading the copy would leave another one in the user's
-    # cache (HF_MODULES_CACHE).
-    kind: Any = AutoModelForCausalLM if loader == STOCK else BloomFp32ScoresForCausalLM
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    kind = model_class(model_type)
+    if loader == TRUSTED and not is_own(model_type):
+        kind = BloomFp32ScoresForCausalLM
     return kind.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,9 +155,24 @@ def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
         "layer_norm_epsilon": m.layernorm_epsilon,
         "no_bias": True,
         "learned_pos_emb": False,
+        # The class has the slopes of 8 whatever is written here.
         "attn_config": {"alibi": True, "alibi_bias_max": 8},
         "use_cache": True,
     }
+
+
+# ---- Bloom and MPT with other slopes (modeling_bloom_slopes.py, modeling_mpt_slopes.py) ----------
+# A setting that the stock class needs for its slopes is null, so that it refuses the folder.
+# `export.huggingface` adds the slopes, which are among the weights if they were trained.
+def _bloom_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of BloomSlopesConfig but for the slopes."""
+    return _bloom_settings(config, max_length) | {"n_head": None}
+
+
+def _mpt_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of MptSlopesConfig but for the slopes."""
+    attention = {"alibi": True, "alibi_bias_max": None}
+    return _mpt_settings(config, max_length) | {"attn_config": attention}
 
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------
@@ -224,7 +239,7 @@ def _no_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str,
 
 @dataclass(frozen=True)
 class Target:
-    """A stock transformers class and how one of our models is stored in it."""
+    """A transformers class and how one of our models is stored in it."""
 
     model_type: str
     """Key of its config class in AutoConfig."""
@@ -239,7 +254,10 @@ class Target:
     has_bias: bool = True
     """True if linear layers and LayerNorms have biases, which are zeros if our model has none."""
     code: str | None = None
-    """Module and class that the folder brings along for 16 bit, if the stock class fails there."""
+    """Module and class that the folder brings along: for 16 bit, if the stock class fails there; or
+    for slopes that no stock class computes."""
+    stock: str = ""
+    """Of a class that is not stock: model_type of the one that it is but for its slopes."""
     factors: Callable[[RunConfig, Tensor], Factors] = _scaled_embeddings
     """(config, our word embeddings) -> by what an export multiplies our weights."""
     stored_factors: Callable[[RunConfig, Any, Read], Factors] = _as_exported
@@ -247,8 +265,13 @@ class Target:
     extra: Callable[[RunConfig, Factors, int], dict[str, Tensor]] = _no_extra
     """(config, factors, max_length) -> tensors that only this class has."""
 
+    @property
+    def family(self) -> str:
+        """Return the model_type of the stock class that has these weights by these names."""
+        return self.stock or self.model_type
 
-TARGETS = {
+
+STOCK_TARGETS = {
     "bloom": Target(
         "bloom",
         "BloomForCausalLM",
@@ -275,6 +298,26 @@ TARGETS = {
         GPT_NEOX,
         _gpt_neox_settings,
         "max_position_embeddings",
+    ),
+}
+"""The stock classes, by model_type."""
+
+TARGETS = STOCK_TARGETS | {
+    "bloom_slopes": replace(
+        STOCK_TARGETS["bloom"],
+        model_type="bloom_slopes",
+        class_name="BloomSlopesForCausalLM",
+        settings=_bloom_slopes_settings,
+        code="modeling_bloom_slopes.BloomSlopesForCausalLM",
+        stock="bloom",
+    ),
+    "mpt_slopes": replace(
+        STOCK_TARGETS["mpt"],
+        model_type="mpt_slopes",
+        class_name="MptSlopesForCausalLM",
+        settings=_mpt_slopes_settings,
+        code="modeling_mpt_slopes.MptSlopesForCausalLM",
+        stock="mpt",
     ),
 }
 """Every class that a model can be exported as, by model_type."""

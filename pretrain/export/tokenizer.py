@@ -76,8 +76,14 @@ def find_original(folder: Path) -> tuple[str, Path] | None:
     return None
 
 
-def check_same_ids(tokenizer: Tokenizer, directory: Path) -> None:
+def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) -> None:
     """Load the tokenizer saved in `directory` as a user would and compare it with the run's.
+
+    Args:
+        tokenizer: The run's.
+        directory: The folder.
+        settings: The model's transformers config. Without it transformers looks for one in the
+            folder, and asks whether it may run the folder's code.
 
     Raises:
         RuntimeError: It gives other ids on one of the probes, or a special token's name is not the
@@ -85,7 +91,7 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path) -> None:
     """
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    theirs = AutoTokenizer.from_pretrained(directory, config=settings, local_files_only=True)
     probes = tokenizer.probes()
     wanted = [(text, True, tokenizer.encode(text).tolist()) for text in probes]
     if not theirs.split_special_tokens:

@@ -22,7 +22,7 @@ from pretrain.config.trajectory import TOKENIZER
 from pretrain.data.manifest import MANIFEST
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.export.command import compare_with_folder
-from pretrain.export.convert import EMBEDDING, restore, same_bits
+from pretrain.export.convert import EMBEDDING, SLOPES, restore, same_bits
 from pretrain.export.huggingface import MARKER, find_originals, stock_shapes
 from pretrain.export.targets import Target
 from pretrain.export.tokenizer import find_original
@@ -79,7 +79,7 @@ def _open_weights(folder: Path, source: Source) -> FolderWeights:
     if (layers := source.settings.num_hidden_layers) > MOST_LAYERS:
         raise ConfigError(f"{folder / CONFIG}: {layers} layers are more than {MOST_LAYERS}")
     shapes = stock_shapes(source.settings)
-    weights = FolderWeights(folder, source.target.model_type, shapes)
+    weights = FolderWeights(folder, source.target.family, shapes)
     weights.check_tied(_embedding_name(source.target))
     return weights
 
@@ -107,6 +107,9 @@ def _tensors(
                 f"{folder}: {name} is not what the export stored. Remove {folder / MARKER} to "
                 "import the model as its class computes it"
             )
+    if config.position.trainable_slopes:
+        # Of the weights, these alone stand in config.json.
+        yield SLOPES, torch.tensor(source.settings.slopes, dtype=torch.float32)
     original = find_originals(folder) if is_export else None
     originals = {} if original is None else read_tensors(original)
     yield from restore(target, config, factors, weights.read, originals)
@@ -139,7 +142,7 @@ def _check_parity(folder: Path, out: Path, source: Source, checkpoint: Path) -> 
         {"parallel": {}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}},
     )
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
-    if source.target.model_type in ("opt", "mpt"):
+    if source.target.family in ("opt", "mpt"):
         # Their positions end.
         lengths = [min(length, source.max_length) for length in lengths]
     generator = torch.Generator().manual_seed(0)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.export.huggingface import MARKER, hf_settings
 from pretrain.export.selection import check_exportable
@@ -104,12 +106,18 @@ def _check_unchanged(folder: Path, source: Source, config: RunConfig) -> None:
     written = target.settings(config, source.max_length)
     written |= dict.fromkeys(("vocab_size", "tie_word_embeddings"))
     del written[target.length_key]
-    if source.settings.model_type == "bloom":
+    if source.target.family == "bloom":
         # Earlier releases exported the model's own epsilon (export/targets.py).
         epsilon = source.settings.layer_norm_epsilon
         if epsilon == config.model.layernorm_epsilon:
             del written["layer_norm_epsilon"]
-    expected = hf_settings(target, config, source.max_length, {})
+    slopes = None
+    if target.stock and config.position.trainable_slopes:
+        # They are weights, which may be others than those of the export.
+        slopes = torch.tensor(source.settings.slopes, dtype=torch.float32)
+    elif target.stock:
+        written["slopes"] = None
+    expected = hf_settings(target, config, source.max_length, {}, slopes)
     for key, value in written.items():
         now, before = (_setting(s, key, value) for s in (source.settings, expected))
         if now != before:

@@ -7,7 +7,7 @@ key, its value and the reason. The classes were read as in `pretrain.export.targ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from pretrain.config import ConfigError
 from pretrain.config.exports import OPT_LAYERNORM_EPSILON
 from pretrain.config.refusal import Refusal
+from pretrain.config.slopes import MAX_SLOPE
+from pretrain.export.classes import config_class, is_own
 from pretrain.export.targets import TARGETS, Target
 
 CONFIG = "config.json"
@@ -79,7 +81,7 @@ def read_source(folder: Path) -> Source:
             f"{path}: quantization_config: the weights are quantised, and masters are fp32. "
             "Import the model that this one was made from"
         )
-    settings = _load(path)
+    settings = _load(path, model_type)
     target = TARGETS[model_type]
     length = getattr(settings, target.length_key, None)
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
@@ -89,12 +91,14 @@ def read_source(folder: Path) -> Source:
     return Source(target, settings, length)
 
 
-def _load(path: Path) -> Any:
-    """Return the transformers config in a file."""
+def _load(path: Path, model_type: str) -> Any:
+    """Return the transformers config in a file, which is of this model_type."""
     from transformers import AutoConfig
 
     try:
         # Code that the folder brings along is never run.
+        if is_own(model_type):
+            return config_class(model_type).from_pretrained(path.parent, local_files_only=True)
         return AutoConfig.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=False
         )
@@ -164,6 +168,7 @@ def _bloom(s: Any) -> _Reading:
 
 def _mpt(s: Any) -> _Reading:
     a, heads = s.attn_config, s.num_attention_heads
+    bias_max = a.alibi_bias_max
     scale = None if not heads else (s.hidden_size / heads) ** -0.5
     same = "stock transformers ignores it, and so would we"
     conditions = [
@@ -177,7 +182,8 @@ def _mpt(s: Any) -> _Reading:
             "our norms are LayerNorms",
         ),
         _Condition("attn_config.alibi", a.alibi, a.alibi is True, same),
-        _Condition("attn_config.alibi_bias_max", a.alibi_bias_max, a.alibi_bias_max == 8, same),
+        # None in a folder that has slopes of its own.
+        _Condition("attn_config.alibi_bias_max", bias_max, bias_max in (None, 8), same),
         _Condition("attn_config.qk_ln", a.qk_ln, not a.qk_ln, same),
         _Condition("attn_config.prefix_lm", a.prefix_lm, not a.prefix_lm, same),
         _Condition(
@@ -213,6 +219,24 @@ def _mpt(s: Any) -> _Reading:
         "hidden_dropout": a.attn_pdrop,
     }
     return conditions, model, {"method": "alibi"}
+
+
+def _own_slopes(reader: Callable[[Any], _Reading]) -> Callable[[Any], _Reading]:
+    """Return the reader of a class in the folder, which is a stock class but for its slopes.
+
+    Args:
+        reader: That of the stock class.
+    """
+
+    def read(s: Any) -> _Reading:
+        conditions, model, position = reader(s)
+        slopes = s.slopes or []
+        holds = bool(slopes) and all(0 <= slope <= MAX_SLOPE for slope in slopes)
+        reason = f"position.slopes has a number from 0 to {MAX_SLOPE:.0f} for each head"
+        condition = _Condition("slopes", slopes, holds, reason)
+        return [*conditions, condition], model, position | {"slopes": slopes}
+
+    return read
 
 
 def _opt(s: Any) -> _Reading:
@@ -310,4 +334,11 @@ def _activation(key: str, value: str) -> _Condition:
     return _Condition(key, value, value in ACTIVATIONS, reason)
 
 
-_READERS = {"bloom": _bloom, "mpt": _mpt, "opt": _opt, "gpt_neox": _gpt_neox}
+_READERS = {
+    "bloom": _bloom,
+    "mpt": _mpt,
+    "opt": _opt,
+    "gpt_neox": _gpt_neox,
+    "bloom_slopes": _own_slopes(_bloom),
+    "mpt_slopes": _own_slopes(_mpt),
+}

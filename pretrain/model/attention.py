@@ -138,7 +138,7 @@ def joined_buffer(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor | None:
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no types
-    """Compute causal attention over the heads of this tensor-parallel rank.
+    """Compute attention over the heads of this tensor-parallel rank.
 
     It replaces Megatron's DotProductAttention, which refuses a score bias
     (megatron/core/transformer/dot_product_attention.py).
@@ -152,19 +152,21 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         attention_type: str,
         position: PositionMethod,
         backend: str,
+        causal: bool = True,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
-        """Initialize with the arguments that Megatron's SelfAttention passes, and two of our own.
+        """Initialize with the arguments that Megatron's SelfAttention passes, and three of our own.
 
         Args:
             config: Megatron's configuration.
             layer_number: Number of the layer in this chunk; not used.
-            attn_mask_type: Not used: attention here is always causal.
+            attn_mask_type: Not used: `causal` says it.
             attention_type: Not used: there is only self-attention.
             position: The position method. One instance is shared by all layers of the rank.
             backend: The attention backend, as in `pretrain.kernels.dispatch.attention`.
+            causal: Let a token see no later one; False lets it see all.
             attention_dropout: Dropout probability; None takes the one in `config`.
             softmax_scale: Factor on the scores; None means 1 / sqrt(head size).
             **unused: Arguments for features that this model does not have (cp_comm_type and
@@ -174,7 +176,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         # A module assigned to an attribute would be registered as a submodule, and the parameters
         # of the shared method would appear once per layer. The tuple hides it from torch.
         self.position = (position,)
-        self.backend = backend
+        self.backend, self.causal = backend, causal
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -213,6 +215,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
                 query,
                 key,
                 value,
+                causal=self.causal,
                 document_starts=attention_mask,
                 scale=self.scale,
                 dropout_p=dropout,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.alibi import chosen_slopes
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.attention import CoreAttention
 
@@ -51,8 +51,9 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     query, key, value = _random_inputs(config)
     terms = _expected_terms(config, chunks[0])
     starts = _document_starts(config)
-    expected = attention_reference(query, key, value, **terms, document_starts=starts).float()
-    without_terms = attention_reference(query, key, value, document_starts=starts).float()
+    seen: dict[str, Any] = {"document_starts": starts, "causal": not config.is_masked}
+    expected = attention_reference(query, key, value, **terms, **seen).float()
+    without_terms = attention_reference(query, key, value, **seen).float()
     actual = _attend(config, layers[0], query, key, value, starts).view(expected.shape).float()
     error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
     # Written with "not", so that a NaN fails.
@@ -141,7 +142,8 @@ def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict[str, Any]:
     if config.position.method == "alibi":
         if config.position.trainable_slopes:
             return {"slopes": chunk.position.slopes.float()}
-        return {"slopes": alibi_slopes(num_heads)[first : first + count].to(platform.device())}
+        slopes = chosen_slopes(config.slopes, num_heads)
+        return {"slopes": slopes[first : first + count].to(platform.device())}
     if config.position.method == "t5":
         return {
             "relative_attention_bias": chunk.position.relative_attention_bias,

@@ -7,8 +7,8 @@ tokens, V padded vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,25 @@ It returns the tensor to differentiate and the result to keep.
 """
 
 
+class MaskedBatch(NamedTuple):
+    """A micro batch of a model that predicts masked tokens."""
+
+    inputs: Tensor
+    """Token ids with masks, int64 [B, S]."""
+    labels: Tensor
+    """Token ids without, int64 [B, S]."""
+    chosen: Tensor
+    """Which tokens are predicted, bool [B, S]."""
+
+
+Batch = Tensor | MaskedBatch
+"""Token ids of a micro batch, int64 [B, S + 1], each to be predicted from those before it; or a
+masked one."""
+
+
 def run_schedule(
     chunks: list[GPTModel],
-    batches: list[Tensor],
+    batches: Sequence[Batch],
     loss_function: LossFunction,
     *,
     forward_only: bool = False,
@@ -40,9 +56,9 @@ def run_schedule(
 
     Args:
         chunks: This rank's model chunks.
-        batches: Token ids of the micro batches, each int64 [B, S + 1], the same on all pipeline
-            stages.
-        loss_function: Called on the last pipeline stage with the losses of a micro batch.
+        batches: The micro batches, the same on all pipeline stages.
+        loss_function: Called on the last pipeline stage with the losses of a micro batch; of a
+            masked one with those of the chosen tokens alone, row by row in one dimension.
         forward_only: Skip the backward pass.
         schedule_module: Module to call in the chunk's place, where the optimizer needs that
             (`ZeroOptimizer.schedule_module`).
@@ -57,14 +73,20 @@ def run_schedule(
     """
 
     def forward_step(
-        batch_iterator: Iterator[tuple[Tensor, int]], chunk: GPTModel
+        batch_iterator: Iterator[tuple[Batch, int]], chunk: GPTModel
     ) -> tuple[Tensor, LossFunction]:
-        tokens, last = next(batch_iterator)
+        batch, last = next(batch_iterator)
+        model = schedule_module or chunk
+        if isinstance(batch, MaskedBatch):
+            batch = MaskedBatch(*map(platform.to_device, batch))
+            return call_model(model, batch, length), _of_chosen(loss_function, batch.chosen)
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
-            tokens = platform.to_device(tokens)
-            return call_model(schedule_module or chunk, tokens, last, eos_id), loss_function
+            tokens = platform.to_device(batch)
+            return call_model(model, tokens, last, eos_id), loss_function
 
-    micro_batch_size, length = batches[0].shape[0], batches[0].shape[1] - 1
+    is_masked = isinstance(batches[0], MaskedBatch)
+    shape = batches[0].inputs.shape if isinstance(batches[0], MaskedBatch) else batches[0].shape
+    micro_batch_size, length = shape[0], shape[1] - (0 if is_masked else 1)
     # Under sequence parallelism each tensor rank holds another part of the sequence, so the last
     # tokens are not the last rows of its hidden states. All tokens are scored there.
     if scored is None or chunks[0].config.sequence_parallel:
@@ -84,25 +106,34 @@ def run_schedule(
     return kept
 
 
-def call_model(model: nn.Module, tokens: Tensor, last: int, eos_id: int | None = None) -> Tensor:
+def _of_chosen(loss_function: LossFunction, chosen: Tensor) -> LossFunction:
+    """Return the function that applies another one to the losses of the chosen tokens."""
+    return lambda losses: loss_function(losses[chosen])
+
+
+def call_model(model: nn.Module, batch: Batch, last: int, eos_id: int | None = None) -> Tensor:
     """Run one chunk on a micro batch.
 
     Args:
         model: The chunk, or what is called in its place.
-        tokens: Token ids, int64 [B, S + 1], on the model's device.
+        batch: The micro batch, on the model's device.
         last: Number of tokens at the end whose losses are wanted.
         eos_id: As in `run_schedule`.
 
     Returns:
         On the last pipeline stage the losses [B, last] in nats, else the hidden states.
     """
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, -last:].contiguous()
+    if isinstance(batch, MaskedBatch):
+        inputs, labels = batch.inputs, batch.labels
+    else:
+        inputs, labels = batch[:, :-1].contiguous(), batch[:, -last:].contiguous()
     positions = _position_ids(inputs)
     starts = None
     if eos_id is not None:
         starts = document_starts(inputs, eos_id)
         positions = positions - starts
-    # In the place of the attention mask, since core attention is causal by itself.
+    # In the place of the attention mask, since core attention is causal by itself, or looks both
+    # ways.
     out: Tensor = model(inputs, positions, starts, labels=labels)
     return out
 

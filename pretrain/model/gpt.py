@@ -197,7 +197,12 @@ class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]  # Megatron
 def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
     """Return the modules of a layer: Megatron's pre-LN transformer layer, our core attention."""
     core = ModuleSpec(
-        CoreAttention, params={"position": position, "backend": config.model.attention_backend}
+        CoreAttention,
+        params={
+            "position": position,
+            "backend": config.model.attention_backend,
+            "causal": not config.is_masked,
+        },
     )
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,

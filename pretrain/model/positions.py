@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig
-from pretrain.kernels.alibi import alibi_slopes
+from pretrain.kernels.alibi import chosen_slopes
 from pretrain.kernels.sinusoidal import SinusoidalForm, sinusoidal_table
 
 
@@ -76,7 +76,9 @@ class Alibi(PositionMethod):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         # A plain tensor and no buffer: casting the module to bf16 would round a buffer.
-        self.fixed = alibi_slopes(config.model.num_attention_heads)[self.heads].clone()
+        self.fixed = chosen_slopes(config.slopes, config.model.num_attention_heads)[
+            self.heads
+        ].clone()
         self.trainable = config.position.trainable_slopes
         if self.trainable:
             self.slopes = _per_head_parameter(torch.empty(self.fixed.shape))

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import is_finished, is_idle, read_attempts
@@ -113,7 +114,11 @@ def check_data(config: RunConfig) -> None:
 def _evaluations(config: RunConfig) -> set[tuple[str, int, int]]:
     """Return protocol, stride and length of each evaluation that follows the last step."""
     return {
-        (name, length if name == "nonoverlapping" else config.evaluation_stride, length)
+        (
+            recorded_protocol(config, name),
+            length if name == "nonoverlapping" else config.evaluation_stride,
+            length,
+        )
         for name in config.evaluation.protocols
         for length in config.evaluation_lengths
     }

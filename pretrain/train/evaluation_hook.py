@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from pretrain.config.evaluation import recorded_protocol
 from pretrain.evaluate.memory import check_memory
 from pretrain.evaluate.perplexity import Evaluator
 from pretrain.evaluate.records import HASH_DIGITS
@@ -44,6 +45,7 @@ class EvaluationHook(Hook):
             ScoredText(text, config.max_tokens),
             tokens_per_batch=config.tokens_per_batch,
             schedule_module=run.optimizer.schedule_module,
+            mask_id=run.config.mask_id if run.config.is_masked else None,
         )
         self.common = {
             "evaluation": True,
@@ -94,7 +96,10 @@ class EvaluationHook(Hook):
                         for result, own in zip(results, seconds)
                     ]
                 )
-            trained = "nonoverlapping", run.config.data.sequence_length
+            trained = (
+                recorded_protocol(run.config, "nonoverlapping"),
+                run.config.data.sequence_length,
+            )
             for result in results:
                 is_trained = (result.protocol.name, result.protocol.length) == trained
                 if is_trained and math.isfinite(result.loss_nats):

@@ -17,6 +17,7 @@ from pretrain.checkpoint.content import TrainerState
 from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches, worker_failures
+from pretrain.model.forward import Batch
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import replace_file
@@ -38,7 +39,14 @@ from pretrain.train.start import (
     prepare,
     take_run,
 )
-from pretrain.train.step import QueuedStep, agree, forward_backward, seed_step, update
+from pretrain.train.step import (
+    QueuedStep,
+    agree,
+    forward_backward,
+    masked_batches,
+    seed_step,
+    update,
+)
 from pretrain.train.stopping import EXIT_CODES, Requests
 from pretrain.train.upload import bring, check_store
 from pretrain.train.weights_and_biases import check_wandb
@@ -179,12 +187,12 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
         The step, whose numbers are still to be read.
     """
     asked = time.perf_counter()
-    micro_batches = next(steps)
+    batches = next(steps)
     data_wait = time.perf_counter() - asked
     step = run.state.step
     rate = learning_rate(run.config, step)
     seed_step(run.config, run.topology, step)
-    losses = forward_backward(run.chunks, run.optimizer, micro_batches, run.eos_id)
+    losses = forward_backward(run.chunks, run.optimizer, _as_trained(run, batches), run.eos_id)
     norm, total = update(run, losses, rate)
     before = run.state
     size = run.config.batch_size_at(before.consumed_samples)
@@ -203,6 +211,13 @@ def queue_step(run: Run, steps: Iterator[list[Tensor]], begin: platform.Moment) 
     if run.spikes is not None:
         record |= run.spikes.record(step + 1)
     return QueuedStep(run, norm, total, begin, record)
+
+
+def _as_trained(run: Run, batches: list[Tensor]) -> Sequence[Batch]:
+    """Return a step's micro batches, masked if the run predicts masked tokens."""
+    if not run.config.is_masked:
+        return batches
+    return masked_batches(run.config, run.topology, run.state.consumed_samples, batches)
 
 
 def step_batches(run: Run) -> Generator[list[Tensor], None, None]:

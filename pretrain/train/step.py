@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig, RunFailed
-from pretrain.model.forward import is_reporting_rank, run_schedule
+from pretrain.data.masking import mask_samples
+from pretrain.data.order import rank_samples
+from pretrain.model.forward import Batch, MaskedBatch, is_reporting_rank, run_schedule
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.metrics import Record
 from pretrain.topology import Topology
@@ -24,7 +28,7 @@ from pretrain.train.stopping import NUM_VOTES, Requests
 def forward_backward(
     chunks: list[GPTModel],
     optimizer: ZeroOptimizer,
-    batches: list[Tensor],
+    batches: Sequence[Batch],
     eos_id: int | None = None,
 ) -> list[Tensor]:
     """Accumulate the gradients of the mean loss over a step's micro batches. All ranks together.
@@ -32,7 +36,7 @@ def forward_backward(
     Args:
         chunks: This rank's model chunks.
         optimizer: Their optimizer, which says what the schedule has to call.
-        batches: Token ids of each micro batch, int64 [B, S + 1].
+        batches: The micro batches.
         eos_id: End-of-document token, if attention stays within documents; else None.
 
     Returns:
@@ -42,6 +46,33 @@ def forward_backward(
     return run_schedule(
         chunks, batches, _mean_loss, schedule_module=optimizer.schedule_module, eos_id=eos_id
     )
+
+
+def masked_batches(
+    config: RunConfig, topology: Topology, consumed: int, batches: Sequence[Tensor]
+) -> list[MaskedBatch]:
+    """Mask a step's micro batches, by the run's seed and each sample's consumed-sample index.
+
+    Args:
+        config: The run.
+        topology: This process's coordinates.
+        consumed: Samples consumed before the step, over all ranks.
+        batches: This rank's micro batches, int64 [B, S + 1]. Of each sample the first S tokens are
+            the text; the last one is the first of the next sample.
+    """
+    size = config.batch_size_at(consumed)
+    samples = iter(rank_samples(consumed, size, topology.data_rank, topology.layout.data))
+    masked = []
+    for batch in batches:
+        labels = batch[:, :-1].contiguous()
+        inputs, chosen = mask_samples(
+            labels.numpy(),
+            list(itertools.islice(samples, len(labels))),
+            config.run.seed,
+            config.mask_id,
+        )
+        masked.append(MaskedBatch(torch.from_numpy(inputs), labels, torch.from_numpy(chosen)))
+    return masked
 
 
 def average_loss(losses: list[Tensor], topology: Topology) -> float:
@@ -198,7 +229,7 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
 
 
 def _mean_loss(token_losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce the tokens' losses [B, S] to (loss to differentiate, loss to keep)."""
+    """Reduce the tokens' losses, of any shape, to (loss to differentiate, loss to keep)."""
     loss = token_losses.float().mean()
     # Cloned, because Megatron divides the first one in place by the number of micro batches
     # (megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`).

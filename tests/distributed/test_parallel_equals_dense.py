@@ -27,6 +27,9 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 VARIANTS = {
     "alibi": {},
     "alibi-trainable": {"position": {"trainable_slopes": True}, "model": {"hidden_act": "gelu"}},
+    # From above 1 to a slope that is nearly none; a zero stands in a list.
+    "alibi-range": {"position": {"slopes": {"first": 1.5, "last": 0.0007}}},
+    "alibi-list": {"position": {"slopes": [0.0, 0.31, 6.0, 0.02, 0.003, 1.0, 100.0, 1e-6]}},
     "alibi-grouped": {"model": {"num_query_groups": 4, "tie_word_embeddings": False}},
     "alibi-uneven": {"model": {"num_layers": 5}},
     "sinusoidal": {"model": {"hidden_act": "relu"}},
@@ -52,6 +55,9 @@ def variant_config(variant: str, heads: int, parallel: dict[str, Any]) -> RunCon
     sections = {name: dict(keys) for name, keys in VARIANTS[variant].items()}
     sections.setdefault("model", {})["num_attention_heads"] = heads
     sections.setdefault("position", {})["method"] = variant.split("-")[0]
+    if variant == "alibi-list":
+        slopes = sections["position"]["slopes"]
+        sections["position"]["slopes"] = (2 * slopes)[:heads]
     return tiny_config(parallel=parallel, **sections)
 
 
@@ -78,7 +84,7 @@ CASES = [
 CORE = {case for case in CASES if case[2] == 8 or case[0] in ("alibi", "alibi-trainable")}
 CORE -= {
     (variant, layout, 8)
-    for variant in ("t5-unscaled", "sinusoidal-vaswani")
+    for variant in ("t5-unscaled", "sinusoidal-vaswani", "alibi-range", "alibi-list")
     for layout in LAYOUTS
     if layout != "tp2pp2sp"
 }

@@ -29,6 +29,8 @@ CASES = {
     "grouped queries": (97, 97, 2, 8, 2, 16, True, "slopes"),
     "keys from before": (37, 301, 1, 8, 4, 16, True, "slopes"),
     "one query": (1, 77, 3, 8, 8, 16, True, "slopes"),
+    "no slope and large ones": (331, 331, 1, 3, 3, 16, True, [0.0, 100.0, 1e-7]),
+    "symmetric, no slope and large ones": (300, 300, 1, 3, 3, 16, False, [0.0, 100.0, 1e-7]),
     "symmetric": (300, 300, 1, 8, 8, 16, False, "slopes"),
     "symmetric, more queries than keys": (290, 33, 1, 8, 8, 16, False, "slopes"),
     "table": (270, 270, 1, 8, 8, 16, True, "table"),
@@ -56,6 +58,8 @@ def make(case, dtype, device="cpu"):
     arguments = {"causal": causal}
     if added == "slopes":
         arguments["slopes"] = alibi_slopes(heads).to(device).requires_grad_()
+    if isinstance(added, list):
+        arguments["slopes"] = torch.tensor(added, device=device).requires_grad_()
     if added == "table":
         arguments["relative_attention_bias"] = (
             torch.randn(heads, 32, generator=generator).to(device).requires_grad_()

@@ -77,6 +77,8 @@ def make(queries, keys, batch, heads, groups, width, causal, added, dtype, lengt
     if isinstance(added, tuple):
         # (heads of the whole model, first head of this rank)
         slopes = alibi_slopes(added[0])[added[1] : added[1] + heads].to(DEVICE)
+    if isinstance(added, list):
+        slopes = torch.tensor(added, device=DEVICE)
     if added == "table":
         table = torch.randn(heads, 32, generator=generator).to(DEVICE).requires_grad_()
     bias_leaves = [x for x in (slopes, table) if x is not None and x.requires_grad]
@@ -165,6 +167,23 @@ def test_gradients_of_slopes_do_not_suffer_from_the_rounded_output(causal, dtype
 def test_blocks_of_the_tables_are_exact(width, dtype):
     """Use the schedules that models run with, at several of the widths they are made for."""
     assert_exact(make(150, 190, 1, 1, 1, width, True, "slopes", dtype), dtype, schedule=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_slope_and_the_largest(causal, dtype):
+    """position.slopes may be 0 and 100, under which a query sees all keys alike or its own alone.
+
+    The gradients of scores of the second head are 0. The kernel gets them as a difference of two
+    sums of 16 products of up to 10, which rounds to some 2^-19 in fp32, and multiplies it by keys
+    and queries.
+    """
+    made = make(97, 97, 1, 2, 2, 16, causal, [0.0, 100.0], dtype)
+    ours = [x.double() for x in triton(*made)]
+    exact, plain = (reference(*made, x) for x in (torch.float64, dtype))
+    for x, y, truth in zip(ours, plain, exact):
+        allowed = 2 * (y - truth).abs().max() + 4 * torch.finfo(dtype).eps * truth.abs().max()
+        assert (x - truth).abs().max() <= allowed + 2.0**-17
 
 
 def test_weights_far_from_one_are_exact():

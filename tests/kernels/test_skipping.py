@@ -244,6 +244,21 @@ def test_share_is_that_of_the_closed_form(length):
         assert share[0, head] == pytest.approx(expected, abs=1e-12), head
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["scale 1", "scale 8", "giant key", "key against its query"])
+def test_no_slope_and_the_largest(kind, causal):
+    """position.slopes may be 0, which skips nothing, and up to 100, which sees one token."""
+    q, k, v = draw(kind, 512, 3)
+    slopes = torch.tensor([0.0, 100.0, 1e-7])
+    tiles = {"query_tile": 64, "key_tile": 64}
+    visits = visited_tiles(q, k, v, slopes, causal=causal, **tiles)
+    assert_skipping_changes_nothing(q, k, v, slopes, visits, causal=causal, **tiles)
+    if causal:
+        assert (first_tile(visits)[0, [0, 2]] == 0).all()
+    if kind == "scale 1":
+        assert visits.tiles_BHTK[0, 1].sum() == 8 if causal else True
+
+
 def test_what_is_never_skipped():
     q, k, v = draw("scale 0.1", 512, 4)
     # Keys far away score 0 and those of the last queries score high, so by the gap alone the former

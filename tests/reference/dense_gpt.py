@@ -102,6 +102,13 @@ class DenseGPT(nn.Module):
         words = [p[f"{name}.embedding_{i}"] @ p[f"{name}.projection_{i}"].T for i in clusters]
         return torch.cat(words)[ids]
 
+    def masked_loss(self, inputs: Tensor, ids: Tensor, chosen: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats of predicting the chosen tokens of ids.
+
+        `inputs`, `ids` and `chosen` are [B, S].
+        """
+        return F.cross_entropy(self(inputs)[chosen], ids[chosen])
+
     def _embed(self, ids: Tensor, p: dict[str, Tensor]) -> Tensor:
         x = self._word_embeddings(ids, p)
         if self.config.model.embedding_layernorm:
@@ -121,7 +128,8 @@ class DenseGPT(nn.Module):
     def _score_bias(self, length: int, p: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return what is added to the scaled scores, [H or 1, S, S].
 
-        This is the position method's term, and -inf above the diagonal (the causal mask).
+        This is the position method's term, and -inf above the diagonal (the causal mask). A model
+        that predicts masked tokens has no such mask, and ALiBi's term is symmetric.
 
         Args:
             length: S.
@@ -134,17 +142,20 @@ class DenseGPT(nn.Module):
         distance = position[:, None] - position[None, :]
         bias = like.new_zeros(1, length, length)
         if c.position.method == "alibi":
-            slopes = (
-                p["position.slopes"]
-                if c.position.trainable_slopes
-                else alibi_slopes(c.model.num_attention_heads)
-            )
-            bias = -slopes.to(like)[:, None, None] * distance.to(like)
+            slopes = p["position.slopes"] if c.position.trainable_slopes else chosen_slopes(c)
+            bias = -slopes.to(like)[:, None, None] * distance.abs().to(like)
         if c.position.method == "t5":
             table = p["position.relative_attention_bias"]
-            bias = table[
-                :, t5_buckets(distance, table.shape[1], c.position.relative_attention_max_distance)
-            ]
+            furthest = c.position.relative_attention_max_distance
+            if c.train.objective == "masked":
+                # The second half of the buckets is for keys after the query.
+                half = table.shape[1] // 2
+                buckets = t5_buckets(distance.abs(), half, furthest) + half * (distance < 0)
+            else:
+                buckets = t5_buckets(distance, table.shape[1], furthest)
+            bias = table[:, buckets]
+        if c.train.objective == "masked":
+            return bias
         return bias.masked_fill(distance < 0, -math.inf)
 
     def _attention(self, x: Tensor, bias: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
@@ -168,6 +179,17 @@ class DenseGPT(nn.Module):
     def _norm(self, x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
         eps = self.config.model.layernorm_epsilon
         return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), eps)
+
+
+def chosen_slopes(c: RunConfig) -> Tensor:
+    """Return the slopes of position.slopes, as they are rounded to fp32, in fp64 [H]."""
+    slopes, heads = c.position.slopes, c.model.num_attention_heads
+    if slopes == "published":
+        return alibi_slopes(heads)
+    if not isinstance(slopes, tuple):
+        ratio = (slopes.last / slopes.first) ** (1 / max(heads - 1, 1))
+        slopes = tuple(slopes.first * ratio**head for head in range(heads))
+    return torch.tensor(slopes).float().double()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

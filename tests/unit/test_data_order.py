@@ -150,7 +150,7 @@ def inverse(images: np.ndarray, size: int, seed: int, epoch: int, corpus: str) -
     def backwards(values: np.ndarray) -> np.ndarray:
         left, right = values >> shift, values & mask
         for key in keys[::-1]:
-            left, right = right ^ (order._mix(left ^ key) & mask), left
+            left, right = right ^ (order.mix(left ^ key) & mask), left
         return (left << shift) | right
 
     indexes = backwards(images.astype(np.uint64))

@@ -224,6 +224,26 @@ def test_slopes_of_any_number_of_heads():
             torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
 
 
+def test_stock_mpt_ignores_its_setting_of_the_slopes(exported, tmp_path):
+    """Hence a range of slopes that alibi_bias_max describes is not exported as stock MPT."""
+    dense, folder, _ = exported("mpt12")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["attn_config"]["alibi_bias_max"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert check_parity(dense, tmp_path, [random_ids(1, 64)]).passed
+    range_of_4 = {"first": 2.0**-0.25, "last": 2.0**-4}
+    config = make_config(
+        "alibi",
+        hidden_size=64,
+        num_attention_heads=16,
+        use_bias=False,
+        hidden_act="gelu",
+        position_slopes=range_of_4,
+    )
+    assert check_exportable(config).class_name == "MptSlopesForCausalLM"
+
+
 REFUSED = {
     "t5": (
         make_config("t5"),
@@ -233,10 +253,6 @@ REFUSED = {
     "groups": (
         make_config("rotary", num_query_groups=4),
         "num_query_groups = 4: GPTNeoX.*Train with 12",
-    ),
-    "trainable": (
-        make_config("alibi", position_trainable_slopes=True),
-        "trainable_slopes = true: Bloom.*fixed slopes",
     ),
     "ffn": (
         make_config("alibi", ffn_hidden_size=80),

@@ -112,6 +112,11 @@ def _plan(source: Path, request: TasksRequest, overrides: list[str]) -> Plan:
         ConfigError: As `evaluate_tasks`.
     """
     checkpoint = open_checkpoint(find_checkpoint(source))
+    if checkpoint.config.is_masked:
+        raise ConfigError(
+            f"{checkpoint.path}: was trained with train.objective = masked, and the tasks ask for "
+            "the token that follows. `pretrain evaluate` scores its masked tokens"
+        )
     # A fused loss has no logits, and accuracy needs them. Last, so that nothing overrides it.
     settings = [*overrides, "train.fusion=off"]
     config = evaluation_config(checkpoint, request.evaluation(), settings)

@@ -1,0 +1,166 @@
+"""Models that predict masked tokens, against the dense reference with a symmetric bias in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.config import RunConfig
+from pretrain.data.masking import mask_samples, mask_text
+from pretrain.data.stream import open_stream
+from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.distributed import masked_tasks, tasks
+from tests.reference.dense_gpt import DenseGPT, random_state
+
+METHODS: dict[str, dict[str, Any]] = {
+    "alibi": {},
+    "alibi-trainable": {"trainable_slopes": True, "slopes": {"first": 0.9, "last": 0.01}},
+    "sinusoidal": {},
+    "rotary": {},
+    "t5": {},
+    "none": {},
+}
+
+
+def masked_config(method: str, parallel: dict[str, Any], **sections: Any) -> RunConfig:
+    position = {"method": method.partition("-")[0], **METHODS[method]}
+    train = {"objective": "masked", **sections.pop("train", {})}
+    return tiny_config(position=position, parallel=parallel, train=train, **sections)
+
+
+CASES = [(method, layout) for method in METHODS for layout in ("tp2pp2sp", "dp2", "pp2vpp2")]
+CORE = {(method, "tp2pp2sp") for method in METHODS} | {("alibi", "dp2"), ("alibi", "pp2vpp2")}
+
+
+@pytest.mark.parametrize(("method", "layout"), mark_torture(CASES, CORE))
+def test_loss_and_gradients_equal_the_dense_reference(pools, method, layout):
+    """Loss and gradients of the chosen tokens, attention both ways, biases -slope |i - j|."""
+    processes, parallel = LAYOUTS[layout]
+    config = masked_config(method, parallel)
+    state = random_state(config, seed=3)
+    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
+    labels = tokens[:, :-1]
+    # Whatever the layout, the masks are those of the samples 40 to 47 of the run.
+    inputs, chosen = mask_samples(
+        labels.numpy(), range(40, 48), config.run.seed, config.data.vocab_size
+    )
+    dense = DenseGPT(config).load_global_state(state).double()
+    loss = dense.masked_loss(torch.from_numpy(inputs), labels, torch.from_numpy(chosen))
+    loss.backward()
+    actual = pools(processes).run(masked_tasks.gradients, config, state, tokens, 40)[0]
+    rows = len(actual["inputs"])
+    assert torch.equal(actual["inputs"], torch.from_numpy(inputs)[:rows])
+    assert torch.equal(actual["chosen"], torch.from_numpy(chosen)[:rows])
+    assert actual["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in dense.named_parameters():
+        # fp32 sums of a few hundred terms in another order; as for the causal model.
+        torch.testing.assert_close(
+            actual["gradients"][name],
+            parameter.grad.float(),
+            rtol=1e-4,
+            atol=2e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def test_the_comparison_would_notice_a_causal_mask_and_a_bias_of_one_side(pools):
+    config = masked_config("alibi", {})
+    state = random_state(config, seed=3)
+    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
+    actual = pools(1).run(masked_tasks.gradients, config, state, tokens, 0)[0]
+    causal = DenseGPT(tiny_config(model={"make_vocab_size_divisible_by": 576}))
+    causal.load_global_state(state)
+    wrong = causal.masked_loss(actual["inputs"], tokens[:, :-1], actual["chosen"])
+    assert abs(actual["loss"] - wrong.item()) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2sp"])
+def test_evaluation_scores_the_same_masked_tokens_at_every_length(pools, tiny_data, layout):
+    processes, parallel = LAYOUTS[layout]
+    data = {"directory": str(tiny_data)}
+    config = masked_config("alibi", parallel, data=data, evaluation={"max_tokens": 300})
+    state = random_state(config, seed=3)
+    # 300 tokens are neither whole windows nor whole batches.
+    found = pools(processes).run(masked_tasks.evaluate, config, state, [32, 128], 256)[0]
+    ids = torch.from_numpy(open_stream(config, "validation").read(0, 300).astype(np.int64))
+    inputs, chosen = map(torch.from_numpy, mask_text(ids.numpy(), 0, config.mask_id))
+    assert chosen.sum() == 45
+    dense = DenseGPT(config).load_global_state(state)
+    for result, length in zip(found, (32, 128)):
+        losses = torch.zeros(300)
+        for start in range(0, 300, length):
+            # The last window is whole too, and reads some tokens again.
+            first = min(start, 300 - length)
+            with torch.no_grad():
+                logits = dense(inputs[None, first : first + length])[0]
+            all_losses = torch.nn.functional.cross_entropy(
+                logits, ids[first : first + length], reduction="none"
+            )
+            losses[start : start + length] = all_losses[start - first :]
+        assert result.tokens == 45
+        assert result.loss_nats == pytest.approx(losses[chosen].mean().item(), rel=1e-6)
+        record = result.record()
+        assert (record["protocol"], record["length"], record["stride"]) == ("masked", *2 * [length])
+        assert record["bits_per_byte"] is None
+        assert record["bytes"] is None
+        assert result.block_tokens.sum() == 45
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_zero_trains_as_one_process_does(pools, tiny_data, tmp_path, zero):
+    """Samples of two ranks, gathered in other micro batches, have the masks that they had."""
+
+    def run(processes: int, **parallel: int) -> list[float]:
+        config = masked_config(
+            "alibi",
+            parallel,
+            data={"directory": str(tiny_data)},
+            run={"directory": str(tmp_path / f"{processes}")},
+            batch={"micro_batch_size": 2 // processes * 2},
+        )
+        return pools(processes).run(tasks.continue_run, config, "none", 4)[0]["losses"]
+
+    assert run(2, zero_stage=zero) == pytest.approx(run(1), rel=2e-6)
+
+
+def test_a_restart_on_another_layout_goes_on_with_the_same_masks(pools, tiny_data, tmp_path):
+    def config(name: str, **parallel: int) -> RunConfig:
+        return masked_config(
+            "alibi",
+            parallel,
+            data={"directory": str(tiny_data)},
+            run={"directory": str(tmp_path / name)},
+        )
+
+    whole = pools(1).run(tasks.continue_run, config("whole"), "none", 8)[0]
+    pools(2).run(tasks.continue_run, config("parts"), "none", 4)
+    layout = {"pipeline_model_parallel_size": 2}
+    rest = pools(2).run(tasks.continue_run, config("parts", **layout), "auto", 8)[0]
+    assert rest["began"] == 4
+    assert rest["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
+
+
+def test_a_tiny_run_learns_to_copy(pools, tmp_path):
+    """Of a text in which every token stands four times, its neighbours say what a masked one is.
+
+    They may stand before or after it. The loss falls far below the unigram entropy.
+    """
+    text = np.random.default_rng(0).integers(0, 16, (4000, 8)).repeat(4, axis=1)
+    config = masked_config(
+        "alibi",
+        {},
+        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+        optimizer={"learning_rate": 3e-3},
+        data={"sequence_length": 32},
+        batch={"micro_batch_size": 32, "global_batch_size": 32},
+        train={"num_steps": 120},
+        evaluation={"lengths": [32]},
+    )
+    losses = pools(1).run(masked_tasks.train_on, config, text)[0]
+    entropy = math.log(16)
+    assert losses[0] > entropy
+    assert np.mean(losses[-10:]) < 0.5 * entropy

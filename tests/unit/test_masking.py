@@ -1,0 +1,177 @@
+"""The tokens that a masked model predicts, and the rules about such runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pretrain.config import ConfigError
+from pretrain.config.describe import describe
+from pretrain.config.evaluation import recorded_protocol
+from pretrain.config.trajectory import differences, settings_hash
+from pretrain.data.masking import SHARE, mask_samples, mask_text, num_chosen
+from pretrain.evaluate.combine import combine
+from pretrain.evaluate.protocols import choose_protocols
+from pretrain.evaluate.report import write_report
+from pretrain.evaluate.windows import Protocol, Window
+from tests.conftest import tiny_config
+
+MASK = 500
+
+
+def ids(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, MASK, shape)
+
+
+def test_shares_are_those_of_bert():
+    tokens = ids(2000, 128)
+    inputs, chosen = mask_samples(tokens, range(2000), 7, MASK)
+    assert (chosen.sum(axis=1) == num_chosen(128)).all()
+    assert num_chosen(128) == round(0.15 * 128) == 19
+    assert (inputs == tokens)[~chosen].all()
+    # 38,000 draws: a standard error of 0.2 and 0.15 %.
+    assert (inputs[chosen] == MASK).mean() == pytest.approx(0.8, abs=0.01)
+    same = (inputs == tokens)[chosen].mean()
+    assert same == pytest.approx(0.1 + 0.1 / MASK, abs=0.008)
+    random = inputs[chosen & (inputs != MASK) & (inputs != tokens)]
+    assert 0 <= random.min() < random.max() < MASK
+    # Every position is chosen as often as any other: 2,000 draws, 5 standard errors.
+    assert np.abs(chosen.mean(axis=0) - 19 / 128).max() < 5 * (0.15 * 0.85 / 2000) ** 0.5
+
+
+def test_masks_follow_from_the_seed_and_the_sample_alone():
+    tokens = ids(8, 64)
+    whole = mask_samples(tokens, range(40, 48), 7, MASK)
+    # In other batches, in another order.
+    order = [5, 0, 7]
+    part = mask_samples(tokens[order], [45, 40, 47], 7, MASK)
+    for a, b in zip(whole, part):
+        assert np.array_equal(a[order], b)
+    for other in (
+        mask_samples(tokens, range(40, 48), 8, MASK),
+        mask_samples(tokens, range(8), 7, MASK),
+    ):
+        assert not np.array_equal(whole[1], other[1])
+    # The same sample in the next epoch has another index, and other masks.
+    assert not np.array_equal(whole[1][0], whole[1][1])
+
+
+def test_the_masks_never_change():
+    """A restart under a later release goes on with the masks of this one."""
+    inputs, chosen = mask_samples(np.zeros((1, 32), np.int64), [3], 7, MASK)
+    assert np.flatnonzero(chosen).tolist() == CHOSEN
+    assert inputs[chosen].tolist() == INPUTS
+
+
+CHOSEN = [4, 5, 8, 20, 26]
+INPUTS = [500, 500, 500, 500, 500]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_the_shortest_sample_has_a_chosen_token(length):
+    _, chosen = mask_samples(ids(5, length), range(5), 7, MASK)
+    assert (chosen.sum(axis=1) == 1).all()
+
+
+def test_a_text_has_the_same_masks_in_whatever_pieces_it_is_read():
+    tokens = ids(1003)
+    inputs, chosen = mask_text(tokens, 0, MASK)
+    assert chosen[:1000].sum() == SHARE * 1000
+    for start, end in ((0, 1), (19, 21), (37, 512), (999, 1003)):
+        piece = mask_text(tokens[start:end], start, MASK)
+        assert np.array_equal(piece[0], inputs[start:end])
+        assert np.array_equal(piece[1], chosen[start:end])
+
+
+def test_every_window_is_whole_and_every_token_scored_once():
+    for tokens in (8, 9, 11, 12, 40):
+        windows = list(Protocol("masked", 8, 8).windows(tokens))
+        assert all(window.size == 8 for window in windows)
+        scored = [
+            token for w in windows for token in range(w.start + w.size - w.scored, w.start + w.size)
+        ]
+        assert scored == list(range(tokens))
+    assert list(Protocol("masked", 8, 8).windows(11))[-1] == Window(3, 8, 3)
+
+
+def masked(**sections: dict[str, object]):
+    train = {"objective": "masked", **sections.pop("train", {})}
+    return tiny_config(train=train, **sections)
+
+
+def test_the_mask_is_a_row_that_no_token_has():
+    config = masked()
+    assert (config.mask_id, config.padded_vocab_size) == (512, 576)
+    assert tiny_config().padded_vocab_size == 512
+    assert masked(data={"vocab_size": 511}).padded_vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"data": {"per_document_attention": True}},
+            r"data\.per_document_attention = true: .*causal",
+        ),
+        (
+            {"evaluation": {"protocols": ["nonoverlapping", "sliding"]}},
+            r"evaluation\.protocols = .*sliding window gives .*Set evaluation\.protocols = \[",
+        ),
+        (
+            {"position": {"method": "t5", "relative_attention_num_buckets": 3}},
+            r"relative_attention_num_buckets = 3: .*Choose 4 or more",
+        ),
+    ],
+)
+def test_what_needs_a_causal_mask_is_refused(sections, expected):
+    with pytest.raises(ConfigError, match=expected):
+        masked(**sections)
+
+
+def test_it_is_another_model_than_a_language_model():
+    before, after = tiny_config(), masked()
+    assert [d.key for d in differences(before, after)] == ["train.objective"]
+    assert differences(before, after)[0].effect == "fixed"
+    assert settings_hash(before, "data") != settings_hash(after, "data")
+    text = describe(after)
+    assert "predicts masked tokens" in text
+    assert "none: train.objective = masked: no transformers class looks both ways" in text
+
+
+def test_records_are_of_a_protocol_of_their_own():
+    """No table or plot puts them beside perplexities of next tokens."""
+    config = masked()
+    assert recorded_protocol(config, "nonoverlapping") == "masked"
+    assert recorded_protocol(tiny_config(), "nonoverlapping") == "nonoverlapping"
+    chosen, notes = choose_protocols(config, ["nonoverlapping", "sliding"], 2048, 4096)
+    assert [p.key for p in chosen] == [("masked", 32, 32), ("masked", 64, 64)]
+    assert notes == [
+        "sliding windows are left out: a sliding window gives each token more of what is before "
+        'it, and train.objective = "masked" looks both ways'
+    ]
+    with pytest.raises(ConfigError, match="Choose the protocol nonoverlapping"):
+        choose_protocols(config, ["sliding"], 2048, 4096)
+
+
+def test_no_report_has_masked_and_next_tokens(tmp_path):
+    common = {
+        "method": "alibi",
+        "train_length": 32,
+        "step": 8,
+        "length": 32,
+        "stride": 32,
+        "tokens": 45,
+    }
+    paths = {}
+    for protocol in ("nonoverlapping", "masked"):
+        values = {"protocol": protocol, "perplexity": 20.0, "loss_nats": 3.0}
+        record = {**common, **values, "run": protocol, "checkpoint": f"{protocol}/step-00000008"}
+        paths[protocol] = tmp_path / protocol / "curve.json"
+        write_report(paths[protocol], [record])
+    both = "predicts masked tokens, and .*nonoverlapping.* next ones .* Make a report of each"
+    with pytest.raises(ConfigError, match=both):
+        combine(list(paths.values()), None)
+    assert "masked" in combine([paths["masked"]], None)
+    text = (tmp_path / "masked/report.md").read_text()
+    assert "masked" in text
+    assert "against the paper" not in text.split("In the paper")[0]

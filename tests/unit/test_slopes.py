@@ -1,0 +1,116 @@
+"""The slopes of ALiBi: the ways to write them, and what each of them means."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+
+import pytest
+import torch
+
+from pretrain.config import ConfigError, dump_config, parse_config
+from pretrain.config.describe import describe
+from pretrain.config.trajectory import differences, settings_hash
+from pretrain.kernels.alibi import alibi_slopes, chosen_slopes
+from tests.conftest import TINY, tiny_config
+
+RANGE = {"first": 0.5, "last": 2.0**-8}
+
+
+def slopes(value: object, **model: object):
+    return tiny_config(position={"slopes": value}, model=model)
+
+
+def test_the_default_is_published_to_the_last_bit():
+    for heads in range(1, 41):
+        config = tiny_config(model={"num_attention_heads": heads, "hidden_size": 8 * heads})
+        assert config.slopes is None
+        assert torch.equal(chosen_slopes(config.slopes, heads), alibi_slopes(heads))
+
+
+def test_a_range_is_geometric_and_its_ends_are_exact():
+    # Section 3 of the paper: for 8 heads 1/2, 1/4, ..., 1/256.
+    assert slopes(RANGE).slopes == pytest.approx([2.0**-k for k in range(1, 9)], rel=1e-15)
+    found = slopes({"first": 0.9, "last": 0.0039}, num_attention_heads=12).slopes
+    assert (found[0], found[-1], len(found)) == (0.9, 0.0039, 12)
+    ratios = [b / a for a, b in itertools.pairwise(found)]
+    assert ratios == pytest.approx([(0.0039 / 0.9) ** (1 / 11)] * 11, rel=1e-12)
+    assert slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1).slopes == (0.3,)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2]", (0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2)),
+        ("{first = 0.5, last = 0.00390625}", tuple(2.0**-k for k in range(1, 9))),
+        ("published", None),
+        ('"published"', None),
+    ],
+)
+def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
+    config = parse_config(TINY, "tiny", [f"position.slopes={text}"])
+    assert config.slopes == (expected if expected is None else pytest.approx(expected, rel=1e-15))
+    assert parse_config(tomllib.loads(dump_config(config)), "dumped") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[0.5, 0.25]", "lists 2, and model.num_attention_heads = 8. Give 8"),
+        ("[0.5]", "lists 1, and"),
+        ("[]", "input should be 'published', a list"),
+        ("[1, 1, 1, 1, 1, 1, 1, -0.1]", "from 0 to 100 for each head"),
+        ("[1, 1, 1, 1, 1, 1, 1, 101]", "from 0 to 100"),
+        ("[1, 1, 1, 1, 1, 1, 1, nan]", "from 0 to 100"),
+        ("[1, 1, 1, 1, 1, 1, 1, inf]", "from 0 to 100"),
+        ("[1, 1, 1, 1, 1, 1, 1, true]", "from 0 to 100"),
+        ('[1, 1, 1, 1, 1, 1, 1, "1"]', "from 0 to 100"),
+        ("{first = 0.5}", "or a table {first = 0.5, last = 0.00390625}"),
+        ("{first = 0.5, last = 0}", "above 0"),
+        ("{first = 0.5, last = 0.1, base = 2}", "or a table"),
+        ("alibi", "input should be 'published'"),
+        ("8", "input should be 'published'"),
+    ],
+)
+def test_what_is_no_slopes_is_refused(text, reason):
+    with pytest.raises(ConfigError, match=r"^tiny: position\.slopes = ") as error:
+        parse_config(TINY, "tiny", [f"position.slopes={text}"])
+    assert reason in str(error.value)
+    assert "{{" not in str(error.value)
+
+
+def test_slopes_belong_to_alibi():
+    with pytest.raises(ConfigError, match=r'position\.method = "rotary" has no slopes'):
+        tiny_config(position={"slopes": RANGE, "method": "rotary"})
+    one = {"num_attention_heads": 1}
+    with pytest.raises(ConfigError, match="one head has one slope"):
+        slopes(RANGE, **one)
+
+
+def test_other_slopes_are_another_model():
+    """Curves of different slopes are no seeds of one run, and a checkpoint keeps its slopes."""
+    published, other = tiny_config(), slopes(RANGE)
+    (found,) = differences(published, other)
+    assert found.key == "position.slopes"
+    assert found.effect == "fixed"
+    assert settings_hash(published, "data") != settings_hash(other, "data")
+    # How they are written does not matter.
+    same = slopes(list(other.slopes))
+    assert differences(other, same) == []
+    assert settings_hash(other, "data") == settings_hash(same, "data")
+
+
+def test_settings_of_earlier_releases_have_the_hash_that_they_had():
+    """Runs of this release and of earlier ones, evaluated then, are seeds of one experiment."""
+    # Of the release before position.slopes and train.objective.
+    assert settings_hash(tiny_config(), "data") == EARLIER
+
+
+EARLIER = "3530c649c0b5eb49e59f31889639d9ed0e343f9d99e1ef090fd4c519c426231e"
+
+
+def test_the_summary_shows_them():
+    assert "alibi, trained at" in describe(tiny_config())
+    assert "alibi with slopes 0.5 0.25 0.125 0.0625" in describe(slopes(RANGE))
+    trained = tiny_config(position={"slopes": RANGE, "trainable_slopes": True})
+    assert "alibi with trainable slopes, at first 0.5 0.25" in describe(trained)
