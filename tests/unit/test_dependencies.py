@@ -20,6 +20,7 @@ del PROJECT["optional-dependencies"]["lm-eval"]
 # Distributions whose modules have another name.
 MODULES = {
     "huggingface-hub": "huggingface_hub",
+    "markdown-it-py": "markdown_it",
     "megatron-core": "megatron",
     "pillow": "PIL",
     "protobuf": "google",
