@@ -10,6 +10,8 @@ import torch
 from tests.conftest import tiny_config
 from tests.distributed import tasks
 from tests.distributed.pool import Pool
+from tests.distributed.test_adaptive import _expected as expected_of_adaptive
+from tests.distributed.test_adaptive import adaptive_config
 from tests.distributed.test_optimizer import LOSS, NORM, _expected
 from tests.distributed.test_parallel_equals_dense import VARIANTS, variant_config
 from tests.distributed.test_parallel_equals_dense import _expected as expected_of_variant
@@ -39,6 +41,18 @@ def test_fp32_gradients_equal_the_dense_reference_on_the_cpu(gpu, variant, heads
     """
     state, tokens, logits, loss, gradients = expected_of_variant(variant, heads)
     actual = gpu.run(tasks.gradients, variant_config(variant, heads, {}), state, tokens)[0]
+    torch.testing.assert_close(actual["logits"].cpu(), logits, rtol=1e-4, atol=1e-4)
+    assert actual["loss"] == pytest.approx(loss, rel=1e-5)
+    for name, expected in gradients.items():
+        torch.testing.assert_close(actual["gradients"][name].cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fusion", ["auto", "off"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adaptive_softmax_equals_the_dense_reference_on_the_cpu(gpu, tied, fusion):
+    state, tokens, logits, loss, gradients = expected_of_adaptive(tied)
+    config = adaptive_config(tied=tied, train={"fusion": fusion})
+    actual = gpu.run(tasks.gradients, config, state, tokens)[0]
     torch.testing.assert_close(actual["logits"].cpu(), logits, rtol=1e-4, atol=1e-4)
     assert actual["loss"] == pytest.approx(loss, rel=1e-5)
     for name, expected in gradients.items():

@@ -184,6 +184,30 @@ def test_a_data_set_has_the_tokens_of_fairseq_preprocess(tmp_path):
     assert len(open_stream(config, "validation")) == 5 + 3
 
 
+@pytest.mark.parametrize("source", ["text", "blank_lines"])
+def test_words_of_held_out_text_are_not_counted(tmp_path, source):
+    """Of one document the end is held out, of many documents some."""
+    words = {f"own{i:03d}" for i in range(400)}
+    between = "\n\n" if source == "blank_lines" else "\n"
+    (tmp_path / "all.txt").write_text(between.join(f"the {word}" for word in sorted(words)))
+    settings = [
+        f"data.source={source}",
+        f'data.paths=["{tmp_path}/all.txt"]',
+        "data.validation_fraction=0.1",
+        "data.tokenizer=words",
+        "cleaning.decontaminate=false",
+        f"data.directory={tmp_path}/data",
+        # Room for the words of the training text, of which there are about 361, and for few more.
+        "data.vocab_size=368",
+    ]
+    build(config := load_config("configs/demo.toml", settings))
+    tokenizer = load_tokenizer(Path(config.data.directory) / "tokenizer.txt")
+    streams = [open_stream(config, split) for split in ("train", "validation")]
+    train, held_out = (set(tokenizer.decode(s.read(0, len(s))).split()) for s in streams)
+    assert "<unk>" not in train and len(train & words) > 350
+    assert held_out <= {"the", "<unk>"}
+
+
 def test_the_same_words_are_counted_again_unless_a_file_gives_them(tmp_path):
     build(config := corpus_config(tmp_path))
     first = Path(config.data.directory) / "tokenizer.txt"

@@ -288,7 +288,7 @@ def test_what_is_no_file_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             load_tokenizer(path)
-    with pytest.raises(ConfigError, match=r"tokenizer\.model: missing, and so is tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: missing, and so are tokenizer\.json"):
         find_tokenizer(tmp_path)
 
 
