@@ -24,6 +24,8 @@ from pretrain.topology import Topology
 
 WARM_UP_TOKENS = 4
 """Tokens that are generated before the clock runs."""
+REPEATS = 5
+"""How often a turn generates behind its prompts; means count."""
 PREFILL, DECODE = "prefill_tokens_per_second", "decode_tokens_per_second"
 
 
@@ -198,16 +200,18 @@ def generation_turn(config: RunConfig, topology: Topology, sizes: Sizes) -> Turn
     vocabulary = config.data.vocab_size
     # A prompt of the full length, so that kernels and memory are those that are timed.
     greedy(decoder, prompt, min(WARM_UP_TOKENS, sizes.new_tokens), vocabulary)
-    decoder.reset()
-    begin = _now()
-    first = greedy(decoder, prompt, 1, vocabulary)
-    middle = _now()
-    greedy(decoder, first, sizes.new_tokens - 1, vocabulary)
-    end = _now()
+    prefill = decode = 0.0
+    for _ in range(REPEATS):
+        decoder.reset()
+        begin = _now()
+        first = greedy(decoder, prompt, 1, vocabulary)
+        middle = _now()
+        greedy(decoder, first, sizes.new_tokens - 1, vocabulary)
+        prefill, decode = prefill + middle - begin, decode + _now() - middle
     expected = cache_bytes(config, sizes.batch_size, sizes.length + sizes.new_tokens)
     assert decoder.allocated_bytes() == expected
     peak = platform.peak_memory_bytes()
-    return Turn(middle - begin, end - middle, expected, peak, platform.device_name())
+    return Turn(prefill / REPEATS, decode / REPEATS, expected, peak, platform.device_name())
 
 
 def _turn_in_processes(config: RunConfig, sizes: Sizes, nproc: int) -> list[Turn]:
