@@ -78,7 +78,8 @@ CLAIMS = (
     ),
     Claim(
         "alibi_is_flat_when_sliding",
-        "With sliding windows, ALiBi stays within 3 % of its perplexity at L up to 16 L.",
+        "With sliding windows, ALiBi stays within 3 % of its perplexity at L at every longer "
+        "length up to 16 L that was evaluated.",
         f"{_WIKITEXT}.sliding_stride1)",
         1.03,
         "The largest published change is 2.6 %, trained at 1024 (17.92 at 3072, 17.46 at 1024).",
@@ -156,7 +157,7 @@ CLAIMS = (
         "trained_slopes_extrapolate_worse",
         "At the longest length from 4 L to 16 L, ALiBi with fixed slopes has a lower perplexity "
         "than with trained ones.",
-        "The section on the method; published.toml has no numbers of it",
+        "The text on trainable slopes; published.toml has no numbers of it",
         1.0,
         "Equality: any difference that the noise does not hide counts.",
         predicates.trained_slopes,

@@ -197,6 +197,9 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
             return missing(curve, length)
     found = gap(a, at_a, b, at_b)
     words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: {ratio_in_words(found)}"
+    steps = a.sources[0].step, b.sources[0].step
+    if steps[0] != steps[1]:
+        words += f", after {steps[0]} and {steps[1]} steps"
     of_a, of_b = a.records[at_a], b.records[at_b]
     return Case(
         judge(found),
@@ -218,9 +221,11 @@ def missing(curve: Curve, length: int) -> Case:
 def ratio_in_words(found: Gap) -> str:
     """Return a ratio with its range, as in "0.868 times (0.861 to 0.875)"."""
     low, value, high = found.ratios()
-    if math.isnan(low):
+    if not low < high:
         return f"{value:.3f} times"
-    return f"{value:.3f} times" + (f" ({low:.3f} to {high:.3f})" if high > low else "")
+    # A range that three decimals would hide is what the verdict stands on.
+    digits = 3 if high - low >= 0.002 else 5
+    return f"{value:.{digits}f} times ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _value(curve: Curve, length: int, than: Curve | None = None) -> str:

@@ -118,6 +118,7 @@ def _ratios(study: Study) -> tuple[list[Line], Frame]:
         "Evaluation length (in training lengths L)",
         "Perplexity / perplexity at L",
         ticks={float(x): relative_length(x) for x in powers},
+        bars="range in which\nnoise puts it",
         panels=panels,
     )
     return lines, frame

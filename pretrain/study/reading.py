@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -59,11 +60,14 @@ class Study:
     def curves(self) -> Sequence[Curve]:
         return self.evidence.curves
 
-    @property
-    def without_results(self) -> list[Run]:
-        """Return the finished runs that the evaluation does not hold."""
-        evaluated = {source.run for curve in self.curves for source in curve.sources}
-        return [r for r in self.runs if r.state == FINISHED and r.name not in evaluated]
+    def runs_that(self, *, finished: bool, evaluated: bool) -> list[str]:
+        """Return the names of the runs that are finished, or not, and evaluated, or not."""
+        names = {source.run for curve in self.curves for source in curve.sources}
+        return [
+            run.name
+            for run in self.runs
+            if (run.state == FINISHED) == finished and (run.name in names) == evaluated
+        ]
 
 
 def read_study(directory: Path) -> Study:
@@ -93,7 +97,7 @@ def read_study(directory: Path) -> Study:
         runs,
         Evidence(make_curves(records), rows, device),
         positions,
-        {run.name: _growth(directory / run.directory / "metrics.jsonl") for run in runs},
+        {run.name: _growth(directory / run.directory) for run in runs},
         unmeasured,
     )
 
@@ -168,15 +172,18 @@ def _row(row: Mapping[str, Any]) -> Row:
         "training": [float(value) for value in row["train_tokens_per_second"]],
         "evaluation": [float(value) for value in row["evaluation_tokens_per_second"]],
     }
+    if not all(math.isfinite(v) and v > 0 for values in speeds.values() for v in values):
+        raise ValueError(f"a speed of {row['method']} is no positive number")
     memory = row["peak_memory_bytes"]
     return Row(str(row["method"]), int(row["train_length"]), speeds, memory and float(memory))
 
 
-def _growth(path: Path) -> dict[int, dict[int, float]]:
-    """Return window length -> step -> perplexity of a metrics.jsonl; nothing without a file."""
+def _growth(run: Path) -> dict[int, dict[int, float]]:
+    """Return window length -> step -> perplexity of RUN/metrics.jsonl; nothing without a file."""
+    path = run / "metrics.jsonl"
     found: dict[int, dict[int, float]] = {}
-    for record in read_metrics(path):
-        if is_evaluation(record) and record.get("protocol") == NONOVERLAPPING:
+    for record in _read(path, lambda: [r for r in read_metrics(path) if is_evaluation(r)]):
+        if record.get("protocol") == NONOVERLAPPING:
             length, step, value = (record.get(key) for key in ("length", "step", "perplexity"))
             if isinstance(length, int) and isinstance(step, int) and isinstance(value, int | float):
                 found.setdefault(length, {})[step] = float(value)

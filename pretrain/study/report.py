@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.config import writing
 from pretrain.rundir.files import make_directory, replace_file
 from pretrain.study import beside, claims, early, sections, summaries
 from pretrain.study.claims import Judgement
@@ -37,6 +38,7 @@ def write_study_report(directory: Path) -> None:
 
     Raises:
         ConfigError: `directory` holds no study.json, or a file in it cannot be read.
+        RunFailed: The report cannot be written.
     """
     study = read_study(directory)
     judged = claims.judge(study.evidence)
@@ -57,7 +59,8 @@ def write_study_report(directory: Path) -> None:
     files["report.html"] = to_page(study.title, text, files).encode()
     # The text comes last: where it exists, the files that it shows do.
     files["report.md"] = text.encode()
-    _write(directory / "report", files)
+    with writing(directory / "report"):
+        _write(directory / "report", files)
 
 
 def _files(drawn: Mapping[str, Figure]) -> dict[str, bytes]:

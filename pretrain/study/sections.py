@@ -23,7 +23,7 @@ from pretrain.study.early import CONTEXT, EARLY, TOTAL, Gain
 from pretrain.study.evidence import Gap, Verdict
 from pretrain.study.figures import Figure
 from pretrain.study.pages import as_code, plain
-from pretrain.study.reading import FINISHED, Study
+from pretrain.study.reading import Study
 
 ONE_SEED = (
     "Where a verdict stands on one seed, only the noise of the text was considered: how far "
@@ -120,12 +120,13 @@ def _runs(study: Study) -> Iterable[str]:
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
-    missing = [run.name for run in study.runs if run.state != FINISHED]
-    if missing:
-        yield f"**Not in the results: {', '.join(missing)}.** The others stand alone below."
-    if study.without_results:
-        names = ", ".join(run.name for run in study.without_results)
-        yield f"**Finished and not evaluated: {names}.** `pretrain study` evaluates them."
+    for finished, evaluated, words in (
+        (False, False, "Not in the results: {}.** The others stand alone below."),
+        (False, True, "Not finished, and evaluated as far as they had come: {}.**"),
+        (True, False, "Finished and not evaluated: {}.** `pretrain study` evaluates them."),
+    ):
+        if names := study.runs_that(finished=finished, evaluated=evaluated):
+            yield "**" + words.format(", ".join(names))
 
 
 # ---- claims --------------------------------------------------------------------------------------
@@ -156,8 +157,8 @@ def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
         lines = [f"- {case.words}{_tokens(case.tokens, case.seeds)}" for case in cases]
         others = len(each.cases) - len(cases)
         if others:
-            lines.append(f"- {others} other cases, see claims.json")
-        yield "\n".join(lines) or "- No run of the methods that it is about was evaluated."
+            lines.append(f"- {others} other case{'s' if others > 1 else ''}: see claims.json")
+        yield "\n".join(lines) or "- Nothing that it is about was measured."
         yield (
             f"Threshold: a ratio of {claim.threshold:g}. {claim.threshold_source} "
             f"Source: {claim.source}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -259,6 +260,39 @@ def test_the_published_numbers_pass_the_claims_that_they_support(model):
     passed = [j.claim.id for j in found if j.verdict == Verdict.PASSES]
     assert passed == SUPPORTED[model]
     assert {j.verdict for j in found if j.claim.id not in passed} == {Verdict.MISSING}
+
+
+def test_thresholds_quote_the_published_numbers():
+    """Each pair of numbers that a threshold names is published, and makes the percentage said."""
+    values = {n.value for model in published.MODELS for n in published.perplexities(model).values()}
+    quoted = r"([\d.]+) %[^(]*\((\d+\.\d\d) (?:at \d+,|against) (\d+\.\d\d)"
+    seen = 0
+    for claim in claims.CLAIMS:
+        for percent, high, low in re.findall(quoted, claim.threshold_source):
+            assert {float(high), float(low)} <= values, claim.id
+            assert f"{100 * (float(high) / float(low) - 1):.1f}" == percent, claim.id
+            # It is the largest, so that every published number passes.
+            assert float(percent) / 100 < claim.threshold - 1
+            seen += 1
+    assert seen == 5
+
+
+def test_thresholds_of_cost_quote_the_published_ratios():
+    judged = {j.claim.id: j for j in claims.judge(published.evidence("wikitext103"))}
+    lowest = [min(case.ratio[1] for case in judged[name].cases) for name in OF_COST[:2]]
+    said = "{:.1%} in training and {:.1%} in evaluation".format(*lowest).replace("%", " %")
+    for name in OF_COST[:2]:
+        assert said in judged[name].claim.threshold_source
+    largest = max(case.ratio[1] for case in judged["alibi_needs_no_more_memory"].cases)
+    assert f"{100 * (largest - 1):.1f}" == "0.7"
+    at_once = [
+        case.ratio[1]
+        for model in published.MODELS
+        for j in claims.judge(published.evidence(model))
+        for case in j.cases
+        if j.claim.id == "sinusoidal_degrades_at_once" and case.ratio
+    ]
+    assert (f"{min(at_once):.1f}", f"{max(at_once):.0f}") == ("3.8", "11")
 
 
 # ---- how it is decided ---------------------------------------------------------------------------

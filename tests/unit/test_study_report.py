@@ -13,10 +13,10 @@ import shutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.config import ConfigError
+from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluate import drawing
 from pretrain.evaluate.positions import Binned, read_positions
-from pretrain.study import beside, claims
+from pretrain.study import beside, claims, sections
 from pretrain.study.figures import figures
 from pretrain.study.pages import as_code, plain, to_page
 from pretrain.study.reading import read_study
@@ -304,7 +304,7 @@ def test_runs_without_results_and_contestants_that_failed_are_named(tmp_path):
     costs["failed"] = [{"method": "t5", "train_length": 64, "reason": "out of memory"}]
     (directory / "efficiency.json").write_text(json.dumps(costs))
     found = read_study(directory)
-    assert [run.name for run in found.without_results] == ["t5-64"]
+    assert found.runs_that(finished=True, evaluated=False) == ["t5-64"]
     assert found.unmeasured == ["t5 at L = 64: out of memory"]
 
 
@@ -315,6 +315,13 @@ def test_runs_without_results_and_contestants_that_failed_are_named(tmp_path):
         ("study.json", "{", "study.json: cannot be read (JSONDecodeError"),
         ("study.json", "[]", "study.json: cannot be read (TypeError"),
         ("efficiency.json", '{"rows": [{}]}', "efficiency.json: cannot be read (KeyError"),
+        (
+            "efficiency.json",
+            '{"device": "cpu", "rows": [{"method": "t5", "train_length": 64, '
+            '"train_tokens_per_second": [NaN], "evaluation_tokens_per_second": [1], '
+            '"peak_memory_bytes": 1}]}',
+            "a speed of t5 is no positive number",
+        ),
         ("evaluation/curve.json", "{}", "curve.json: cannot be read (ValueError"),
         ("evaluation/positions.csv", "a,b\n1,2\n", "positions.csv: cannot be read (ValueError"),
     ],
@@ -330,6 +337,17 @@ def test_a_damaged_file_is_named(tmp_path, file, content, said):
     assert said in str(refused.value) and not (directory / "report").exists()
 
 
+def test_a_report_that_cannot_be_written_is_named(tmp_path):
+    directory = make_study(
+        tmp_path / "study", states={"alibi-64": ("failed", "x")}, methods=("alibi",), trained=(64,)
+    )
+    (directory / "efficiency.json").unlink()
+    (directory / "report").write_text("a file of the user's")
+    with pytest.raises(RunFailed, match="report: "):
+        write_study_report(directory)
+    assert (directory / "report").read_text() == "a file of the user's"
+
+
 def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
     directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
     path = directory / "evaluation" / "curve.json"
@@ -339,6 +357,17 @@ def test_two_texts_and_unknown_published_numbers_are_refused(tmp_path):
     other = make_study(tmp_path / "other", published="gpt4", methods=("alibi",), trained=(64,))
     with pytest.raises(ConfigError, match='published = "gpt4": there are no such numbers'):
         read_study(other)
+
+
+def test_a_run_that_was_evaluated_before_it_was_finished_is_said_to_be_so(tmp_path):
+    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
+    content = json.loads((directory / "study.json").read_text())
+    content["runs"][0] |= {"state": "waiting", "reason": "step 200 of 400"}
+    (directory / "study.json").write_text(json.dumps(content))
+    found = read_study(directory)
+    said = "\n".join(sections._runs(found))
+    assert "**Not finished, and evaluated as far as they had come: alibi-64.**" in said
+    assert "Not in the results" not in said
 
 
 # ---- parts ---------------------------------------------------------------------------------------
