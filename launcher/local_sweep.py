@@ -165,9 +165,13 @@ def _train(nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Sig
         signals: Records the signals to this process; none came so far.
     """
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
-    settings = [word for setting in run.settings for word in ("--set", setting)]
     try:
+<<<<<<< HEAD
         code = run_locally(run.config, nproc, train, [str(run.path), *settings], signals=signals)
+=======
+        # Not the config's file: it may have been edited while the runs before this one trained.
+        code = run_locally(run.config, nproc, train, None, signals=signals)
+>>>>>>> base_configs
     except (ConfigError, RunFailed) as error:
         print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
         code = exit_code_of(error)

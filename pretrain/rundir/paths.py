@@ -59,7 +59,7 @@ attempts/####/suspensions.jsonl | launcher | a line for each time in which its j
 attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
 attempts/####/preflight.log | launcher | what that check's processes printed
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
-attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
+attempts/####/config.toml | launcher local | config of a restart or a sweep's run, safe from edits
 logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts
 logs/attempt-####.log | launcher | what all ranks of an attempt print, under Slurm
 logs/slurm-<job>.log | Slurm | what the job's batch script prints

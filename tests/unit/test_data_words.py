@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import math
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.config.exports import describe_export
 from pretrain.data.build import build
 from pretrain.data.build.estimate import estimate
@@ -197,6 +198,19 @@ def test_the_same_words_are_counted_again_unless_a_file_gives_them(tmp_path):
     # A vocabulary of pieces is another data set.
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         build(corpus_config(tmp_path, "data.tokenizer="))
+
+
+def test_the_config_of_the_documentation_is_one(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/corpora.md").read_text()
+    [block] = re.findall(r"```toml\n(.*?267_744.*?)```", text, re.DOTALL)
+    values = tomllib.loads(Path("configs/demo.toml").read_text())
+    given = tomllib.loads(block)
+    values["data"] = given["data"] | {"directory": "data", "sequence_length": 512}
+    values["cleaning"] = given["cleaning"]
+    values["model"]["make_vocab_size_divisible_by"] = 8
+    config = parse_config(values, "docs/corpora.md")
+    assert (config.data.tokenizer, config.padded_vocab_size) == ("words", 267_744)
+    assert not config.cleaning.decontaminate
 
 
 def test_an_estimate_counts_words(tmp_path):
