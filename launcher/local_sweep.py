@@ -166,12 +166,8 @@ def _train(nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Sig
     """
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     try:
-<<<<<<< HEAD
-        code = run_locally(run.config, nproc, train, [str(run.path), *settings], signals=signals)
-=======
         # Not the config's file: it may have been edited while the runs before this one trained.
         code = run_locally(run.config, nproc, train, None, signals=signals)
->>>>>>> base_configs
     except (ConfigError, RunFailed) as error:
         print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
         code = exit_code_of(error)

@@ -242,7 +242,6 @@ def test_what_cannot_be_swept_is_refused_before_anything_starts(
     assert not (desk.folder / BASE).exists()
 
 
-<<<<<<< HEAD
 def test_several_configs_are_a_run_each(desk: Desk) -> None:
     other = desk.folder / "rotary.toml"
     text = Path(CONFIG).read_text().replace("runs/demo/alibi", "runs/rotary")
@@ -273,7 +272,8 @@ def test_several_configs_are_a_run_each(desk: Desk) -> None:
 def test_a_list_of_configs_names_every_run_once(desk: Desk, words: list[str], says: str) -> None:
     done = desk.sweep(*words, "--nproc", "1")
     assert done.code == 2 and done.err.startswith("error: ") and says in done.err, done.text
-=======
+
+
 def test_an_edit_of_the_config_during_a_sweep_changes_no_run(desk):
     """Nor one of its base: the runs that have not begun train what the sweep was asked for."""
     (desk.folder / "base.toml").write_text(Path(CONFIG).read_text())
@@ -285,4 +285,3 @@ def test_an_edit_of_the_config_during_a_sweep_changes_no_run(desk):
     for method in ("alibi", "rotary", "t5"):
         config = load_config(desk.folder / BASE / method / "config.toml")
         assert (config.position.method, config.model.hidden_size) == (method, 128)
->>>>>>> base_configs
