@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from pretrain.config import ConfigError, load_config
 from pretrain.study import evaluation
-from pretrain.study.command import duration
+from pretrain.study.command import Request, duration, run_study
 from pretrain.study.processes import Processes, Stopped
 from pretrain.study.runs import Study, resolve
 from pretrain.study.schema import load_study_file
@@ -154,6 +155,16 @@ def test_the_shipped_studies_have_every_method_at_every_length(
     if name == "demo":
         for run in found.runs:
             run.config.layout(2)
+
+
+def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
+    found = study(tmp_path, FIELDS | {"directory": f'"{tmp_path}/s"'})
+    (tmp_path / "s").mkdir()
+    with (tmp_path / "s/.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another `pretrain study` works on it"):
+            run_study(found.file, Request())
+    assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
 
 
 # ---- processes -----------------------------------------------------------------------------------
