@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel
 
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.overrides import key_of
@@ -371,14 +372,18 @@ def _check_same_size(runs: Sequence[TrainingRun]) -> None:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """Return the value of "section.key" in a config; lists as JSON has them, not tuples."""
+    """Return the value of "section.key" in a config; lists and tables as JSON has them."""
     section, name = key.split(".")
     value = getattr(getattr(config, section), name)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
 
 
 def _toml(value: Any) -> str:
-    """Return a value as TOML writes it."""
+    """Return a value as TOML writes it, a table in one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in value.items())}}}"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
@@ -391,5 +396,6 @@ def _word(value: Any) -> str:
     # Before the substitution below: 1e-05 keeps its dash.
     if isinstance(value, float):
         return str(value)
-    text = "_".join(map(str, value)) if isinstance(value, list) else str(value)
+    parts = list(value.values()) if isinstance(value, dict) else value
+    text = "_".join(map(str, parts)) if isinstance(parts, list) else str(parts)
     return re.sub(r"[^\w.+=]+", "_", text, flags=re.ASCII).strip("._") or "value"

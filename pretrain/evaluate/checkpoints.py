@@ -138,7 +138,8 @@ def _parts(records: Sequence[Mapping[str, Any]]) -> list[_Part]:
 def _write(directory: Path, evaluated: Evaluated) -> None:
     """Write the files of the report. The JSON comes last: where it exists, the rest does."""
     parts = _parts(evaluated.records)
-    sections, pictures = ["# Perplexity by training step", report.PROTOCOLS_EXPLAINED], {}
+    sections, pictures = ["# Perplexity by training step"], {}
+    sections.append(report.protocols_explained(evaluated.records))
     if len(parts) > 1:
         sections.append(
             "The checkpoints were evaluated on several validation sets or with several tokenizers. "

@@ -154,7 +154,9 @@ def what_stands_out(texts: Sequence[Text]) -> str:
             blocks += _of_one_tokenizer(curves, where)
         if len(text.by_tokenizer) > 1 and has_bits(text.curves):
             blocks += _across_tokenizers(text.curves)
-    return "\n\n".join([*blocks, EXPLAINED + " " + PAPER])
+    is_masked = any(curve.protocol == MASKED for text in texts for curve in text.curves)
+    # The paper's models predict the next token.
+    return "\n\n".join([*blocks, EXPLAINED if is_masked else f"{EXPLAINED} {PAPER}"])
 
 
 def _of_one_tokenizer(curves: Sequence[Curve], where: Sequence[str]) -> list[str]:
@@ -167,7 +169,6 @@ def _of_one_tokenizer(curves: Sequence[Curve], where: Sequence[str]) -> list[str
         opening = ", ".join([f"Trained at L = {train_length or 'unknown'}", protocol, *where])
         lines = rankings(group, train_length)
         if protocol != MASKED:
-            # The paper's models predict the next token.
             lines += against_the_paper(group, train_length)
         if lines:
             blocks.append(f"{opening}:\n\n" + "\n".join(f"- {line}" for line in lines))

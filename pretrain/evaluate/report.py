@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretrain.config import ConfigError
+from pretrain.config.evaluation import MASKED
 from pretrain.evaluate import plots
 from pretrain.evaluate.blocks import (
     BLOCK_FIELDS,
@@ -62,6 +63,12 @@ PROTOCOLS_EXPLAINED = (
     "every token exactly once."
 )
 """The protocols in report.md."""
+MASKED_EXPLAINED = (
+    "These models predict masked tokens (`train.objective`): each window is read as a whole, 15 % "
+    "of its tokens are hidden, the same at every length, and the perplexity is that of these "
+    "tokens, predicted from both sides. It does not compare with a perplexity of next tokens."
+)
+"""The same of models that predict masked tokens."""
 INTERVALS_EXPLAINED = (
     "The number after +- is the longer half of the 95 % confidence interval, by a bootstrap over "
     "blocks of the text: it says how far the value would move on other text of the same kind, and "
@@ -130,7 +137,7 @@ def write_report(
     report = "\n\n".join(
         [
             "# Perplexity by length",
-            PROTOCOLS_EXPLAINED,
+            protocols_explained(records),
             "## What stands out",
             what_stands_out(texts),
             *(section.markdown for section in sections),
@@ -142,6 +149,12 @@ def write_report(
     replace_file(out.with_name("report.md"), (report + "\n").encode())
     # The JSON comes last: where it exists, the report is complete.
     replace_file(out, records_to_json(records))
+
+
+def protocols_explained(records: Sequence[Record]) -> str:
+    """Return what report.md says about how these evaluations score a text."""
+    is_masked = any(record["protocol"] == MASKED for record in records)
+    return MASKED_EXPLAINED if is_masked else PROTOCOLS_EXPLAINED
 
 
 def check_report_path(out: Path) -> None:

@@ -71,7 +71,7 @@ def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> fl
     the product of queries and keys and the product of scores and values. Recomputed activations
     are not counted: this is the work that the model requires, not the work that the hardware does.
     data.per_document_attention needs less of the second term, by how much the text decides; it is
-    counted whole.
+    counted whole. A model that predicts masked tokens needs all of it, by either convention.
 
     Args:
         config: The run's config.
@@ -79,7 +79,8 @@ def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> fl
         causal: Count only the lower triangle of the scores (see the module's docstring).
     """
     attention = 12 * config.model.num_layers * config.model.hidden_size * sequence_length
-    return 6 * num_matmul_parameters(config) + attention * (0.5 if causal else 1.0)
+    is_half = causal and not config.is_masked
+    return 6 * num_matmul_parameters(config) + attention * (0.5 if is_half else 1.0)
 
 
 def peak_tflops_per_second(device_name: str) -> float | None:

@@ -104,3 +104,13 @@ def train_on(config: RunConfig, text: Any) -> list[float]:
         optimizer.step(learning_rate(config, step))
         losses.append(average_loss(kept, topology))
     return losses
+
+
+def initial_weights(config: RunConfig) -> dict[str, Tensor]:
+    """Return the weights that a new model starts with, full tensors by global name."""
+    from pretrain.model.gpt import build_model
+    from pretrain.topology import initialize
+
+    topology = initialize(config)
+    chunks = build_model(config)
+    return tasks._assemble(chunks, lambda p: p, average_over=topology.layout.data)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.config import RunConfig
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
-from tests.distributed import tasks
+from tests.distributed import masked_tasks, tasks
 from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
 
 # Both sides compute in fp32 and differ in the order of their sums, which is 2^-24 per term over a
@@ -161,6 +161,15 @@ def test_the_comparison_would_notice_slopes_of_local_heads(pools):
     wrong = DenseGPT(variant_config("alibi", 8, {})).load_global_state(state)
     wrong._score_bias = lambda length, p, like: _local_slopes_bias(length, like)
     assert (wrong(tokens[:, :-1]) - logits).abs().max() > 100 * TOLERANCE["atol"]
+
+
+def test_trainable_slopes_start_from_the_chosen_ones(pools):
+    """On two tensor ranks, each of which has its part of the heads of the whole model."""
+    position = {"trainable_slopes": True, "slopes": {"first": 0.9, "last": 0.01}}
+    config = tiny_config(position=position, parallel=LAYOUTS["tp2"][1])
+    found = pools(2).run(masked_tasks.initial_weights, config)[0]["position.slopes"]
+    expected = [0.9 * (0.01 / 0.9) ** (head / 7) for head in range(8)]
+    torch.testing.assert_close(found.tolist(), expected, rtol=1e-7, atol=0)
 
 
 def _local_slopes_bias(length: int, like: Tensor) -> Tensor:

@@ -290,10 +290,15 @@ EXPORTS = {
         "not as it is in vLLM: its Bloom computes exact GELU",
         'with model.hidden_act = "gelu" and model.use_bias = false it would be MptForCausalLM',
     ],
-    ("model.num_query_groups=2", "position.trainable_slopes=true"): [
+    ("model.num_query_groups=2", "model.parallel_residual=true"): [
         "none: model.num_query_groups = 2: MptForCausalLM has one key",
-        "none: position.trainable_slopes = true: MptForCausalLM computes",
+        "none: model.parallel_residual = true: in MptForCausalLM the MLP",
     ],
+    ("position.trainable_slopes=true",): [
+        "MptSlopesForCausalLM in fp32, bf16 and fp16, for up to 2,048 tokens: a class in",
+        "not in vLLM: it has no MptSlopesForCausalLM",
+    ],
+    ("train.objective=masked",): ["none: train.objective = masked: no transformers class"],
     ("position.method=t5",): ["none: position.method = t5: no stock transformers decoder"],
 }
 

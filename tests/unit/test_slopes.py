@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
-from pretrain.config import ConfigError, dump_config, parse_config
+from pretrain.config import ConfigError, dump_config, load_config, parse_config
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.kernels.alibi import alibi_slopes, chosen_slopes
+from pretrain.launcher.login.sweep import parse_axes, sweep_runs
 from tests.conftest import TINY, tiny_config
 
 RANGE = {"first": 0.5, "last": 2.0**-8}
@@ -114,3 +117,20 @@ def test_the_summary_shows_them():
     assert "alibi with slopes 0.5 0.25 0.125 0.0625" in describe(slopes(RANGE))
     trained = tiny_config(position={"slopes": RANGE, "trainable_slopes": True})
     assert "alibi with trainable slopes, at first 0.5 0.25" in describe(trained)
+
+
+def test_a_sweep_over_slopes(tmp_path):
+    """Lists, ranges and the published slopes stand side by side, each in a directory of its own."""
+    config = tmp_path / "tiny.toml"
+    config.write_text(dump_config(tiny_config(run={"directory": str(tmp_path / "run")})))
+    values = f"{[0.5] * 8}, {{first = 0.9, last = 0.01}}, 'published'"
+    runs = sweep_runs(config, parse_axes([f"position.slopes={values}"]), [], tmp_path / "run")
+    assert [load_config(config, run.settings).slopes for run in runs] == [
+        (0.5,) * 8,
+        slopes({"first": 0.9, "last": 0.01}).slopes,
+        None,
+    ]
+    names = [Path(run.config.run.directory).name for run in runs]
+    assert names[2] == "published"
+    assert names[0].startswith("0.5_0.5_") and names[1].startswith("0.9_0.01")
+    json.dumps([run.over for run in runs])
