@@ -33,8 +33,11 @@ from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import RunPaths
 
 INSTALL = "pip install 'pretrain[lm-eval]'"
-OFFLINE = ("HF_HUB_OFFLINE=1", "HF_DATASETS_OFFLINE=1")
-"""What keeps lm-eval and its libraries from the network."""
+ENVIRONMENT = (
+    *("env", "-u", "RANK", "-u", "LOCAL_RANK", "-u", "WORLD_SIZE"),
+    *("HF_HUB_OFFLINE=1", "HF_DATASETS_OFFLINE=1"),
+)
+"""Keeps lm-eval and its libraries from the network, and from taking itself for a rank of ours."""
 VERSION = "lm_eval_version"
 """The key of a results file by which it is known."""
 
@@ -270,7 +273,7 @@ def _run(scored: Scored, export: Path, tasks: Tasks, window: int, given: str) ->
         config = Path(temporary, "lm_eval.yaml")
         config.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
         # -P: nothing that lies beside a task stands in for a library's module.
-        command = ["env", *OFFLINE, sys.executable, "-P", "-m", "lm_eval", "run", "--config"]
+        command = [*ENVIRONMENT, sys.executable, "-P", "-m", "lm_eval", "run", "--config"]
         print(f"lm-eval at {window} tokens: {given}", flush=True)
         done = subprocess.run(
             [*command, str(config)],
@@ -298,8 +301,8 @@ def _failure(given: str, done: subprocess.CompletedProcess[str]) -> str:
     said = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "nothing")
     return (
         f"--harness {given}: lm-eval failed with exit code {done.returncode}: {said.strip()}\n"
-        f"It runs offline, so a task's data must be in files or in Hugging Face's cache. All of its "
-        f"output is in {log}"
+        "It runs offline, so a task's data must be in files or in Hugging Face's cache. All of "
+        f"its output is in {log}"
     )
 
 

@@ -146,13 +146,12 @@ def test_the_harness_gives_our_bits_per_byte_of_the_checkpoint(run, tasks, tmp_p
     assert len(theirs) == len(written["records"]) == 4
     for name in ("one", "two"):
         curve = tmp_path / name / "curve.json"
-        window = ["--lengths", lengths, "--protocols", "nonoverlapping"]
+        window = ["--lengths", lengths, "--protocols", "nonoverlapping", "--max-tokens", TOKENS]
         ours = pretrain("evaluate", run, "--text", tasks / f"{name}.txt", *window, "--out", curve)
         assert ours.code == 0, ours.text
         for record in json.loads(curve.read_text())["records"]:
             found = theirs[name, record["length"]]
             assert (found["step"], found["documents"], found["method"]) == (8, 1, "alibi")
-            # Of the text's last token we score the EOS behind it, too, where one is.
             assert record["tokens"] == TOKENS
             # The same sums of V = 512 terms in another order; see the test above.
             assert found["value"] == pytest.approx(record["bits_per_byte"], abs=1e-6)

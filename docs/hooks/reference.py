@@ -1,0 +1,244 @@
+"""Write the reference of every config key and every command, in Markdown, from the code itself.
+
+The keys' types, defaults, bounds and docstrings are pydantic's, those of the commands are click's.
+`make docs` puts the pages into the site (docs/hooks/site.py). Nothing of it is committed.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import click
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pretrain.cli import app as pretrain
+from pretrain.config.run import RunConfig
+from pretrain.config.section import AutoOrPositive
+from pretrain.config.trajectory import Effect, effect_of
+from pretrain.launcher.cli import app as launcher
+from pretrain.launcher.cluster import Site
+
+COMMANDS = {"pretrain": pretrain, "launcher": launcher}
+_WORDS = {str: "text", bool: "true or false", int: "integer", float: "number", dict: "table"}
+_BOUNDS = {
+    "gt": "greater than {}",
+    "ge": "at least {}",
+    "lt": "less than {}",
+    "le": "at most {}",
+    "min_length": "not empty",
+    "max_length": "at most {} of them",
+    "pattern": "`{}`",
+}
+_ON_RESUME = {
+    Effect.FIXED: "cannot change",
+    Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",
+    Effect.CONTENT: "may change, and what lies there may not, unless `--allow-changed` names it",
+    Effect.FREE: "may change",
+}
+
+
+# ---- config keys ---------------------------------------------------------------------------------
+def config_page() -> str:
+    """Return the page of all keys of a run's config, a heading for each."""
+    parts = [
+        "# Config keys",
+        "Every key of a run's TOML file, section by section. `pretrain config CONFIG` prints the "
+        "values of a file with all defaults; `--set section.key=value` overrides one on the "
+        "command line. *On resume* says what a change between two starts of a run means. This "
+        "page is generated from the code.",
+    ]
+    for section, field in RunConfig.model_fields.items():
+        parts += [f"## [{section}]", *_section(section, _models(field.annotation)[0])]
+    return "\n\n".join(parts) + "\n"
+
+
+def site_page() -> str:
+    """Return the page of all keys of a site file."""
+    parts = ["# Site file keys", _unwrapped(Site.__doc__ or ""), "Generated from the code."]
+    parts += [part for name, field in Site.model_fields.items() for part in _key(name, name, field)]
+    return "\n\n".join(parts) + "\n"
+
+
+def config_keys() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key of a run's config, as section.key, and its field.
+
+    The keys of a table with names of one's own are data.corpora.NAME.key.
+    """
+    for section, field in RunConfig.model_fields.items():
+        for name, own in _models(field.annotation)[0].model_fields.items():
+            yield f"{section}.{name}", own
+            for model in _models(own.annotation):
+                for inner, field_of_model in model.model_fields.items():
+                    yield f"{section}.{name}.NAME.{inner}", field_of_model
+
+
+def _section(section: str, model: type[BaseModel]) -> Iterator[str]:
+    """Yield what is said about a section: its docstring and every key."""
+    about = _unwrapped(model.__doc__ or "").partition(": ")[2]
+    yield about[:1].upper() + about[1:]
+    for key, field in config_keys():
+        if key.split(".")[0] == section:
+            yield from _key(key, key.removeprefix(f"{section}."), field, _resume(key))
+
+
+def _resume(key: str) -> str:
+    """Return what a change of a key means when a run goes on."""
+    return f"On resume: {_ON_RESUME[effect_of('.'.join(key.split('.')[:2]))]}."
+
+
+def _key(key: str, name: str, field: FieldInfo, *more: str) -> Iterator[str]:
+    """Yield the heading of a key, its type and default, and its docstring.
+
+    Args:
+        key: The whole key, for links.
+        name: The name in its section.
+        field: pydantic's description.
+        more: Further sentences.
+    """
+    yield f"### {name} {{ #{key.replace('.', '-')} }}"
+    default = "required" if field.is_required() else f"default {_value(field.default)}"
+    yield f"{describe_type(field)}, {default}. {' '.join(more)}".strip()
+    yield _unwrapped(field.description or "")
+
+
+def describe_type(field: FieldInfo) -> str:
+    """Return a field's type and bounds in words."""
+    bounds = [
+        text.format(bound)
+        for constraint in field.metadata
+        for name, text in _BOUNDS.items()
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+    words = _type(field.annotation)
+    return ", ".join([words[:1].upper() + words[1:], *bounds])
+
+
+def _type(annotation: Any) -> str:
+    """Return a type in words: "integer", "list of text", "`fp32`, `bf16` or `fp16`"."""
+    if annotation == AutoOrPositive:
+        return "`auto` or a number greater than 0"
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [b for a in arguments[1:] for b in _bounds(a)]
+        return ", ".join([_type(arguments[0]), *bounds])
+    if origin is Literal:
+        return _either([_value(value) for value in arguments])
+    if origin in (Union, types.UnionType):
+        return _either([_type(part) for part in arguments if part is not type(None)])
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is ...:
+            return f"list of {_type(arguments[0])}"
+        return f"list of {len(arguments)}: {', '.join(map(_type, arguments))}"
+    if origin in (list, set, frozenset):
+        return f"list of {_type(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    return _WORDS.get(origin or annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+def _bounds(constraint: Any) -> Iterator[str]:
+    """Yield the bounds that one constraint of a type says."""
+    for name, text in _BOUNDS.items():
+        if (bound := getattr(constraint, name, None)) is not None:
+            yield text.format(bound)
+
+
+def _either(words: list[str]) -> str:
+    """Return words as "a, b or c"."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _value(value: Any) -> str:
+    """Return a value as TOML has it; "none" for a key that is left out."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple | list):
+        return f"`[{', '.join(_value(item).strip('`') for item in value)}]`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    return "`{}`" if value == {} else f"`{value}`"
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+# ---- commands ------------------------------------------------------------------------------------
+def commands_page(name: str) -> str:
+    """Return the page of a command, `pretrain` or `launcher`, and of all its subcommands."""
+    parts = [f"# {name}", "What `-h` says of every command. Generated from the code."]
+    for words, command in commands(name):
+        parts += [f"## {' '.join(words)}", *_command(words, command)]
+    return "\n\n".join(parts) + "\n"
+
+
+def commands(name: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield the words and the definition of a command and of each that is not hidden below it."""
+    yield from _below((name,), typer.main.get_command(COMMANDS[name]))
+
+
+def _below(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from _below((*words, name), inner)
+
+
+def _command(words: tuple[str, ...], command: Any) -> Iterator[str]:
+    """Yield what is said about one command: its help, usage, arguments and options."""
+    context = command.make_context(words[-1], [], resilient_parsing=True)
+    usage = " ".join([*words, *command.collect_usage_pieces(context)])
+    yield f"```text\n{usage}\n```"
+    yield from _help(command.help or "")
+    rows = []
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is None:
+            # An argument that click has no help of; typer's have one.
+            continue
+        if "--help" not in parameter.opts:
+            rows.append(f"| {_code(record[0])} | {_cell(record[1])} |")
+    if rows:
+        yield "\n".join(["| argument or option | meaning |", "|---|---|", *rows])
+
+
+def _help(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a docstring. One that begins with \\b keeps its lines."""
+    for paragraph in textwrap.dedent(text).strip().split("\n\n"):
+        if not paragraph.strip().startswith("\b"):
+            yield _unwrapped(paragraph)
+            continue
+        lines = paragraph.replace("\b", "").strip("\n").splitlines()
+        if lines and lines[0].endswith(":"):
+            yield lines.pop(0)
+        yield "\n".join(["```text", *textwrap.dedent("\n".join(lines)).splitlines(), "```"])
+
+
+def _code(text: str) -> str:
+    return f"`{text.strip()}`".replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    """Return a text for a cell of a table, in which nothing is Markdown but `code`."""
+    words = _unwrapped(text).replace("|", "\\|")
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([<>*_\[\]])", r"\\\1", part)
+        for part in re.split(r"(`[^`]*`)", words)
+    )
+
+
+def _unwrapped(text: str) -> str:
+    """Return a text without the line breaks inside its paragraphs."""
+    paragraphs = [" ".join(p.split()) for p in textwrap.dedent(text).strip().split("\n\n")]
+    return "\n\n".join(paragraphs)
