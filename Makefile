@@ -4,7 +4,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 DEMO := runs/demo
 
-.PHONY: help setup demo test torture lint clean
+.PHONY: help setup demo test torture lint docs clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,8 +32,16 @@ lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: .venv/.docs  ## write the documentation as a site to site/ (mkdocs-material)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
+
+.venv/.docs: $(SETUP)
+	$(BIN)/pip install -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:  ## remove .venv, caches and the demo's files; keeps other runs
-	rm -rf .venv $(DEMO) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf .venv $(DEMO) .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SETUP): pyproject.toml constraints.txt requirements-demo.txt

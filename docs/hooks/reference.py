@@ -1,7 +1,7 @@
 """Write the reference of every config key and every command, in Markdown, from the code itself.
 
 The keys' types, defaults, bounds and docstrings are pydantic's, those of the commands are click's.
-`make docs` puts the pages into the site (docs/hooks/site.py). Nothing of it is committed.
+`make docs` puts the pages into the site (docs/hooks/site_pages.py). Nothing of it is committed.
 """
 
 from __future__ import annotations
@@ -9,32 +9,23 @@ from __future__ import annotations
 import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import click
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pretrain.cli import app as pretrain
 from pretrain.config.run import RunConfig
-from pretrain.config.section import AutoOrPositive
 from pretrain.config.trajectory import Effect, effect_of
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.cluster import Site
 
 COMMANDS = {"pretrain": pretrain, "launcher": launcher}
 _WORDS = {str: "text", bool: "true or false", int: "integer", float: "number", dict: "table"}
-_BOUNDS = {
-    "gt": "greater than {}",
-    "ge": "at least {}",
-    "lt": "less than {}",
-    "le": "at most {}",
-    "min_length": "not empty",
-    "max_length": "at most {} of them",
-    "pattern": "`{}`",
-}
+_BOUNDS = {"gt": "greater than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+_SHAPES = {"min_length": "not empty", "max_length": "at most {} of them", "pattern": "as in `{}`"}
 _ON_RESUME = {
     Effect.FIXED: "cannot change",
     Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",
@@ -109,44 +100,46 @@ def _key(key: str, name: str, field: FieldInfo, *more: str) -> Iterator[str]:
 
 def describe_type(field: FieldInfo) -> str:
     """Return a field's type and bounds in words."""
-    bounds = [
-        text.format(bound)
-        for constraint in field.metadata
-        for name, text in _BOUNDS.items()
-        if (bound := getattr(constraint, name, None)) is not None
-    ]
-    words = _type(field.annotation)
-    return ", ".join([words[:1].upper() + words[1:], *bounds])
+    words = _bounded(_type(field.annotation), field.metadata)
+    return words[:1].upper() + words[1:]
 
 
 def _type(annotation: Any) -> str:
     """Return a type in words: "integer", "list of text", "`fp32`, `bf16` or `fp16`"."""
-    if annotation == AutoOrPositive:
-        return "`auto` or a number greater than 0"
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [b for a in arguments[1:] for b in _bounds(a)]
-        return ", ".join([_type(arguments[0]), *bounds])
+        return _bounded(_type(arguments[0]), arguments[1:])
     if origin is Literal:
         return _either([_value(value) for value in arguments])
     if origin in (Union, types.UnionType):
         return _either([_type(part) for part in arguments if part is not type(None)])
     if origin is tuple:
         if len(arguments) == 2 and arguments[1] is ...:
-            return f"list of {_type(arguments[0])}"
+            return f"list of {_plural(_type(arguments[0]))}"
         return f"list of {len(arguments)}: {', '.join(map(_type, arguments))}"
-    if origin in (list, set, frozenset):
-        return f"list of {_type(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     return _WORDS.get(origin or annotation) or getattr(annotation, "__name__", str(annotation))
 
 
-def _bounds(constraint: Any) -> Iterator[str]:
-    """Yield the bounds that one constraint of a type says."""
-    for name, text in _BOUNDS.items():
-        if (bound := getattr(constraint, name, None)) is not None:
-            yield text.format(bound)
+def _bounded(words: str, constraints: Iterable[Any]) -> str:
+    """Return a type with its bounds: "number at least 0 and less than 1", "text, not empty"."""
+    found = {
+        name: text.format(bound)
+        for outer in constraints
+        # Inside a type, Field(gt=0) is an object that holds the bounds.
+        for constraint in getattr(outer, "metadata", [outer])
+        for name, text in (_BOUNDS | _SHAPES).items()
+        if (bound := getattr(constraint, name, None)) is not None
+    }
+    limits = " and ".join(found[name] for name in _BOUNDS if name in found)
+    shapes = [found[name] for name in _SHAPES if name in found]
+    return ", ".join([f"{words} {limits}".strip(), *shapes])
+
+
+def _plural(words: str) -> str:
+    """Return "integers greater than 0" of "integer greater than 0"."""
+    return re.sub(r"^(integer|number|text)\b", r"\1s", words)
 
 
 def _either(words: list[str]) -> str:
@@ -183,7 +176,7 @@ def commands_page(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def commands(name: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def commands(name: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the words and the definition of a command and of each that is not hidden below it."""
     yield from _below((name,), typer.main.get_command(COMMANDS[name]))
 
@@ -199,6 +192,7 @@ def _command(words: tuple[str, ...], command: Any) -> Iterator[str]:
     """Yield what is said about one command: its help, usage, arguments and options."""
     context = command.make_context(words[-1], [], resilient_parsing=True)
     usage = " ".join([*words, *command.collect_usage_pieces(context)])
+    usage = usage.replace("{", "").replace("}", "")
     yield f"```text\n{usage}\n```"
     yield from _help(command.help or "")
     rows = []
@@ -226,15 +220,15 @@ def _help(text: str) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
-    return f"`{text.strip()}`".replace("|", "\\|")
+    # Behind a backtick, Python-Markdown takes | for itself.
+    return f"`{text.strip()}`"
 
 
 def _cell(text: str) -> str:
     """Return a text for a cell of a table, in which nothing is Markdown but `code`."""
-    words = _unwrapped(text).replace("|", "\\|")
     return "".join(
-        part if part.startswith("`") else re.sub(r"([<>*_\[\]])", r"\\\1", part)
-        for part in re.split(r"(`[^`]*`)", words)
+        part if part.startswith("`") else re.sub(r"([<>*_\[\]|])", r"\\\1", part)
+        for part in re.split(r"(`[^`]*`)", _unwrapped(text))
     )
 
 

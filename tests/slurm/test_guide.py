@@ -1,4 +1,4 @@
-"""The commands of docs/guide.md for a cluster run as they are written, on the tests' own cluster."""
+"""The commands of docs/guide.md for a cluster run as they are written, on the tests' cluster."""
 
 from __future__ import annotations
 
