@@ -23,6 +23,8 @@ from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.cluster import Site
 
 COMMANDS = {"pretrain": pretrain, "launcher": launcher}
+FILES: dict[str, tuple[str, type[BaseModel]]] = {"site": ("Site file keys", Site)}
+"""Other TOML files than a run's config: name of the page -> its title, and the file's keys."""
 _WORDS = {str: "text", bool: "true or false", int: "integer", float: "number", dict: "table"}
 _BOUNDS = {"gt": "greater than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 _SHAPES = {"min_length": "not empty", "max_length": "at most {} of them", "pattern": "as in `{}`"}
@@ -49,11 +51,22 @@ def config_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def site_page() -> str:
-    """Return the page of all keys of a site file."""
-    parts = ["# Site file keys", _unwrapped(Site.__doc__ or ""), "Generated from the code."]
-    parts += [part for name, field in Site.model_fields.items() for part in _key(name, name, field)]
+def file_page(name: str) -> str:
+    """Return the page of all keys of one of FILES."""
+    title, model = FILES[name]
+    parts = [f"# {title}", _unwrapped(model.__doc__ or ""), "Generated from the code."]
+    parts += [part for key, field in file_keys(name) for part in _key(key, key, field)]
     return "\n\n".join(parts) + "\n"
+
+
+def file_keys(name: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key of one of FILES, those of a table as table.key, and its field."""
+    for key, field in FILES[name][1].model_fields.items():
+        inner = _models(field.annotation)
+        if not inner:
+            yield key, field
+        for model in inner:
+            yield from ((f"{key}.{own}", each) for own, each in model.model_fields.items())
 
 
 def config_keys() -> Iterator[tuple[str, FieldInfo]]:

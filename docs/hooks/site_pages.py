@@ -45,7 +45,7 @@ def on_files(files: Any, config: Any) -> Any:
     texts["license.md"] = f"# License\n\n```text\n{texts['license.md']}```\n"
     texts |= {
         "reference/config.md": reference.config_page(),
-        "reference/site.md": reference.site_page(),
+        **{f"reference/{name}.md": reference.file_page(name) for name in reference.FILES},
         **{f"reference/{name}.md": reference.commands_page(name) for name in reference.COMMANDS},
     }
     known = set(texts) | {file.src_uri for file in files}

@@ -201,6 +201,10 @@ def test_the_export_s_own_task_and_a_checkpoint_without_a_run(run, tmp_path):
     assert done.code == 0 and "byte_perplexity" in done.out, done.text
     # It was exported to a temporary folder.
     assert sorted(tmp_path.iterdir()) == [alone]
+    # Started in an export that stays, lm-eval leaves it as it is.
+    for expected in (False, True):
+        done = pretrain("evaluate", run, "--harness", "pretrain_validation")
+        assert done.code == 0 and (not expected or "made earlier" in done.out), done.text
 
 
 @needs_lm_eval

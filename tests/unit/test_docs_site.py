@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.keys import section_keys
-from pretrain.launcher.cluster import Site
 from tests.guide import APPS, check_words
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +24,9 @@ import site_pages  # noqa: E402
 
 HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material"))
 KEYS = dict(reference.config_keys())
+OF_FILES = {
+    f"{name}: {key}": field for name in reference.FILES for key, field in reference.file_keys(name)
+}
 
 
 def test_every_key_of_a_config_is_in_the_reference():
@@ -36,10 +38,18 @@ def test_every_key_of_a_config_is_in_the_reference():
         assert " ".join((field.description or "").split("\n\n")[0].split()) in page
 
 
-@pytest.mark.parametrize("key", [*KEYS, *(f"site {name}" for name in Site.model_fields)])
+def test_every_kind_of_file_has_its_page():
+    kinds = {"site"} | ({"study"} if importlib.util.find_spec("pretrain.study") else set())
+    assert set(reference.FILES) == kinds
+    for name in kinds:
+        page = reference.file_page(name)
+        assert all(f"\n### {key} {{" in page for key, _ in reference.file_keys(name))
+
+
+@pytest.mark.parametrize("key", [*KEYS, *OF_FILES])
 def test_no_key_is_without_a_docstring(key: str):
-    field = Site.model_fields[key.removeprefix("site ")] if " " in key else KEYS[key]
-    assert field.description and field.description.rstrip().endswith((".", ":"))
+    text = (KEYS | OF_FILES)[key].description
+    assert text and text.rstrip().endswith((".", ":"))
 
 
 @pytest.mark.parametrize(
