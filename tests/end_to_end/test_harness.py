@@ -165,6 +165,32 @@ def test_the_harness_gives_our_bits_per_byte_of_the_checkpoint(run, tasks, tmp_p
     assert contents(export) == before
 
 
+def test_an_export_proves_what_it_was_made_from(run, tmp_path):
+    """By the id of its checkpoint, its length and its files; lm-eval is not needed for this."""
+    out, other, split = tmp_path / "hf", tmp_path / "other", tmp_path / "split"
+    assert pretrain("export", run, out, "--max-length", 600).code == 0
+    assert is_export_of(out, id_of(run), 600)
+    assert not is_export_of(out, id_of(run), 601)
+    assert not is_export_of(out, id_of(run, 4), 600)
+    shutil.copytree(out, other)
+    (other / "notes.txt").write_text("not the export's")
+    assert not is_export_of(other, id_of(run), 600)
+    (other / "notes.txt").unlink()
+    assert is_export_of(other, id_of(run), 600)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    assert not is_export_of(other, id_of(run), 600)
+    # Whose tokenizer takes "</s>" in a text otherwise gives other numbers.
+    assert pretrain("export", run, split, "--split-special-tokens").code == 0
+    assert not is_export_of(split, id_of(run), 32)
+    # What an earlier release wrote says nothing about its checkpoint.
+    record = json.loads((out / "pretrain.files.json").read_text())
+    (out / "pretrain.files.json").write_text(json.dumps({"sha256": record["sha256"]}))
+    assert not is_export_of(out, id_of(run), 600)
+
+
+@pytest.mark.torture
 @needs_lm_eval
 def test_an_export_is_used_again_for_what_it_is_and_not_for_its_name(run, tasks, tmp_path):
     moved = tmp_path / "run"

@@ -33,6 +33,8 @@ def test_the_guide_s_job_is_sent_saved_and_goes_on_with_one_node(
     assert "finished" in done.text
     outcomes = [attempt.ended.outcome for attempt in read_attempts(run) if attempt.ended]
     assert outcomes == ["stopped", "finished"]
-    assert complete_checkpoints(run)[-1].name == "step-00000600"
-    # No step twice, and none left out: the second job went on from the first one's save.
-    assert [r["step"] for r in metrics(run) if "loss_nats" in r and "evaluation" not in r]
+    assert complete_checkpoints(run)[-1].name == "step-00000300"
+    # The second job went on from what the first one had saved, in another layout.
+    stopped, finished = read_attempts(run)
+    assert stopped.ended and finished.owner.checkpoint_step == stopped.ended.step
+    assert (stopped.owner.num_processes, finished.owner.num_processes) == (4, 2)
