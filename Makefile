@@ -32,13 +32,9 @@ lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-docs: .venv/.docs  ## write the documentation as a site to site/ (mkdocs-material)
+docs: $(SETUP)  ## write the documentation as a site to site/ (mkdocs-material)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
-
-.venv/.docs: $(SETUP)
-	$(BIN)/pip install -c constraints.txt -e '.[docs]'
-	@touch $@
 
 clean:  ## remove .venv, caches and the demo's files; keeps other runs
 	rm -rf .venv $(DEMO) .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
@@ -54,6 +50,6 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev,data,wandb]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,data,docs,wandb]'
 	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt
 	@touch $@

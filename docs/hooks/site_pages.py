@@ -33,8 +33,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages from outside of docs/, the reference, and the files that pages link to."""
     from mkdocs.structure.files import File
 
-    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-    import reference
+    sys.path.insert(0, str(ROOT))
+    from docs.hooks import reference
 
     texts = {
         file.src_uri: Path(file.abs_src_path).read_text()

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from docs.hooks import reference, site_pages
 from pretrain.config.keys import section_keys
 from tests.guide import APPS, check_words
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "docs/hooks"))
-import reference  # noqa: E402
-import site_pages  # noqa: E402
-
 HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material"))
 KEYS = dict(reference.config_keys())
 OF_FILES = {
@@ -39,7 +36,7 @@ def test_every_key_of_a_config_is_in_the_reference():
 
 
 def test_every_kind_of_file_has_its_page():
-    kinds = {"site"} | ({"study"} if importlib.util.find_spec("pretrain.study") else set())
+    kinds = {"site"} | ({"study"} if (ROOT / "pretrain/study/schema.py").exists() else set())
     assert set(reference.FILES) == kinds
     for name in kinds:
         page = reference.file_page(name)
