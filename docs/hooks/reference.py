@@ -84,7 +84,7 @@ def config_keys() -> Iterator[tuple[str, FieldInfo]]:
 
 def _section(section: str, model: type[BaseModel]) -> Iterator[str]:
     """Yield what is said about a section: its docstring and every key."""
-    about = _unwrapped(model.__doc__ or "").partition(": ")[2]
+    about = _plain(model.__doc__ or "").partition(": ")[2]
     yield about[:1].upper() + about[1:]
     for key, field in config_keys():
         if key.split(".")[0] == section:
@@ -108,7 +108,7 @@ def _key(key: str, name: str, field: FieldInfo, *more: str) -> Iterator[str]:
     yield f"### {name} {{ #{key.replace('.', '-')} }}"
     default = "required" if field.is_required() else f"default {_value(field.default)}"
     yield f"{describe_type(field)}, {default}. {' '.join(more)}".strip()
-    yield _unwrapped(field.description or "")
+    yield _plain(field.description or "")
 
 
 def describe_type(field: FieldInfo) -> str:
@@ -224,7 +224,7 @@ def _help(text: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring. One that begins with \\b keeps its lines."""
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
         if not paragraph.strip().startswith("\b"):
-            yield _unwrapped(paragraph)
+            yield _plain(paragraph)
             continue
         lines = paragraph.replace("\b", "").strip("\n").splitlines()
         if lines and lines[0].endswith(":"):
@@ -238,9 +238,14 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text for a cell of a table, in which nothing is Markdown but `code`."""
+    """Return a text for a cell of a table."""
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Return a docstring's text with what Markdown would take for its own escaped, but `code`."""
     return "".join(
-        part if part.startswith("`") else re.sub(r"([<>*_\[\]|])", r"\\\1", part)
+        part if part.startswith("`") else re.sub(r"([<>*_\[\]])", r"\\\1", part)
         for part in re.split(r"(`[^`]*`)", _unwrapped(text))
     )
 

@@ -28,11 +28,14 @@ OF_FILES = {
 
 def test_every_key_of_a_config_is_in_the_reference():
     page = reference.config_page()
+    unescaped = re.sub(r"\\([<>*_\[\]])", r"\1", page)
     assert {f"{s}.{name}" for s, keys in section_keys().items() for name in keys} <= set(KEYS)
     assert "data.corpora.NAME.weight" in KEYS and len(KEYS) > 100
     for key, field in KEYS.items():
         assert f"{{ #{key.replace('.', '-')} }}" in page
-        assert " ".join((field.description or "").split("\n\n")[0].split()) in page
+        assert " ".join((field.description or "").split("\n\n")[0].split()) in unescaped
+    # Patterns and signs are no Markdown.
+    assert r'"corpus/\*\*/\*.txt"' in page
 
 
 def test_every_kind_of_file_has_its_page():
