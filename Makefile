@@ -5,7 +5,7 @@ SETUP := .venv/.installed
 DEMO := runs/demo
 STUDY := runs/study_demo
 
-.PHONY: help setup demo study test torture lint clean
+.PHONY: help setup demo study test torture lint docs clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,8 +36,12 @@ lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(SETUP)  ## write the documentation as a site to site/ (mkdocs-material)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
+
 clean:  ## remove .venv, caches and the demo's files; keeps other runs
-	rm -rf .venv $(DEMO) $(STUDY) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf .venv $(DEMO) $(STUDY) .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
@@ -50,6 +54,6 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev,data,wandb]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,data,docs,wandb]'
 	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt
 	@touch $@

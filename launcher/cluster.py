@@ -68,9 +68,13 @@ class Site(Section):
     H200. With it `launcher submit` checks before a job is sent that the ranks' torch was built for
     them, which a job without it finds out on its nodes."""
     partition: str | None = None
+    """The partition of the jobs, as `sinfo` lists it. The default is the cluster's."""
     account: str | None = None
+    """The account that pays for the jobs, where the cluster asks for one."""
     qos: str | None = None
+    """The quality of service of the jobs, where the account has several."""
     constraint: str | None = None
+    """A feature that the nodes must have, as `sinfo -o %f` shows it: "nvlink"."""
     modules: tuple[str, ...] = Field(default=(), strict=False)
     """Environment modules that the job loads before anything else."""
     container: tuple[str, ...] = Field(default=(), strict=False)

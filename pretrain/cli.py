@@ -298,6 +298,16 @@ def evaluate(
             "one document. Needs the run alone, and no data set.",
         ),
     ] = [],  # noqa: B006
+    harness: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.yaml|FOLDER|TASK",
+            help="Run these tasks of lm-evaluation-harness in place of all that, offline, on an "
+            "export of the checkpoint; an export that is missing is made. TASK names a task of the "
+            "export, such as pretrain_validation, or one of lm-eval's. --lengths bounds what the "
+            "model is given; default: the training length.",
+        ),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -312,11 +322,17 @@ def evaluate(
       pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
           --out runs/demo/report/curve.json
       pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
+      pretrain evaluate runs/demo/alibi --harness tasks/hamlet.yaml --lengths 128,2048
     """
     from pretrain.evaluate.command import evaluate_sources
     from pretrain.evaluate.own_text import text_data_set
 
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
+    if harness is not None:
+        from pretrain.export.harness_run import evaluate_with_harness
+
+        evaluate_with_harness(sources, harness, request, overrides, out, text)
+        return
     if not text:
         evaluate_sources(sources, request, overrides, out)
         return

@@ -248,14 +248,14 @@ class _EndOfRun:
     """
 
     def __init__(self, run: Path, records: Records) -> None:
-        self._run = run
+        self._run, self._records = run, records
         self._status = Repeated(lambda: read_statuses([run], records=records)[0][0], SQUEUE_SECONDS)
         self._last_answer = ""
 
     def reason(self, newest: AttemptRecord | None) -> str:
         """Return how the run ended; "" while it goes on."""
         ended = newest.ended if newest else None
-        if ended and ended.outcome not in STARTED_AGAIN:
+        if newest and ended and ended.outcome not in STARTED_AGAIN and not self._is_sent(newest):
             return f"{self._run}: {in_words(ended.outcome)}: {ended.reason}"
         status = self._status.new()
         if status is None:
@@ -264,6 +264,16 @@ class _EndOfRun:
         confirmed = bool(answer) and answer == self._last_answer
         self._last_answer = answer
         return answer if confirmed else ""
+
+    def _is_sent(self, newest: AttemptRecord) -> bool:
+        """Return True if a training job was sent after the newest attempt had begun."""
+        owner = newest.owner
+        return any(
+            record.kind == JobKind.TRAIN
+            and record.job_id != owner.slurm_job_id
+            and record.submitted_at > owner.began_at
+            for record in self._records.read(read_jobs, self._run, RunPaths(self._run).jobs)
+        )
 
 
 def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path, int | None]:

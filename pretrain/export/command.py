@@ -28,7 +28,7 @@ from pretrain.export.harness import TEXT, describe, validation_documents
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import PRECISIONS, ParityReport, check_parity
 from pretrain.export.precision import add_precisions
-from pretrain.export.written import record_files
+from pretrain.export.written import MadeFrom, record_files
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint
@@ -148,7 +148,8 @@ def _export(
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):
         add_precisions(out, config, report, is_text=stream is not None)
-        record_files(out)
+        made_from = MadeFrom(opened.lineage.id, max_length, split_special_tokens)
+        record_files(out, made_from if report.passed else None)
     print(report.format())
     return report.passed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pretrain.config import ConfigError
@@ -14,7 +15,7 @@ MARKER = "pretrain.toml"
 """The run's resolved config. A folder that holds it is one of our exports and may be replaced."""
 
 FILES = "pretrain.files.json"
-"""The SHA-256 of every other file that the export wrote."""
+"""The SHA-256 of every other file that the export wrote, and what it was made from."""
 
 _OF_EARLIER_RELEASES = (
     "README.md",
@@ -32,16 +33,50 @@ _OF_EARLIER_RELEASES = (
 """What an export without FILES has written."""
 
 
-def record_files(folder: Path) -> None:
+@dataclass(frozen=True)
+class MadeFrom:
+    """What an export was made from, once the comparison with the trained model has passed."""
+
+    checkpoint: str
+    """The id of the checkpoint."""
+    max_length: int
+    """The longest sequence in tokens that the export accepts."""
+    split_special_tokens: bool
+    """The tokenizer takes a special token's name in a text for text."""
+
+
+def record_files(folder: Path, made_from: MadeFrom | None = None) -> None:
     """Write FILES into a finished export.
 
     Where it is there already, an export goes on writing into a folder that others may see by now:
     the files that it lists are recorded again, and no others.
+
+    Args:
+        folder: The export.
+        made_from: What it was made from; None until it is proven to compute the same function.
     """
     names = read_json(folder / FILES).get("sha256") or _names(folder)
     digests = {name: _digest(folder / name) for name in names}
     # As all files of the folder, with the mode that the umask gives.
-    (folder / FILES).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
+    record = {"made_from": made_from and asdict(made_from), "sha256": digests}
+    (folder / FILES).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def is_export_of(folder: Path, checkpoint: str, length: int) -> bool:
+    """Return True for an export of this checkpoint that passed its comparison, and is unchanged.
+
+    Args:
+        folder: Any folder.
+        checkpoint: The checkpoint's id.
+        length: The least number of tokens that it must accept.
+    """
+    made = read_json(folder / FILES).get("made_from")
+    if not isinstance(made, dict) or made.get("checkpoint") != checkpoint:
+        return False
+    reach = made.get("max_length")
+    if made.get("split_special_tokens") or not isinstance(reach, int) or reach < length:
+        return False
+    return not _faults(folder)
 
 
 def check_replaceable(out: Path) -> None:
@@ -60,6 +95,17 @@ def check_replaceable(out: Path) -> None:
             f"{out}: already exists and is not an earlier export (it has no {MARKER}). Choose "
             "another folder"
         )
+    faults = _faults(out)
+    if faults:
+        shown = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if faults[5:] else "")
+        raise ConfigError(
+            f"{out}: an earlier export, but a new one would also delete {shown}. Move that "
+            "elsewhere, or choose another folder"
+        )
+
+
+def _faults(out: Path) -> list[str]:
+    """Return the files of an export that it did not write, or that were changed since."""
     written = read_json(out / FILES).get("sha256")
     if not isinstance(written, dict):
         written = dict.fromkeys(_OF_EARLIER_RELEASES)
@@ -71,12 +117,7 @@ def check_replaceable(out: Path) -> None:
             faults.append(f"{name} (not written by it)")
         elif written[name] is not None and _digest(out / name) != written[name]:
             faults.append(f"{name} (changed since)")
-    if faults:
-        shown = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if faults[5:] else "")
-        raise ConfigError(
-            f"{out}: an earlier export, but a new one would also delete {shown}. Move that "
-            "elsewhere, or choose another folder"
-        )
+    return faults
 
 
 def _names(folder: Path) -> list[str]:

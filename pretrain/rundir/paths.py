@@ -85,6 +85,7 @@ evaluations/curve_<part>.<format> | pretrain report | a picture of one of severa
 evaluations/steps.<format> | pretrain report | perplexity over training steps
 evaluations/steps_<part>.<format> | pretrain report | the same of one of several texts
 evaluations/report.md | pretrain report | tables and findings
+exports/step-########/ | pretrain evaluate --harness | a checkpoint as a Hugging Face model
 """
 LAYOUT = tuple(Entry(*line.split(" | ")) for line in _ROWS.strip().splitlines())
 
@@ -197,6 +198,10 @@ class RunPaths:
     def evaluation_claim(self, checkpoint: str) -> Path:
         """Return the folder whose attempts/ say who evaluates a checkpoint."""
         return self.evaluations / "claims" / checkpoint
+
+    @property
+    def exports(self) -> Path:
+        return self.root / "exports"
 
 
 RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")

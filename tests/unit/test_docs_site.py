@@ -1,0 +1,149 @@
+"""The reference of the site has every key and every command, and its links lead somewhere.
+
+mkdocs is not needed for this. Where it is installed (`make docs`), the whole site is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.hooks import reference, site_pages
+from pretrain.config.keys import section_keys
+from tests.guide import APPS, check_words
+
+ROOT = Path(__file__).parents[2]
+HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material"))
+KEYS = dict(reference.config_keys())
+OF_FILES = {
+    f"{name}: {key}": field for name in reference.FILES for key, field in reference.file_keys(name)
+}
+
+
+def test_every_key_of_a_config_is_in_the_reference():
+    page = reference.config_page()
+    unescaped = re.sub(r"\\([<>*_\[\]])", r"\1", page)
+    assert {f"{s}.{name}" for s, keys in section_keys().items() for name in keys} <= set(KEYS)
+    assert "data.corpora.NAME.weight" in KEYS and len(KEYS) > 100
+    for key, field in KEYS.items():
+        assert f"{{ #{key.replace('.', '-')} }}" in page
+        assert " ".join((field.description or "").split("\n\n")[0].split()) in unescaped
+    # Patterns and signs are no Markdown.
+    assert r'"corpus/\*\*/\*.txt"' in page
+
+
+def test_every_kind_of_file_has_its_page():
+    kinds = {"site"} | ({"study"} if (ROOT / "pretrain/study/schema.py").exists() else set())
+    assert set(reference.FILES) == kinds
+    for name in kinds:
+        page = reference.file_page(name)
+        assert all(f"\n### {key} {{" in page for key, _ in reference.file_keys(name))
+
+
+@pytest.mark.parametrize("key", [*KEYS, *OF_FILES])
+def test_no_key_is_without_a_docstring(key: str):
+    text = (KEYS | OF_FILES)[key].description
+    assert text and text.rstrip().endswith((".", ":"))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("run.directory", "Text, not empty"),
+        ("model.embedding_scale", '`"auto"` or number greater than 0'),
+        ("model.num_query_groups", "Integer greater than 0"),
+        ("train.precision", '`"fp32"`, `"bf16"` or `"fp16"`'),
+        ("data.paths", "List of texts"),
+        ("data.corpora", "Table"),
+        ("evaluation.lengths", "List of integers, not empty"),
+    ],
+)
+def test_types_are_in_words(key: str, words: str):
+    assert reference.describe_type(KEYS[key]).startswith(words)
+
+
+@pytest.mark.parametrize("name", reference.COMMANDS)
+def test_every_command_and_option_is_in_the_reference(name: str):
+    page = reference.commands_page(name)
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert headings == [" ".join(words) for words, _ in reference.commands(name)]
+    assert len(headings) > 10
+    shown = subprocess.run(
+        [sys.executable, "-m", "pretrain" if name == "pretrain" else "pretrain.launcher", "-h"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    listed = re.findall(r"^  ([a-z][a-z-]+)  ", shown.partition("Commands:")[2], re.MULTILINE)
+    assert len(listed) > 5 and {f"{name} {command}" for command in listed} <= set(headings)
+    for _, command in reference.commands(name):
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and not parameter.hidden:
+                assert f"`{max(parameter.opts, key=len)}" in page
+
+
+def test_examples_in_helps_are_commands_that_exist():
+    count = 0
+    for name in APPS:
+        for example in re.findall(r"```text\n((?:pretrain|launcher) .*?)```", page_of(name), re.S):
+            lines = example.replace("\\\n", " ").splitlines()
+            for line in lines[:]:
+                if "[OPTIONS]" in line or "COMMAND" in line or "CONFIG" in line or "|" in line:
+                    continue
+                words = line.split("#")[0].replace("'", "").split()
+                if words[:1] in (["pretrain"], ["launcher"]):
+                    check_words(words)
+                    count += 1
+    assert count > 20
+
+
+def page_of(name: str) -> str:
+    return reference.commands_page(name)
+
+
+# ---- the pages -----------------------------------------------------------------------------------
+def test_links_to_the_repository_lead_to_pages_of_the_site():
+    added: dict[str, str] = {}
+    text = (
+        "[a](../pretrain/cli.py) [b](corpora.md#time) ![c](demo_curve.png) [d](../configs)\n"
+        "[e](https://example.org) [f](#here) [g](../README.md)\n"
+        "```\n[h](../gone.py)\n```\n"
+    )
+    known = {"corpora.md", "demo_curve.png"}
+    assert site_pages.relinked("guide.md", text, known, added) == (
+        "[a](source/pretrain/cli.py.md) [b](corpora.md#time) ![c](demo_curve.png) "
+        "[d](source/configs.md)\n"
+        "[e](https://example.org) [f](#here) [g](index.md)\n"
+        "```\n[h](../gone.py)\n```\n"
+    )
+    assert set(added) == {"source/pretrain/cli.py.md", "source/configs.md"}
+    assert "app = typer.Typer(" in added["source/pretrain/cli.py.md"]
+    assert "configs/demo.toml" in added["source/configs.md"]
+    assert (
+        site_pages.relinked("index.md", "[a](docs/v100.md)", {"v100.md"}, added) == "[a](v100.md)"
+    )
+
+
+@pytest.mark.skipif(not HAS_MKDOCS, reason="mkdocs is not installed: make docs")
+def test_the_site_builds_without_a_warning_and_loads_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert {"guide.html", "index.html"} <= {page.name for page in pages} and len(pages) > 100
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|iframe|link)[^>]*=\"?https?://[^>]*>", page.read_text()
+        )
+        assert loaded == [], page
