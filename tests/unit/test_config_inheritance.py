@@ -206,7 +206,7 @@ def test_keys_and_tables_of_a_base_can_be_removed(tmp_path):
     )
     config = load_config(path)
     assert config.parallel.world_size is None and set(config.data.corpora) == {"books", "news"}
-    assert config.evaluation.interval_steps == 1000
+    assert config.evaluation.interval_steps is None
     # A table that is removed and written again has what is written alone.
     path.write_text(
         'base = "base.toml"\nremove = ["data.corpora"]\n[data.corpora.mine]\npaths = ["m.txt"]\n'
