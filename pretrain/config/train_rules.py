@@ -40,6 +40,13 @@ def check_objective(c: RunConfig) -> Iterator[Refusal]:
             "ways",
             f"Remove the key. {causal} to train within documents",
         )
+    if c.model.adaptive_cutoffs is not None:
+        yield Refusal(
+            "model.adaptive_cutoffs",
+            list(c.model.adaptive_cutoffs),
+            'its rows are words, and train.objective = "masked" needs one for the mask',
+            f"Remove the key. {causal} to train with an adaptive softmax",
+        )
     if c.position.method == "t5" and c.position.relative_attention_num_buckets < 4:
         yield Refusal(
             "position.relative_attention_num_buckets",

@@ -259,11 +259,16 @@ def _run(scored: Scored, export: Path, tasks: Tasks, window: int, given: str) ->
     """
     batch = max(1, scored.checkpoint.config.evaluation.tokens_per_batch // window)
     export = export.absolute()
+    model = {"pretrained": str(export), "dtype": "float32", "max_length": window}
+    if export_class(scored.checkpoint.config).stock:
+        # Slopes that no stock class computes. The code in the folder is the one of the export,
+        # whose every file was compared with its digest.
+        model["trust_remote_code"] = True
     with tempfile.TemporaryDirectory(prefix="pretrain-harness-") as temporary:
         # A file, since on lm-eval's command line a path may hold neither a comma nor a "=".
         settings = {
             "model": "hf",
-            "model_args": {"pretrained": str(export), "dtype": "float32", "max_length": window},
+            "model_args": model,
             "tasks": [tasks.name],
             "include_path": None if tasks.folder else str(export),
             "device": "cuda" if platform.has_cuda() else "cpu",

@@ -23,6 +23,16 @@ def check_generation(config: RunConfig, length: int) -> None:
     Raises:
         ConfigError: A part of the layout does not work, or there are no positions beyond a length.
     """
+    if config.is_masked:
+        raise ConfigError(
+            'train.objective = "masked": the model looks both ways, so it predicts no next token. '
+            'Set "next_token"'
+        )
+    if config.model.adaptive_cutoffs is not None:
+        raise ConfigError(
+            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: generation computes "
+            "logits of all words, which an adaptive softmax avoids. Remove the key"
+        )
     if config.parallel.pipeline_model_parallel_size > 1:
         raise ConfigError(
             "parallel.pipeline_model_parallel_size = "

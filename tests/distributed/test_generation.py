@@ -81,6 +81,8 @@ def test_a_full_cache_takes_no_more_tokens(pools):
             {"position": {"method": "learned"}, "evaluation": {"lengths": [32]}},
             "33 tokens, .* has 32 rows",
         ),
+        ({"train": {"objective": "masked"}}, "predicts no next token"),
+        ({"model": {"adaptive_cutoffs": [100, 300]}}, "logits of all words"),
     ],
 )
 def test_what_cannot_generate_is_refused(sections, said):

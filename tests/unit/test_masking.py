@@ -121,6 +121,10 @@ def test_the_mask_is_a_row_that_no_token_has():
             {"position": {"method": "t5", "relative_attention_num_buckets": 3}},
             r"relative_attention_num_buckets = 3: .*Choose 4 or more",
         ),
+        (
+            {"model": {"adaptive_cutoffs": [100, 300]}},
+            r"model\.adaptive_cutoffs = \[100, 300\]: .*needs one for the mask",
+        ),
     ],
 )
 def test_what_needs_a_causal_mask_is_refused(sections, expected):
