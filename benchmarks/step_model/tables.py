@@ -7,21 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.step_model.inputs import (
-    COUNTED,
-    EDR,
-    ELEMENTWISE,
-    FAST,
-    H200,
-    INPUTS,
-    SLOW,
-    V100,
-    Device,
-    Network,
-)
-from benchmarks.step_model.model import Step
+from benchmarks.step_model.inputs import COUNTED
 from pretrain.config import RunConfig, load_config, num_parameters
 from pretrain.model.flops import flops_per_token, num_matmul_parameters
+from pretrain.plan.hardware import EDR, FAST, H200, SLOW, V100, Device, Network
+from pretrain.plan.inputs import ELEMENTWISE, INPUTS
+from pretrain.plan.step_time import Step
 
 CONFIG = Path(__file__).parents[2] / "configs/cc100_roberta/alibi_1024.toml"
 RANKS, TOKENS = 128, 2**21

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.step_model.inputs import ELEMENTWISE, FAST, GPUS_PER_NODE, INPUTS, Device, Network
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.flops import flops_per_token, num_matmul_parameters
+from pretrain.plan.hardware import FAST, GPUS_PER_NODE, Device, Network
+from pretrain.plan.inputs import ELEMENTWISE, INPUTS
 
 Lines = dict[str, float]
 """Milliseconds by class of work."""
