@@ -22,6 +22,7 @@ from pretrain.config import (
     EvaluationRequest,
     dump_config,
     load_config,
+    load_with_origins,
     writing,
 )
 from pretrain.config.arguments import (
@@ -96,8 +97,11 @@ def config(
 ) -> None:
     """Check a config and print it in full.
 
-    Prints every key with its value, defaults included, then the parameter count, the layout, and
-    what the trained model will export as and in which precisions, or why it cannot be exported.
+    Prints every key with its value and where that comes from (a file, --set or the default), then
+    the parameter count, the layout, and what the trained model will export as and in which
+    precisions, or why it cannot be exported.
+
+    A config may build on another one: base = "other.toml" at its top, relative to its own folder.
 
     A config that cannot work is refused with the key to change. The output is itself a valid config
     file.
@@ -107,10 +111,11 @@ def config(
       pretrain config --list
       pretrain config configs/demo.toml --set model.num_layers=8
     """
-    from pretrain.config.describe import describe
+    from pretrain.config.describe import describe, with_origins
 
-    run = load_config(config, overrides)
-    print(dump_config(run))
+    run, origins = load_with_origins(config, overrides)
+    print(with_origins(dump_config(run), origins))
+    print()
     print(describe(run, tokenizer_obstacles(run)))
 
 

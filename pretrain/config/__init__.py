@@ -16,7 +16,7 @@ from pretrain.config.errors import (
     writing,
 )
 from pretrain.config.evaluation import EvaluationRequest
-from pretrain.config.load import dump_config, load_config, parse_config
+from pretrain.config.load import dump_config, load_config, load_with_origins, parse_config
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
 from pretrain.config.run import Layout, RunConfig
 
@@ -33,6 +33,7 @@ __all__ = [
     "free_bytes",
     "in_bytes",
     "load_config",
+    "load_with_origins",
     "num_parameters",
     "num_parameters_of_rank",
     "parse_config",

@@ -46,7 +46,9 @@ class DataSection(Section):
     """Training length L in tokens."""
 
     vocab_size: int = Field(default=32_000, gt=300)
-    """Pieces of the tokenizer: 256 bytes, a few control pieces, and learned ones."""
+    """Pieces of the tokenizer: 256 bytes, a few control pieces, and learned ones. Of "words": so
+    many words, the four included that fairseq begins with; a text that has fewer may be padded to a
+    multiple of 8, as fairseq does (WikiText-103: 267_744)."""
 
     source: Source = "text"
     """How the files hold documents. text: one document per file. blank_lines: documents parted by
@@ -80,11 +82,15 @@ class DataSection(Section):
     default is some 650K tokens), whatever validation_fraction is."""
 
     tokenizer: str | None = None
-    """Path of the tokenizer to use: a SentencePiece .model or a Hugging Face tokenizer.json.
-    Default: train a SentencePiece BPE of vocab_size pieces on the training documents."""
+    """Path of the tokenizer to use: a SentencePiece .model, a Hugging Face tokenizer.json or a
+    fairseq dict.txt. "words": the words of the training documents, which white space parts, by
+    fairseq's rules: `</s>` ends each line, the most frequent words come first, and those beyond
+    vocab_size are `<unk>`, as is a word that is spelled so. Perplexity is then per word, line ends
+    included. Default: train a SentencePiece BPE of vocab_size pieces on the training documents."""
 
     tokenizer_training_bytes: int = Field(default=100_000_000, gt=0)
-    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents."""
+    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Words are
+    counted in all of them."""
 
     bytes_per_task: int = Field(default=256_000_000, gt=0)
     """A build's unit of work: about so many bytes of the corpus. A build that was interrupted goes

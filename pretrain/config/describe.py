@@ -1,12 +1,44 @@
-"""Describe a run in a few lines: its size, its length in tokens and how its processes share it."""
+"""Describe a run: where each value of its config comes from, its size and length, its layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from pretrain.config.exports import describe_export
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
 from pretrain.config.run import RunConfig
+
+
+COMMENT_COLUMN = 48
+"""Column in which the origins stand, beside values that are shorter."""
+
+
+def with_origins(text: str, origins: Mapping[str, str]) -> str:
+    """Return a resolved config with a comment behind each value: where it comes from.
+
+    The text stays a config file, which loads back as the same config.
+
+    Args:
+        text: What `dump_config` returned.
+        origins: Dotted key -> its origin, as `load_with_origins` returns them.
+    """
+    return "\n".join(_commented(text.rstrip("\n").split("\n"), origins))
+
+
+def _commented(lines: list[str], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a dumped config with the comments."""
+    section = ""
+    for line in lines:
+        if header := re.fullmatch(r"\[(.+)\]", line):
+            section = header[1]
+        # The elements of a list stand below its key, each on an indented line of its own.
+        if pair := re.match(r"([A-Za-z0-9_-]+) = ", line):
+            origin = origins[f"{section}.{pair[1]}"]
+            # No control character may stand in a comment, and a file's name may hold some.
+            origin = origin if origin.isprintable() else ascii(origin)
+            line = f"{line:<{COMMENT_COLUMN}} # {origin}"
+        yield line
 
 
 def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:

@@ -36,6 +36,8 @@ def suggestion(location: list[str]) -> str:
             return f", did you mean {(near or homes)[0]}?"
         return f"; sections are {', '.join(sections)}"
     section, name = location[0], location[1]
+    if name in ("base", "remove"):
+        return f"; {name} stands at the top of a file, before its first section"
     elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
     near = _near(name, sections[section], 0.5)
     if elsewhere or near:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from pydantic import ValidationError
 from pretrain.config import rules
 from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
+from pretrain.config.inheritance import leaves, read_layers
 from pretrain.config.keys import suggestion
-from pretrain.config.overrides import overridden
+from pretrain.config.overrides import key_of, overridden
 from pretrain.config.paths import expand_paths
 from pretrain.config.run import RunConfig
 
@@ -22,16 +22,19 @@ MAX_INTEGER = 2**53 - 1
 """Larger integers are not kept exactly by every reader of JSON, in which a run is recorded. torch
 takes no seed beyond 2**64."""
 
+SET, GIVEN, DEFAULT = "--set", "the command", "default"
+"""Where a value may come from, beside a file: --set, sections that the caller gives, the schema."""
+
 
 def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     sections: Mapping[str, dict[str, Any]] | None = None,
 ) -> RunConfig:
-    """Read a TOML file, apply overrides and check the result.
+    """Read a TOML file and the bases that it names, apply overrides and check the result.
 
     Args:
-        path: The config file.
+        path: The config file. `pretrain.config.inheritance` says how it builds on a base.
         overrides: "section.key=value" as after `--set`; of several on one key the last one wins.
             The value is TOML, or a plain word, which needs no quotes. "section.key=" removes the
             key, which brings its default back.
@@ -41,23 +44,55 @@ def load_config(
         The config, with every rule checked that does not depend on the number of processes.
 
     Raises:
-        ConfigError: When the file cannot be read, or the run cannot work. The message names the
-            file, the key, the value and the remedy.
+        ConfigError: When the file or a base of it cannot be read, or the run cannot work. The
+            message names the file in which the value stands, the key, the value and the remedy.
     """
-    path = Path(path)
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such config file. `pretrain config --list` shows the configs that are "
-            "installed with this package"
-        ) from None
-    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable config file ({error})") from None
-    except (ValueError, RecursionError) as error:
-        # Also what Python refuses: integers of thousands of digits, brackets a thousand deep.
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse_config(values | dict(sections or {}), str(path), overrides)
+    return load_with_origins(path, overrides, sections)[0]
+
+
+def load_with_origins(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, dict[str, Any]] | None = None,
+) -> tuple[RunConfig, dict[str, str]]:
+    """Load a config as `load_config` does, and say where each of its values comes from.
+
+    Args:
+        path: As for `load_config`.
+        overrides: As for `load_config`.
+        sections: As for `load_config`.
+
+    Returns:
+        The config; and the dotted key of every value that `dump_config` writes -> the file that it
+        stands in, "--set" or "default".
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    layered = read_layers(Path(path))
+    values = overridden(layered.values | dict(sections or {}), overrides)
+    elsewhere = {key_of(override): SET for override in overrides}
+    elsewhere |= {key: GIVEN for key in sections or {}}
+
+    def origin(key: str) -> str:
+        """Return where a key of the merged values comes from; the file for what is nowhere."""
+        for other, where in elsewhere.items():
+            if key == other or key.startswith(f"{other}."):
+                return where
+        return layered.where(key) or str(path)
+
+    def place(key: str) -> str:
+        """Return what a message about a key begins with."""
+        file = origin(key)
+        if file in (SET, GIVEN, str(path)):
+            return str(path)
+        return f"{file} (a base of {path})"
+
+    config = _checked(values, place)
+    given = {key for key, _ in leaves(values)}
+    return config, {
+        key: origin(key) if key in given else DEFAULT for key, _ in leaves(_dumped(config))
+    }
 
 
 def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -71,17 +106,29 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
     Raises:
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
-    values = overridden(with_earlier_values(values), overrides)
+    return _checked(overridden(with_earlier_values(values), overrides), lambda key: origin)
+
+
+def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
+    """Build and check a config.
+
+    Args:
+        values: Section name -> its keys and values.
+        place: Returns what a message about a key begins with: where the key stands.
+    """
     try:
         values = expand_paths(values)
         _check_integers(values)
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
+        lines = [(_key_of(e, values), _explain(e)) for e in error.errors()]
+        raise ConfigError("\n".join(f"{place(key)}: {line}" for key, line in lines)) from None
     except ConfigError as error:
-        lines = str(error).splitlines()
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+        # Each line of a rule begins with its key: "section.key = value: reason".
+        refused = str(error).splitlines()
+        lines = [(line.partition(" = ")[0], line) for line in refused]
+        raise ConfigError("\n".join(f"{place(key)}: {line}" for key, line in lines)) from None
     return config
 
 
@@ -91,7 +138,11 @@ def dump_config(config: RunConfig) -> str:
     Keys whose value is None are left out, since TOML has no null. `load_config` reads the text back
     as an equal config.
     """
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(_dumped(config))
+
+
+def _dumped(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=True)
 
 
 def _check_integers(values: Mapping[str, Any]) -> None:
@@ -115,6 +166,21 @@ def _integers(key: str, value: Any) -> Iterator[tuple[str, int]]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _integers(key, part)
+
+
+def _key_of(error: Any, values: Mapping[str, Any]) -> str:
+    """Return the key that a pydantic error is about, without what follows it in the location.
+
+    That is the index in a list, or which of several types was tried.
+    """
+    location = [str(part) for part in error["loc"]]
+    inner: Any = values
+    for depth, part in enumerate(location):
+        if not isinstance(inner, dict) or part not in inner:
+            # A key that is missing stands nowhere, whatever stands beside it.
+            return ".".join(location[: depth + 1] if isinstance(inner, dict) else location[:depth])
+        inner = inner[part]
+    return ".".join(location)
 
 
 def _explain(error: Any) -> str:

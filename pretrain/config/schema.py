@@ -61,6 +61,22 @@ class ModelSection(Section):
     """Use the input embedding as the output layer too; false trains a second matrix of the same
     size."""
 
+    adaptive_cutoffs: tuple[PositiveInt, ...] | None = Field(default=None, strict=False)
+    """[20000, 60000]: adaptive inputs and an adaptive softmax, as in Baevski and Auli 2019 and in
+    fairseq. Token ids below the first cutoff are the head; the ids from each cutoff to the next one
+    are a tail, whose embeddings are narrower. Ids are to be ordered by frequency, as those of
+    data.tokenizer = "words" are. With tie_word_embeddings the softmax has the words and the tails'
+    projections of the input. Not split by tensor or pipeline parallelism, and no Hugging Face class
+    holds it. Default: one embedding of hidden_size for all tokens."""
+
+    adaptive_factor: int = Field(default=4, gt=0)
+    """adaptive_cutoffs: tail i has embeddings of hidden_size / adaptive_factor^i channels, i from 1
+    (fairseq: --adaptive-input-factor and --adaptive-softmax-factor)."""
+
+    adaptive_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """adaptive_cutoffs: dropout probability of the softmax's input and of its tails' projections
+    (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
+
     embedding_scale: AutoOrPositive = "auto"
     """Factor on the word embeddings, alike for every position method. auto: sqrt(hidden_size), as
     in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long", which makes no

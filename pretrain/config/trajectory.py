@@ -45,6 +45,7 @@ EFFECTS: dict[str, Effect] = {
     "model": FIXED,
     "model.hidden_dropout": TRAJECTORY,
     "model.attention_dropout": TRAJECTORY,
+    "model.adaptive_dropout": TRAJECTORY,
     # Acts at step 0 only.
     "model.init_method_std": FREE,
     "model.embedding_init_method_std": FREE,
