@@ -8,7 +8,7 @@ sheet says so. "assumed": nobody has looked yet.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.model.flops import peak_tflops_per_second
 
@@ -36,6 +36,10 @@ class Device:
     """Time that the host needs for each launch, through autograd."""
     nvlink_gb_per_second: float
     """What a GPU sends to the others of its node in a collective, in one direction."""
+    memory_bytes: int
+    """What CUDA reports as the memory of the device."""
+    network: str
+    """Name in NETWORKS of the links that nodes with this GPU usually have."""
     origins: dict[str, str]
 
     @property
@@ -75,7 +79,10 @@ H200 = Device(
     launch_gap_us=1.5,
     host_us=6.0,
     nvlink_gb_per_second=360.0,
+    memory_bytes=int(139.8 * 2**30),
+    network="8x400",
     origins={
+        "memory_bytes": "assumed: 139.8 GiB of the data sheet's 141 GB",
         "peak_tflops": "published: data sheet, without sparsity",
         "gemm_fraction": "assumed, so that 8192 x 8192 x 8192 comes to 780 TFLOP/s; measured: "
         "769 to 798 on random data",
@@ -101,7 +108,10 @@ V100 = Device(
     launch_gap_us=2.0,
     host_us=8.0,
     nvlink_gb_per_second=110.0,
+    memory_bytes=int(31.7 * 2**30),
+    network="4xedr",
     origins={
+        "memory_bytes": "assumed: 31.7 GiB of the data sheet's 32 GB",
         "peak_tflops": "published: data sheet, fp16",
         "gemm_fraction": "assumed",
         "multiprocessors": "published",
@@ -115,6 +125,47 @@ V100 = Device(
         "nvlink_gb_per_second": "assumed: 0.73 of the data sheet's 150",
     },
 )
+H100 = replace(
+    H200,
+    name="NVIDIA H100 80GB HBM3",
+    memory_tb_per_second=2.8,
+    memory_bytes=int(79.1 * 2**30),
+    origins=H200.origins
+    | {
+        "gemm_fraction": "assumed: as on an H200, which has the same multiprocessors",
+        "memory_tb_per_second": "assumed: 0.83 of the data sheet's 3.35, as on an H200",
+        "memory_bytes": "assumed: 79.1 GiB of the data sheet's 80 GB",
+    },
+)
+A100 = Device(
+    name="NVIDIA A100-SXM4-80GB",
+    gemm_fraction=0.83,
+    multiprocessors=108,
+    tile=(128, 256),
+    tile_overhead=160,
+    memory_tb_per_second=1.7,
+    attention_tflops={"before": (100.0, 70.0), "after": (130.0, 100.0)},
+    launch_gap_us=1.5,
+    host_us=6.0,
+    nvlink_gb_per_second=240.0,
+    memory_bytes=int(79.1 * 2**30),
+    network="8x200",
+    origins={
+        "peak_tflops": "published: data sheet, without sparsity",
+        "gemm_fraction": "assumed: as on an H200",
+        "multiprocessors": "published",
+        "tile": "assumed",
+        "tile_overhead": "assumed",
+        "memory_tb_per_second": "assumed: 0.83 of the data sheet's 2.04, as on an H200",
+        "attention_tflops": "assumed for the causal half, D = 128, at 1,024 tokens",
+        "launch_gap_us": "assumed",
+        "host_us": "assumed",
+        "nvlink_gb_per_second": "assumed: 0.80 of the data sheet's 300",
+        "memory_bytes": "assumed: 79.1 GiB of the data sheet's 80 GB",
+    },
+)
+GPU_TYPES = {"v100-32": V100, "a100-80": A100, "h100": H100, "h200": H200}
+"""GPUs by the names that `pretrain plan --gpu-type` takes."""
 
 GPUS_PER_NODE = 8
 
@@ -133,7 +184,13 @@ class Network:
     within_node_us: float = 1.5
     """Latency of a step of a ring within a node."""
 
-    def ring_ms(self, num_bytes: float, ranks: int, collectives: int = 1) -> float:
+    def ring_ms(
+        self,
+        num_bytes: float,
+        ranks: int,
+        collectives: int = 1,
+        ranks_per_node: int = GPUS_PER_NODE,
+    ) -> float:
         """Return the time of a reduce-scatter or an all-gather; an all-reduce takes twice that.
 
         Each chunk passes through every node once, so a node sends and receives num_bytes x
@@ -141,12 +198,13 @@ class Network:
 
         Args:
             num_bytes: Bytes of the whole tensor.
-            ranks: Ranks of the group, GPUS_PER_NODE on each node.
+            ranks: Ranks of the group.
             collectives: Number of calls that it is split into.
+            ranks_per_node: Ranks of the group on each node.
         """
         if ranks == 1:
             return 0.0
-        nodes = ranks // GPUS_PER_NODE
+        nodes = ranks // ranks_per_node
         steps_us = nodes * self.between_nodes_us + (ranks - 1 - nodes) * self.within_node_us
         return self._links_ms(num_bytes * (ranks - 1) / ranks) + 1e-3 * collectives * steps_us
 
@@ -172,3 +230,11 @@ class Network:
 FAST = Network("8 x 400 Gbit/s", 400.0, 0.80)
 SLOW = Network("8 x 100 Gbit/s", 100.0, 0.85)
 EDR = Network("4 x EDR (100 Gbit/s)", 50.0, 0.80)
+MIDDLE = Network("8 x 200 Gbit/s", 200.0, 0.80)
+NETWORKS = {"8x400": FAST, "8x200": MIDDLE, "8x100": SLOW, "4xedr": EDR}
+"""Networks by the names that `pretrain plan --network` takes."""
+
+
+def network_of(gbit_per_second: float) -> Network:
+    """Return a network whose nodes have this bandwidth each way, all links together."""
+    return Network(f"{gbit_per_second:g} Gbit/s a node", gbit_per_second / 8, 0.80)

@@ -1,14 +1,15 @@
 """The time of one training step as a sum of lines, each a class of work that can be measured.
 
-Times are those of one rank, in milliseconds.
+Times are those of one rank of one pipeline stage, in milliseconds. `pretrain.plan.timing` puts the
+stages together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretrain.config import RunConfig, num_parameters
-from pretrain.model.flops import flops_per_token, num_matmul_parameters
+from pretrain.config import RunConfig, num_parameters_of_rank
+from pretrain.model.flops import flops_per_token
 from pretrain.plan.hardware import FAST, GPUS_PER_NODE, Device, Network
 from pretrain.plan.inputs import ELEMENTWISE, INPUTS
 
@@ -23,10 +24,30 @@ REDUCTIONS = {
 }
 """Ways to reduce gradients. Before, a reduction is an all-reduce, which takes twice as long."""
 
+SPLIT = frozenset(
+    {
+        "bias of qkv",
+        "bias and GELU, forward",
+        "GELU, backward",
+        "gradients of biases",
+        "cat of dq, dk, dv",
+        "columns of ALiBi in q, k and v",
+    }
+)
+"""Rows of ELEMENTWISE that tensor-parallel ranks divide among them. Of the gradients of biases it
+is seven ninths."""
+
+LIVE_WEIGHTS = 1_000_000_000
+"""Gathered weights that ZeRO 3 keeps for the backward pass (DeepSpeed's default of
+stage3_max_live_parameters)."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, on all ranks of a data-parallel group."""
+    """One training step of one pipeline stage, on all ranks of a data-parallel group.
+
+    The layout is that of config.parallel.
+    """
 
     config: RunConfig
     device: Device
@@ -39,6 +60,31 @@ class Step:
     network: Network = FAST
     reduction: str = "ring, fp32"
     """One of REDUCTIONS."""
+    stage: int = 0
+    """The pipeline stage."""
+    tail: float | None = None
+    """Part of all bytes in what is last to reduce; None: as in INPUTS."""
+
+    @property
+    def tensor(self) -> int:
+        """The tensor-parallel size."""
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        pipeline = self.config.parallel.pipeline_model_parallel_size
+        return sum(self.config.layers_per_chunk[self.stage :: pipeline])
+
+    @property
+    def has_output(self) -> bool:
+        """True on the stage that computes the logits."""
+        return self.stage == self.config.parallel.pipeline_model_parallel_size - 1
+
+    @property
+    def stream_share(self) -> float:
+        """Part of the tokens of which this rank computes norms and residual stream."""
+        return 1 / self.tensor if self.config.parallel.sequence_parallel else 1.0
 
     def input(self, name: str) -> float:
         """Return the value of INPUTS in this state."""
@@ -49,23 +95,30 @@ class Step:
         """Micro batches that a rank accumulates."""
         return self.tokens // self.micro_batch_tokens
 
-    def gemm_ms(self) -> tuple[float, float]:
-        """Return the time of all matrix products of a micro batch: forward, backward."""
-        m, tokens, gemm = self.config.model, self.micro_batch_tokens, self.device.gemm_ms
+    def products(self) -> list[tuple[int, int]]:
+        """Return the matrix products of a token on this rank: (inner dimension, columns)."""
+        m, tensor = self.config.model, self.tensor
         heads = m.num_attention_heads + 2 * self.config.num_query_groups
-        ffn, hidden = self.config.ffn_hidden_size, m.hidden_size
+        ffn, hidden = self.config.ffn_hidden_size // tensor, m.hidden_size
         layer = [
-            (hidden, heads * self.config.head_dim),
-            (hidden, hidden),
+            (hidden, heads * self.config.head_dim // tensor),
+            (hidden // tensor, hidden),
             (hidden, ffn),
             (ffn, hidden),
         ]
-        products = layer * m.num_layers + [(hidden, self.config.padded_vocab_size)]
-        assert sum(k * n for k, n in products) == num_matmul_parameters(self.config)
+        output = [(hidden, self.config.padded_vocab_size // tensor)]
+        return layer * self.num_layers + output * self.has_output
+
+    def gemm_ms(self) -> tuple[float, float]:
+        """Return the time of all matrix products of a micro batch: forward, backward."""
+        tokens, gemm, products = self.micro_batch_tokens, self.device.gemm_ms, self.products()
         forward = sum(gemm(tokens, k, n) for k, n in products)
         # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
         # [tokens, k].
         backward = sum(gemm(tokens, n, k) + gemm(n, tokens, k) for k, n in products)
+        if self.config.train.recompute_granularity == "full":
+            layers = products[: len(products) - self.has_output]
+            backward += sum(gemm(tokens, k, n) for k, n in layers)
         return forward, backward
 
     def attention_ms(self) -> tuple[float, float]:
@@ -75,29 +128,47 @@ class Step:
         half is counted; the backward pass has five.
         """
         m, length = self.config.model, self.config.data.sequence_length
-        flops = 2 * length * m.hidden_size * m.num_layers * self.micro_batch_tokens
-        forward, backward = self.device.attention_tflops[self.state]
-        return 1e3 * flops / (forward * 1e12), 1e3 * 2.5 * flops / (backward * 1e12)
+        width = m.hidden_size // self.tensor
+        flops = 2 * length * width * self.num_layers * self.micro_batch_tokens
+        rate, backward_rate = self.device.attention_tflops[self.state]
+        forward, backward = 1e3 * flops / (rate * 1e12), 1e3 * 2.5 * flops / (backward_rate * 1e12)
+        recomputed = self.config.train.recompute_granularity != "none"
+        return forward, backward + recomputed * forward
+
+    def elements(self) -> float:
+        """Return the elements of width d that a layer moves per token, forward and backward."""
+        m = self.config.model
+        total = 0.0
+        for name, row in ELEMENTWISE.items():
+            value = row.of(self.state, self.is_v100)
+            if "bias of qkv" in name or "of biases" in name:
+                value *= m.use_bias
+            if "ALiBi" in name:
+                value *= self.config.position.method == "alibi"
+            if "GELU" in name:
+                value *= self.config.ffn_hidden_size / (4 * m.hidden_size)
+            total += value * (1 / self.tensor if name in SPLIT else self.stream_share)
+        # The forward pass is about two fifths of it.
+        recomputed = self.config.train.recompute_granularity == "full"
+        return total * (1.4 if recomputed else 1.0)
 
     def compute_lines(self) -> Lines:
         """Return the lines that do not depend on other ranks, for the whole step."""
         m, parameters, memory_ms = self.config.model, self.parameters, self.device.memory_ms
         count, tokens = self.num_micro_batches, self.tokens
         # Two bytes an element.
-        rows = (row.of(self.state, self.is_v100) for row in ELEMENTWISE.values())
-        elements = sum(rows) * m.hidden_size
-        logits = self.config.padded_vocab_size * tokens
-        first = "bytes per parameter to accumulate a gradient, first micro batch"
-        later = "the same, later micro batches"
-        if self.is_v100:
-            first, later = "first micro batch in fp16", "later micro batches in fp16"
-        accumulated = self.input(first) + (count - 1) * self.input(later)
-        launches = m.num_layers * self.input("kernel launches per layer, forward and backward")
+        elements = self.elements() * m.hidden_size
+        logits = self.config.padded_vocab_size // self.tensor * tokens * self.has_output
+        accumulated = self._accumulated_bytes()
+        per_layer = self.input("kernel launches per layer, forward and backward")
+        launches = self.num_layers * per_layer
+        if self.config.train.recompute_granularity == "full":
+            launches *= 4 / 3
         loss_bytes = self.input("bytes per logit, loss forward and backward")
         lines = {
             "matrix products": count * sum(self.gemm_ms()),
             "attention": count * sum(self.attention_ms()),
-            "elementwise in layers": memory_ms(2 * elements * m.num_layers * tokens),
+            "elementwise in layers": memory_ms(2 * elements * self.num_layers * tokens),
             "cross-entropy": memory_ms(loss_bytes * logits),
             "gradient accumulation": memory_ms(accumulated * parameters),
             "gaps between kernels": count * launches * self.device.launch_gap_us / 1e3,
@@ -105,6 +176,17 @@ class Step:
         host = count * launches * self.device.host_us / 1e3
         lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
         return lines
+
+    def _accumulated_bytes(self) -> float:
+        """Return the bytes per parameter that all micro batches move to sum gradients."""
+        first = "bytes per parameter to accumulate a gradient, first micro batch"
+        later = "the same, later micro batches"
+        # DeepSpeed casts and adds at ZeRO 2 and 3, as release 0.1.0 did.
+        state = self.state if self.config.parallel.zero_stage == 1 else "before"
+        if self.is_v100:
+            first, later = "first micro batch in fp16", "later micro batches in fp16"
+            state = self.state
+        return INPUTS[first].of(state) + (self.num_micro_batches - 1) * INPUTS[later].of(state)
 
     def optimizer_lines(self) -> Lines:
         """Return the lines of the optimizer step, without communication."""
@@ -114,6 +196,7 @@ class Step:
             whole_name = "the same on one rank, where nothing is reduced"
         elif self.reduction == "ring, fp32":
             whole_name = "the same with fp32 on the wire"
+        # ZeRO 1 has a step of its own; at ZeRO 2 and 3 DeepSpeed's is that of release 0.1.0.
         shard = self.input("bytes per parameter of the shard in the optimizer step")
         lines = {
             "optimizer, whole model": memory_ms(self.input(whole_name) * parameters),
@@ -127,38 +210,111 @@ class Step:
 
     def communication_lines(self) -> Lines:
         """Return the lines of communication: what is not hidden, and what hiding costs."""
+        lines = self._tensor_lines()
         if self.ranks == 1:
-            return {}
+            return lines
         buckets = int(self.input("buckets of gradients"))
         reduce = self.reduction_ms()
-        gather = self.network.ring_ms(2 * self.parameters, self.ranks, buckets)
+        gather = self.ring_ms(2 * self.parameters, buckets)
         if self.state == "before":
-            return {
+            exposed = {
                 "reduction of gradients, exposed": 2 * reduce,
                 "gather of weights, exposed": gather,
             }
+            return lines | exposed
+        if self.config.parallel.zero_stage > 1:
+            return lines | self._zero_lines(reduce, gather)
         # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
         # is the last to be complete and whose weight is the first to be used.
-        tail = self.input("part of all bytes in the bucket that is last to reduce")
+        tail = self.tail
+        if tail is None:
+            tail = self.input("part of all bytes in the bucket that is last to reduce")
         forward, backward = self.passes_ms()
         exposed_reduce = max(tail * reduce, reduce - backward)
         exposed_gather = max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
         lost = self.input("part of compute lost while a collective runs beside it")
-        return {
+        return lines | {
             "reduction of gradients, exposed": exposed_reduce,
             "gather of weights, exposed": exposed_gather,
             "compute slowed by hidden communication": lost * hidden,
         }
 
+    def _tensor_lines(self) -> Lines:
+        """Return the exposed communication between tensor-parallel ranks, which are in one node.
+
+        A layer gathers or scatters every token four times forward and four times backward; an
+        all-reduce counts as two. Backward, those of the input's gradient hide behind the weight's
+        product, and those of the output's gradient do not (counted: docs/performance.md).
+        """
+        if self.tensor == 1:
+            return {}
+        num_bytes = 2 * self.config.model.hidden_size * self.micro_batch_tokens
+        one = self._nvlink_ms(num_bytes, self.tensor, 1)
+        exposed = 4 + (2 if self.config.parallel.sequence_parallel else 0)
+        if self.config.train.recompute_granularity == "full":
+            exposed += 4
+        return {
+            "tensor-parallel communication, exposed": self.num_micro_batches
+            * self.num_layers
+            * exposed
+            * one
+        }
+
+    def _zero_lines(self, reduce: float, gather: float) -> Lines:
+        """Return the lines of ZeRO 2 and 3, which reduce gradients in every micro batch.
+
+        Args:
+            reduce: Time of a reduction of all gradients.
+            gather: Time of a gather of all weights.
+        """
+        times = 1.0
+        if self.config.parallel.zero_stage == 3:
+            # What DeepSpeed does not keep until the backward pass is gathered a second time.
+            again = max(0.0, 1 - LIVE_WEIGHTS / self.parameters)
+            forward, backward = self.passes_ms()
+            exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
+            gather, times = exposed, float(self.num_micro_batches)
+        return {
+            "reduction of gradients, exposed": self.num_micro_batches * reduce,
+            "gather of weights, exposed": times * gather,
+        }
+
+    def ring_ms(self, num_bytes: float, collectives: int) -> float:
+        """Return the time of a reduce-scatter or an all-gather over the data-parallel ranks.
+
+        The tensor-parallel ranks of a node have a group each, and share its links.
+
+        Args:
+            num_bytes: Bytes of the whole tensor of each group.
+            collectives: Number of calls that it is split into.
+        """
+        if self.ranks * self.tensor <= GPUS_PER_NODE:
+            return self._nvlink_ms(num_bytes, self.ranks, collectives)
+        return self.network.ring_ms(
+            num_bytes * self.tensor, self.ranks, collectives, GPUS_PER_NODE // self.tensor
+        )
+
+    def _nvlink_ms(self, num_bytes: float, ranks: int, collectives: int) -> float:
+        """Return the time of a ring within a node.
+
+        Args:
+            num_bytes: Bytes of the whole tensor.
+            ranks: Ranks of the ring.
+            collectives: Number of calls.
+        """
+        sent = num_bytes * (ranks - 1) / ranks
+        latency = 1e-3 * collectives * (ranks - 1) * self.network.within_node_us
+        return 1e3 * sent / (self.device.nvlink_gb_per_second * 1e9) + latency
+
     def reduction_ms(self) -> float:
         """Return the time of a reduce-scatter of all gradients."""
         buckets = int(self.input("buckets of gradients"))
-        ring, all_to_all = self.network.ring_ms, self.network.all_to_all_ms
-        if self.reduction == "ring, fp32":
-            return ring(4 * self.parameters, self.ranks, buckets)
+        all_to_all = self.network.all_to_all_ms
+        if self.reduction == "ring, fp32" or self.ranks * self.tensor <= GPUS_PER_NODE:
+            return self.ring_ms(4 * self.parameters, buckets)
         if self.reduction == "ring, 16 bit":
-            return ring(2 * self.parameters, self.ranks, buckets)
+            return self.ring_ms(2 * self.parameters, buckets)
         if self.reduction == "all-to-all, 16 bit":
             return all_to_all(2 * self.parameters, self.ranks, buckets)
         within = 4 * self.parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
@@ -183,8 +339,8 @@ class Step:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, tied weights once."""
-        return num_parameters(self.config)
+        """Parameters of this rank."""
+        return num_parameters_of_rank(self.config, self.stage)
 
     def lines(self) -> Lines:
         """Return all lines of the step."""
