@@ -207,7 +207,8 @@ class Activations:
         c = self.config
         weight = c.model.hidden_size * c.ffn_hidden_size // self.tensor * self.item
         gathered = self.whole if c.parallel.sequence_parallel else 0
-        return self.stream + self.inner + weight + gathered
+        dropped = self.stream if c.model.hidden_dropout else 0
+        return self.stream + self.inner + weight + gathered + dropped
 
     def _attention_buffers(self) -> int:
         """Return the buffers of attention, when what the MLP keeps has been given back.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.plan.activations import ITEM, Activations
 from pretrain.plan.pipeline import passes
-from pretrain.plan.weights import buckets_of_rank, chunk_layers, zero_stage
+from pretrain.plan.weights import Stage, chunk_layers, zero_stage
 
 OVERHEAD_BYTES = 1_500_000_000
 """CUDA's context, NCCL's buffers and fragmentation. Assumed; measured on no GPU."""
@@ -50,16 +50,16 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
 
-def memory_of_rank(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> Memory:
+def memory_of_rank(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) -> Memory:
     """Return the memory of a rank of a pipeline stage.
 
     Args:
         config: The run, whose precision decides about the size of weights.
         layout: Its layout.
-        stage: The pipeline stage, from 0.
+        stage: The pipeline stage.
         is_modern: As in `Activations`.
     """
-    kept = peak(config, layout, stage, is_modern)
+    kept = peak(config, layout, stage.number, is_modern)
     weights, gradients, wire, optimizer = _state(config, layout, stage)
     activations = Activations(config, is_modern)
     return Memory(
@@ -73,7 +73,7 @@ def memory_of_rank(config: RunConfig, layout: Layout, stage: int, is_modern: boo
     )
 
 
-def _state(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, int, int]:
     """Return the bytes of weights, gradients, wire and optimizer of a rank.
 
     Args:
@@ -82,10 +82,9 @@ def _state(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int
         stage: The pipeline stage.
     """
     item, data = ITEM[config.train.precision], layout.data
-    buckets = buckets_of_rank(config, layout, stage)
-    padded = sum(bucket.num_elements for bucket in buckets)
+    padded = sum(bucket.num_elements for bucket in stage.buckets)
     # Master, mean and mean square; and a count of steps for each group.
-    optimizer = 12 * padded // data + 4 * len(buckets)
+    optimizer = 12 * padded // data + 4 * len(stage.buckets)
     zero = zero_stage(config, layout)
     if zero == 1:
         wire = 0

@@ -95,30 +95,33 @@ class Step:
         """Micro batches that a rank accumulates."""
         return self.tokens // self.micro_batch_tokens
 
-    def products(self) -> list[tuple[int, int]]:
-        """Return the matrix products of a token on this rank: (inner dimension, columns)."""
+    def products(self) -> list[tuple[int, int, int]]:
+        """Return the matrix products of a token on this rank: inner dimension, columns, number."""
         m, tensor = self.config.model, self.tensor
         heads = m.num_attention_heads + 2 * self.config.num_query_groups
         ffn, hidden = self.config.ffn_hidden_size // tensor, m.hidden_size
+        layers = self.num_layers
         layer = [
-            (hidden, heads * self.config.head_dim // tensor),
-            (hidden // tensor, hidden),
-            (hidden, ffn),
-            (ffn, hidden),
+            (hidden, heads * self.config.head_dim // tensor, layers),
+            (hidden // tensor, hidden, layers),
+            (hidden, ffn, layers),
+            (ffn, hidden, layers),
         ]
-        output = [(hidden, self.config.padded_vocab_size // tensor)]
-        return layer * self.num_layers + output * self.has_output
+        output = [(hidden, self.config.padded_vocab_size // tensor, 1)]
+        return layer + output * self.has_output
 
     def gemm_ms(self) -> tuple[float, float]:
         """Return the time of all matrix products of a micro batch: forward, backward."""
         tokens, gemm, products = self.micro_batch_tokens, self.device.gemm_ms, self.products()
-        forward = sum(gemm(tokens, k, n) for k, n in products)
+        forward = sum(count * gemm(tokens, k, n) for k, n, count in products)
         # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
         # [tokens, k].
-        backward = sum(gemm(tokens, n, k) + gemm(n, tokens, k) for k, n in products)
+        backward = sum(
+            count * (gemm(tokens, n, k) + gemm(n, tokens, k)) for k, n, count in products
+        )
         if self.config.train.recompute_granularity == "full":
             layers = products[: len(products) - self.has_output]
-            backward += sum(gemm(tokens, k, n) for k, n in layers)
+            backward += sum(count * gemm(tokens, k, n) for k, n, count in layers)
         return forward, backward
 
     def attention_ms(self) -> tuple[float, float]:
@@ -320,7 +323,8 @@ class Step:
         within = 4 * self.parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
         within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
         # Each rank then has an eighth of its node's sums.
-        return within_ms + all_to_all(2 * self.parameters / GPUS_PER_NODE, self.ranks, buckets)
+        share = 2 * self.parameters / GPUS_PER_NODE
+        return within_ms + self.tensor * all_to_all(share, self.ranks, buckets)
 
     def passes_ms(self) -> tuple[float, float]:
         """Return the time of the forward and the backward pass of one micro batch.
@@ -335,7 +339,12 @@ class Step:
     @property
     def is_v100(self) -> bool:
         """True on a device without bf16, which trains in fp16 and has no compiled kernels."""
-        return "V100" in self.device.name
+        return self.is_old(self.device)
+
+    @staticmethod
+    def is_old(device: Device) -> bool:
+        """Return True for a device older than compute capability 8.0."""
+        return "V100" in device.name
 
     @property
     def parameters(self) -> int:

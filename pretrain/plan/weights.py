@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig, num_parameters_of_rank
@@ -170,6 +170,55 @@ def buckets_of_rank(config: RunConfig, layout: Layout, stage: int) -> list[FlatB
         return [flat(groups[settings], False) for settings in sorted(groups, reverse=True)]
     pieces = [_piece(config, weight) for weight in weights]
     return [flat(part, pieces[part[0]].is_late) for part in cut(pieces)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage, and how many later ones are like it."""
+
+    number: int
+    """From 0."""
+    buckets: tuple[FlatBucket, ...]
+    """Those of each of its ranks."""
+    count: int = 1
+    """Stages with as many layers, this one included. It keeps the most activations of them."""
+
+    @property
+    def tail(self) -> float:
+        """Part of a rank's gradients that cannot be reduced within the backward pass.
+
+        These are the buckets that other ranks complete, and the last bucket of the others.
+        """
+        early = [bucket for bucket in self.buckets if not bucket.is_late]
+        exposed = [bucket for bucket in self.buckets if bucket.is_late]
+        exposed += [b for b in early if TIED in b.names] or early[-1:]
+        sizes = [sum(b.num_elements for b in part) for part in (exposed, self.buckets)]
+        return sizes[0] / sizes[1]
+
+
+def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
+    """Return one pipeline stage; arguments as for `buckets_of_rank`."""
+    return Stage(number, tuple(buckets_of_rank(config, layout, number)))
+
+
+def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
+    """Return the first pipeline stage of each kind, with the number of stages of the kind.
+
+    They do not depend on the micro-batch size and on recomputation.
+
+    Args:
+        config: The run.
+        layout: Its layout.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number in range(layout.pipeline):
+        layers = tuple(count for _, count in chunk_layers(config, number))
+        kind = (layers, number == 0, number == layout.pipeline - 1)
+        kinds.setdefault(kind, []).append(number)
+    return [
+        replace(stage_of(config, layout, members[0]), count=len(members))
+        for members in kinds.values()
+    ]
 
 
 def zero_stage(config: RunConfig, layout: Layout) -> int:
