@@ -9,7 +9,6 @@ from pretrain.config.exports import describe_export
 from pretrain.config.parameters import num_parameters, num_parameters_of_rank
 from pretrain.config.run import RunConfig
 
-
 COMMENT_COLUMN = 48
 """Column in which the origins stand, beside values that are shorter."""
 

@@ -148,6 +148,11 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
     # What a stage has received or sent last is there until the next one comes: a gradient, and in
     # the interleaved schedule, which receives early, activations too.
     received = (3 if layout.virtual > 1 else min(1, layout.pipeline - 1)) * a.stream
+    # The loss has given back what it kept when the layers begin. Without a loss, the gradient of
+    # the output is the one received.
+    logits_size, of_loss, of_layers = a.logits(), a.loss(), a.layer_buffers()
+    in_loss = a.loss_buffers(is_tied_here)
+    in_embedding = a.embedding() + a.embedding_weight() + a.whole
     found: set[tuple[int, int, int]] = set()
     kept, logits = received, 0
     for each in passes(layout, stage):
@@ -155,18 +160,16 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
         has_loss = number == last
         if each.is_forward:
             kept += size[each.chunk]
-            logits += a.logits() if has_loss else 0
+            logits += logits_size if has_loss else 0
             continue
         found.add((kept, logits, 0))
         if has_loss:
-            found.add((kept, logits, a.loss_buffers(is_tied_here)))
-            logits -= a.logits()
-        # The loss has given back what it kept when the layers begin.
-        of_loss = a.loss() if has_loss else 0
-        # Without a loss the gradient of the output is the one received.
-        repeated = 0 if has_loss else a.stream
-        found.add((kept - of_loss, logits, a.layer_buffers() - repeated))
+            found.add((kept, logits, in_loss))
+            logits -= logits_size
+            found.add((kept - of_loss, logits, of_layers))
+        else:
+            found.add((kept, logits, of_layers - a.stream))
         kept -= size[each.chunk]
         if number == 0:
-            found.add((kept + a.embedding(), logits, a.embedding_weight() + a.whole))
+            found.add((kept, logits, in_embedding))
     return [Kept(*moment) for moment in found]

@@ -92,7 +92,7 @@ def time_of_step(
     stages: Sequence[Stage],
     device: Device,
     network: Network,
-    scale: Scale = Scale(),  # noqa: B008  frozen
+    scale: Scale = Scale(),
 ) -> Timing:
     """Return the time of a step in a layout.
 
@@ -108,7 +108,8 @@ def time_of_step(
         scale: Factors on times, from a measurement.
     """
     times = [_scaled(stage_step(config, layout, device, network, stage), scale) for stage in stages]
-    lines = dict(max(times, key=lambda each: sum(each.values())))
+    slowest: Lines = max(times, key=lambda each: sum(each.values()))
+    lines = dict(slowest)
     if layout.pipeline > 1:
         lines["sends between stages"] = _sends_ms(config, layout, device, network)
         passes = [sum(each.get(name, 0.0) for name in _REPEATED) for each in times]
@@ -201,7 +202,7 @@ def time_of_evaluations(
     stages: Sequence[Stage],
     device: Device,
     network: Network,
-    scale: Scale = Scale(),  # noqa: B008  frozen
+    scale: Scale = Scale(),
 ) -> Evaluations | None:
     """Return what evaluations while training cost, or None if nothing bounds the text.
 
