@@ -164,6 +164,19 @@ A100 = Device(
         "memory_bytes": "assumed: 79.1 GiB of the data sheet's 80 GB",
     },
 )
+TITLES = {
+    "peak_tflops": "peak, TFLOP/s, dense 16 bit",
+    "gemm_fraction": "part of it in matrix products, all multiprocessors busy",
+    "multiprocessors": "multiprocessors",
+    "tile": "output tile of a thread block",
+    "tile_overhead": "start and end of a tile, in steps of K",
+    "memory_tb_per_second": "memory, TB/s read and written",
+    "attention_tflops": "attention, TFLOP/s of the causal half, forward and backward",
+    "launch_gap_us": "gap between two kernels, us",
+    "host_us": "host time a launch, us",
+    "nvlink_gb_per_second": "NVLink, GB/s a GPU sends in a collective",
+}
+"""What the values of a device are, in the words of docs/performance.md."""
 GPU_TYPES = {"v100-32": V100, "a100-80": A100, "h100": H100, "h200": H200}
 """GPUs by the names that `pretrain plan --gpu-type` takes."""
 

@@ -213,20 +213,18 @@ class Step:
 
     def communication_lines(self) -> Lines:
         """Return the lines of communication: what is not hidden, and what hiding costs."""
-        lines = self._tensor_lines()
         if self.ranks == 1:
-            return lines
+            return {}
         buckets = int(self.input("buckets of gradients"))
         reduce = self.reduction_ms()
         gather = self.ring_ms(2 * self.parameters, buckets)
         if self.state == "before":
-            exposed = {
+            return {
                 "reduction of gradients, exposed": 2 * reduce,
                 "gather of weights, exposed": gather,
             }
-            return lines | exposed
         if self.config.parallel.zero_stage > 1:
-            return lines | self._zero_lines(reduce, gather)
+            return self._zero_lines(reduce, gather)
         # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
         # is the last to be complete and whose weight is the first to be used.
         tail = self.tail
@@ -237,31 +235,10 @@ class Step:
         exposed_gather = max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
         lost = self.input("part of compute lost while a collective runs beside it")
-        return lines | {
+        return {
             "reduction of gradients, exposed": exposed_reduce,
             "gather of weights, exposed": exposed_gather,
             "compute slowed by hidden communication": lost * hidden,
-        }
-
-    def _tensor_lines(self) -> Lines:
-        """Return the exposed communication between tensor-parallel ranks, which are in one node.
-
-        A layer gathers or scatters every token four times forward and four times backward; an
-        all-reduce counts as two. Backward, those of the input's gradient hide behind the weight's
-        product, and those of the output's gradient do not (counted: docs/performance.md).
-        """
-        if self.tensor == 1:
-            return {}
-        num_bytes = 2 * self.config.model.hidden_size * self.micro_batch_tokens
-        one = self._nvlink_ms(num_bytes, self.tensor, 1)
-        exposed = 4 + (2 if self.config.parallel.sequence_parallel else 0)
-        if self.config.train.recompute_granularity == "full":
-            exposed += 4
-        return {
-            "tensor-parallel communication, exposed": self.num_micro_batches
-            * self.num_layers
-            * exposed
-            * one
         }
 
     def _zero_lines(self, reduce: float, gather: float) -> Lines:
@@ -293,12 +270,12 @@ class Step:
             collectives: Number of calls that it is split into.
         """
         if self.ranks * self.tensor <= GPUS_PER_NODE:
-            return self._nvlink_ms(num_bytes, self.ranks, collectives)
+            return self.nvlink_ms(num_bytes, self.ranks, collectives)
         return self.network.ring_ms(
             num_bytes * self.tensor, self.ranks, collectives, GPUS_PER_NODE // self.tensor
         )
 
-    def _nvlink_ms(self, num_bytes: float, ranks: int, collectives: int) -> float:
+    def nvlink_ms(self, num_bytes: float, ranks: int, collectives: int) -> float:
         """Return the time of a ring within a node.
 
         Args:

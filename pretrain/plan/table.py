@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from pretrain.config import RunConfig, num_parameters
+from pretrain.plan.hardware import TITLES
 from pretrain.plan.inputs import INPUTS
 from pretrain.plan.memory import Memory
 from pretrain.plan.planning import USABLE, Plan, Planned, Target
@@ -180,12 +181,13 @@ def _assumptions(target: Target) -> Iterator[str]:
     """Yield every number that is taken for granted, with its origin."""
     device, network = target.device, target.network
     yield "\nAssumed:"
-    for name, origin in device.origins.items():
-        value = getattr(device, name)
+    for name, title in TITLES.items():
+        value, origin = getattr(device, name), device.origins[name]
         if name == "attention_tflops":
-            value = "forward {:g}, backward {:g} TFLOP/s of the causal half".format(*value["after"])
-            origin = origin.rpartition("after: ")[2]
-        yield f"  {name} = {value} ({origin})"
+            value = "{:g}, {:g}".format(*value["after"])
+        yield f"  {title}: {value} ({_now(origin)})"
+    origin = device.origins["memory_bytes"]
+    yield f"  memory of a GPU, GB: {device.memory_bytes / 1e9:.1f} ({origin})"
     yield (
         f"  links of a node {network.node_gb_per_second:g} GB/s each way, of which "
         f"{network.efficiency:.0%} is achieved; a ring step takes {network.between_nodes_us:g} us "
@@ -193,16 +195,18 @@ def _assumptions(target: Target) -> Iterator[str]:
     )
     for name, row in INPUTS.items():
         value = row.of("after", not target.is_modern)
-        if row.after or value:
-            yield f"  {name}: {value:g} ({row.origin})"
+        # The plan knows what is last to reduce in each layout.
+        if value and name != "part of all bytes in the bucket that is last to reduce":
+            yield f"  {name}: {value:g} ({_now(row.origin)})"
     yield (
         f"  {USABLE:.0%} of a GPU's memory is usable; CUDA, NCCL and fragmentation take "
         f"{Memory.overhead / 1e9:g} GB (assumed)"
     )
     yield (
-        "  nodes of 8 GPUs. Not counted: ranks that wait for the slowest one, other jobs on the "
-        "network, loading of data, checkpoints. Hidden communication is that of ZeRO 1; at ZeRO 2 "
-        "and 3 gradients are reduced in every micro batch and nothing hides them"
+        "  nodes of 8 GPUs, within which tensor-parallel ranks stay. Not counted: ranks that wait "
+        "for the slowest one, other jobs on the network, loading of data, checkpoints. "
+        "Communication hides behind the passes at ZeRO 1; at ZeRO 2 and 3 gradients are reduced "
+        "in every micro batch, and nothing hides them"
     )
     scale = target.scale
     if (scale.compute, scale.optimizer) != (1.0, 1.0):
@@ -212,3 +216,8 @@ def _assumptions(target: Target) -> Iterator[str]:
         )
     if target.gpu_type in PUBLISHED:
         yield f"Published, to compare with: {PUBLISHED[target.gpu_type]}"
+
+
+def _now(origin: str) -> str:
+    """Return an origin without what it says of release 0.1.0."""
+    return origin.rpartition("after: ")[2] if origin.startswith("before: ") else origin

@@ -9,6 +9,7 @@ from pretrain.config import Layout, RunConfig
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.hardware import GPUS_PER_NODE, Device, Network
 from pretrain.plan.step_time import Lines, Step
+from pretrain.plan.traffic import Messages, messages
 from pretrain.plan.weights import Stage
 
 PARTS = {
@@ -107,11 +108,13 @@ def time_of_step(
         network: The links between nodes.
         scale: Factors on times, from a measurement.
     """
-    times = [_scaled(stage_step(config, layout, device, network, stage), scale) for stage in stages]
+    times = [
+        _lines(stage_step(config, layout, device, network, stage), layout, stage, scale)
+        for stage in stages
+    ]
     slowest: Lines = max(times, key=lambda each: sum(each.values()))
     lines = dict(slowest)
     if layout.pipeline > 1:
-        lines["sends between stages"] = _sends_ms(config, layout, device, network)
         passes = [sum(each.get(name, 0.0) for name in _REPEATED) for each in times]
         others = sum(p * stage.count for p, stage in zip(passes, stages)) - max(passes)
         lines["pipeline bubble"] = others / layout.num_microbatches / layout.virtual
@@ -154,34 +157,63 @@ def stage_step(
     )
 
 
-def _sends_ms(config: RunConfig, layout: Layout, device: Device, network: Network) -> float:
-    """Return the time in which a stage sends its activations and gradients on, in a step.
+def _model_parallel_lines(step: Step, layout: Layout, stage: Stage) -> Lines:
+    """Return the exposed communication between the tensor-parallel ranks and the stages of a step.
+
+    Tensor-parallel ranks are in one node. What is hidden costs nothing here.
 
     Args:
-        config: The run.
-        layout: Its layout.
-        device: The GPU.
-        network: The links between nodes.
+        step: The step of the stage.
+        layout: The layout.
+        stage: The pipeline stage.
     """
-    tokens = config.batch.micro_batch_size * config.data.sequence_length
-    share = layout.tensor if config.parallel.sequence_parallel else 1
-    num_bytes = 2 * config.model.hidden_size * tokens / share
+    tensor = sends = 0.0
+    for each in messages(step.config, layout, stage, not step.is_v100):
+        if each.group == "tensor" and not each.is_hidden:
+            # An all-reduce sends everything twice.
+            times = 2 if each.name == "allreduce" else 1
+            tensor += times * step.nvlink_ms(each.num_bytes, layout.tensor, each.calls)
+        elif each.name == "send":
+            sends += _sends_ms(step, layout, each)
+    lines: Lines = {}
+    if layout.tensor > 1:
+        lines["tensor-parallel communication, exposed"] = tensor
+    if layout.pipeline > 1:
+        lines["sends between stages"] = sends
+    return lines
+
+
+def _sends_ms(step: Step, layout: Layout, sends: Messages) -> float:
+    """Return the time in which a stage sends its activations and gradients on.
+
+    Args:
+        step: The step of the stage.
+        layout: The layout.
+        sends: What it sends.
+    """
+    network = step.network
     if layout.world_size <= GPUS_PER_NODE or layout.tensor * layout.data < GPUS_PER_NODE:
-        rate, latency = device.nvlink_gb_per_second, network.within_node_us
+        rate, latency = step.device.nvlink_gb_per_second, network.within_node_us
     else:
         # All GPUs of a node send at once.
         rate = network.node_gb_per_second * network.efficiency / GPUS_PER_NODE
         latency = network.between_nodes_us
-    # Forward and backward, once for each chunk.
-    times = 2 * layout.num_microbatches * layout.virtual
-    return times * (1e3 * num_bytes / (rate * 1e9) + 1e-3 * latency)
+    return 1e3 * sends.num_bytes / (rate * 1e9) + 1e-3 * sends.calls * latency
 
 
-def _scaled(step: Step, scale: Scale) -> Lines:
-    """Return the lines of a step with measured factors applied."""
+def _lines(step: Step, layout: Layout, stage: Stage, scale: Scale) -> Lines:
+    """Return the lines of a stage's step, with measured factors applied.
+
+    Args:
+        step: The step.
+        layout: The layout.
+        stage: The pipeline stage.
+        scale: The factors.
+    """
+    lines = step.lines() | _model_parallel_lines(step, layout, stage)
     measured = {name: scale.compute for name in _REPEATED[:-1]}
     measured |= {name: scale.optimizer for name in PARTS["optimizer"]}
-    return {name: ms * measured.get(name, 1.0) for name, ms in step.lines().items()}
+    return {name: ms * measured.get(name, 1.0) for name, ms in lines.items()}
 
 
 @dataclass(frozen=True)
