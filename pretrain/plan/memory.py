@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.plan.activations import ITEM, Activations
-from pretrain.plan.pipeline import passes
+from pretrain.plan.pipeline import states
 from pretrain.plan.weights import Stage, chunk_layers, zero_stage
 
 OVERHEAD_BYTES = 1_500_000_000
@@ -154,14 +154,12 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
     in_loss = a.loss_buffers(is_tied_here)
     in_embedding = a.embedding() + a.embedding_weight() + a.whole
     found: set[tuple[int, int, int]] = set()
-    kept, logits = received, 0
-    for each in passes(layout, stage):
-        number, _ = chunks[each.chunk]
+    for waiting, chunk in states(layout, stage):
+        number, _ = chunks[chunk]
         has_loss = number == last
-        if each.is_forward:
-            kept += size[each.chunk]
-            logits += logits_size if has_loss else 0
-            continue
+        kept = received + sum(n * each for n, each in zip(waiting, size))
+        # The last chunk is the only one with logits.
+        logits = waiting[-1] * logits_size if chunks[-1][0] == last else 0
         found.add((kept, logits, 0))
         if has_loss:
             found.add((kept, logits, in_loss))
@@ -169,7 +167,6 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
             found.add((kept - of_loss, logits, of_layers))
         else:
             found.add((kept, logits, of_layers - a.stream))
-        kept -= size[each.chunk]
         if number == 0:
-            found.add((kept, logits, in_embedding))
+            found.add((kept - size[chunk], logits, in_embedding))
     return [Kept(*moment) for moment in found]
