@@ -180,7 +180,8 @@ class Activations:
             gradient += self.embedding_weight()
         logits = self.tokens * self.config.padded_vocab_size // self.tensor
         if not self.has_fused_loss:
-            gradient += self.item * logits
+            # The softmax has become the logits' gradient, and is gone when the products begin.
+            gradient = self.item * logits + max(0, gradient - self.logits())
         elif not self.is_modern:
             gradient += 4 * min(logits, LOSS_PIECE)
         return gradient + 8 * self.tokens

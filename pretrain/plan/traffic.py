@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
 from pretrain.plan.activations import ITEM, Activations
-from pretrain.plan.weights import Stage, chunk_layers, weights_of_rank
+from pretrain.plan.weights import Stage, chunk_layers
 
 LOSS_BYTES = 32
 """The loss and the votes on requests, in fp64 (`pretrain.train.step._sum_over_ranks`)."""
@@ -115,15 +115,11 @@ def _pipeline(
 
 def _shared(config: RunConfig, layout: Layout, stage: Stage) -> Iterator[Messages]:
     """Yield the sums of gradients that several model-parallel ranks hold parts of."""
-    weights = weights_of_rank(config, stage.number)
-    partial = 4 * sum(weight.num_elements for weight in weights if weight.is_partial)
-    if layout.tensor > 1 and partial:
-        yield Messages("allreduce", "tensor", "float32", 1, partial)
+    if layout.tensor > 1 and stage.partial:
+        yield Messages("allreduce", "tensor", "float32", 1, 4 * stage.partial)
     if layout.pipeline > 1:
-        for weight in weights:
-            if weight.name.startswith("position."):
-                size = 4 * weight.num_elements
-                yield Messages("allreduce", "pipeline", "float32", 1, size)
+        for elements in stage.shared:
+            yield Messages("allreduce", "pipeline", "float32", 1, 4 * elements)
         if config.model.tie_word_embeddings and stage.number in (0, layout.pipeline - 1):
             rows = config.padded_vocab_size // layout.tensor
             size = 4 * rows * config.model.hidden_size

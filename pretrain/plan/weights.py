@@ -180,6 +180,10 @@ class Stage:
     """From 0."""
     buckets: tuple[FlatBucket, ...]
     """Those of each of its ranks."""
+    partial: int
+    """Elements of which each tensor rank has the gradient of its part of the sequence."""
+    shared: tuple[int, ...]
+    """Elements of each parameter that all stages share."""
     count: int = 1
     """Stages with as many layers, this one included. It keeps the most activations of them."""
 
@@ -198,7 +202,13 @@ class Stage:
 
 def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
     """Return one pipeline stage; arguments as for `buckets_of_rank`."""
-    return Stage(number, tuple(buckets_of_rank(config, layout, number)))
+    weights = weights_of_rank(config, number)
+    return Stage(
+        number,
+        tuple(buckets_of_rank(config, layout, number)),
+        partial=sum(weight.num_elements for weight in weights if weight.is_partial),
+        shared=tuple(w.num_elements for w in weights if w.name.startswith("position.")),
+    )
 
 
 def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
