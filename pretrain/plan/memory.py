@@ -98,7 +98,9 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
         wire = (item + (4 if item == 2 else 0)) * buffer
         return item * padded, 4 * padded // data, wire, optimizer
     live = item * min(padded, ZERO_LIVE)
-    return item * padded // data + live, 4 * padded // data, 4 * buffer, optimizer
+    # The buffer is there in fp32 for good, and gradients are collected in the model's precision.
+    wire = (4 + item) * buffer
+    return item * padded // data + live, 4 * padded // data, wire, optimizer
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def test_the_state_of_zero_2_and_3(zero_stage):
     else:
         padded = 4 * (planned.gradients // 4)
         between = planned.weights - 2 * padded + planned.optimizer + planned.gradients
-        between += planned.wire
+        # The part of the buffers that is there for good is in fp32, the other in bf16.
+        between += planned.wire * 4 // 6
     # The token ids of the last micro batch, single numbers, and the slopes.
     ids = 8 * config.batch.micro_batch_size * (config.data.sequence_length + 1)
     assert between <= measured["between"] < between + ids + 200
