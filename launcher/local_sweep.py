@@ -78,7 +78,7 @@ def sweep_locally(
         for number, run in enumerate(left, start=1):
             say(f"run {number} of {len(left)}: {_name(run)}")
             # A failure of an earlier run counts as long as the user does not end the sweep.
-            ended = _train(path, nproc, run, allow_changed, signals)
+            ended = _train(nproc, run, allow_changed, signals)
             if ended in STOPPED_BY_USER or (signals.stops and (ended or number < len(left))):
                 code = ended if ended in STOPPED_BY_USER else ExitCode.STOPPED
                 break
@@ -156,22 +156,19 @@ def table(runs: Sequence[SweepRun]) -> str:
     )
 
 
-def _train(
-    path: Path, nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Signals
-) -> int:
+def _train(nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Signals) -> int:
     """Train one run as `launcher local` does, and return its exit code. Errors are printed.
 
     Args:
-        path: The config that the runs have in common.
         nproc: Processes of the run.
         run: The run.
         allow_changed: Keys that may differ from the checkpoint's.
         signals: Records the signals to this process; none came so far.
     """
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
-    settings = [word for setting in run.settings for word in ("--set", setting)]
     try:
-        code = run_locally(run.config, nproc, train, [str(path), *settings], signals=signals)
+        # Not the config's file: it may have been edited while the runs before this one trained.
+        code = run_locally(run.config, nproc, train, None, signals=signals)
     except (ConfigError, RunFailed) as error:
         print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
         code = exit_code_of(error)

@@ -9,6 +9,7 @@ import typer
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.arguments import Overrides, Source
+from pretrain.config.data_schema import WORDS
 from pretrain.rundir.states import ExitCode
 
 
@@ -111,10 +112,11 @@ def tokenizer_obstacles(run: RunConfig) -> list[str]:
     from pretrain.data.tokenizer import load_tokenizer
 
     # A file that is not there is refused by `pretrain data build`, with what to do.
-    if run.data.tokenizer is None or not Path(run.data.tokenizer).is_file():
+    given = run.data.tokenizer
+    if given is None or given == WORDS or not Path(given).is_file():
         return []
     try:
-        load_tokenizer(run.data.tokenizer).check_exportable()
+        load_tokenizer(given).check_exportable()
     except ConfigError as error:
         return [str(error)]
     return []

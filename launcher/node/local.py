@@ -46,7 +46,7 @@ def run_locally(
     config: RunConfig,
     nproc: int,
     command: Sequence[str],
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None,
     resume: str | None = None,
     signals: Signals | None = None,
 ) -> int:
@@ -61,7 +61,8 @@ def run_locally(
         config: The run.
         nproc: Number of ranks.
         command: What each rank runs, up to its subcommand: [python, "-m", "pretrain", "train"].
-        arguments: The config file and its --set options, which give `config`.
+        arguments: The config file and its --set options, which give `config`; None gives the ranks
+            `config` as it is, whatever the files say by now.
         resume: The value of --resume for the first attempt; None leaves the option out.
         signals: Records PASSED_ON already, and none came so far; None records them from now on.
 
@@ -91,9 +92,9 @@ def run_locally(
         def start(attempt: Attempt) -> LocalRanks:
             """Start the ranks of an attempt; after the first one, with the config as it was."""
             again = attempt.number > first
-            config_arguments = arguments
-            if again:
-                # The user may have edited the config file since the first attempt.
+            config_arguments = None if again else arguments
+            if config_arguments is None:
+                # The user may have edited the config file, or a base of it, since it was read.
                 frozen = attempt.directory / "config.toml"
                 replace_file(frozen, dump_config(config))
                 config_arguments = [str(frozen)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pretrain.config.data_schema import CorpusSection, DataSection
+from pretrain.config.data_schema import WORDS, CorpusSection, DataSection
 from pretrain.config.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ def check_data(c: RunConfig) -> Iterator[Refusal]:
             d.tokens_per_shard,
             f"less than one block of data.tokens_per_block = {d.tokens_per_block}",
             f"Choose {d.tokens_per_block} or more, or lower data.tokens_per_block",
+        )
+    if d.per_document_attention and d.tokenizer == WORDS:
+        yield Refusal(
+            "data.per_document_attention",
+            True,
+            f'with data.tokenizer = "{WORDS}" the token that ends a document ends each line',
+            "Remove the key, or use another tokenizer",
         )
     backend = c.model.attention_backend
     if d.per_document_attention and backend not in DOCUMENT_BACKENDS:

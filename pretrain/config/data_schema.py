@@ -11,6 +11,9 @@ from pretrain.config.section import Section
 Source = Literal["shakespeare", "text", "blank_lines", "jsonl", "parquet", "webdataset"]
 """How a corpus holds its documents; `data.source` says what each is."""
 
+WORDS = "words"
+"""The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
+
 
 class CorpusSection(Section):
     """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
@@ -38,7 +41,7 @@ class DataSection(Section):
     """[data]: the corpus, the tokenizer and the shards that `pretrain data build` makes of them."""
 
     directory: str = Field(min_length=1)
-    """Directory of the built data set: tokenizer.model, train/ and validation/. `pretrain data
+    """Directory of the built data set: the tokenizer, train/ and validation/. `pretrain data
     build` writes it, and all other commands read it. Several runs may share one. For reading it may
     also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
 

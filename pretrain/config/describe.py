@@ -61,6 +61,9 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
         )
         steps += f" (ramped up over {samples:,} samples)"
     vocabulary = f"{config.data.vocab_size:,} padded to {config.padded_vocab_size:,}"
+    if clusters := config.adaptive_clusters:
+        parts = " + ".join(f"{cluster.size:,} x {cluster.dim}" for cluster in clusters)
+        vocabulary += f" in clusters of {parts}"
     lengths = ", ".join(str(length) for length in config.evaluation_lengths)
     trained = f"trained at {config.data.sequence_length} tokens"
     if config.data.per_document_attention:

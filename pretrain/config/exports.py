@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pretrain.config.data_schema import WORDS
 from pretrain.config.errors import ConfigError
 from pretrain.config.refusal import Refusal
 from pretrain.config.run import RunConfig
@@ -56,6 +57,7 @@ def export_class(config: RunConfig) -> ExportClass:
         ConfigError: No class can. The message gives every reason, and what to train instead.
     """
     method, m = config.position.method, config.model
+    _check_words(config)
     if method in _METHODS_WITHOUT_CLASS:
         remedy = (
             "`pretrain evaluate` measures it here; to export, train with alibi, rotary, learned "
@@ -74,6 +76,28 @@ def export_class(config: RunConfig) -> ExportClass:
     if refusals:
         raise ConfigError("\n".join(str(r) for r in refusals))
     return found
+
+
+def _check_words(config: RunConfig) -> None:
+    """Raise ConfigError if no class has such word embeddings, or the tokenizer is not exported."""
+    cutoffs, refusal = config.model.adaptive_cutoffs, None
+    remedy = "`pretrain evaluate` measures it here; to export, train"
+    if cutoffs is not None:
+        refusal = Refusal(
+            "model.adaptive_cutoffs",
+            list(cutoffs),
+            "no stock transformers decoder with these positions has an adaptive softmax",
+            f"{remedy} without it",
+        )
+    elif config.data.tokenizer == WORDS:
+        refusal = Refusal(
+            "data.tokenizer",
+            WORDS,
+            "a vocabulary of words is not exported",
+            f"{remedy} with a SentencePiece or Hugging Face tokenizer",
+        )
+    if refusal is not None:
+        raise ConfigError(str(refusal))
 
 
 def export_length(config: RunConfig) -> int:

@@ -90,9 +90,9 @@ def load_with_origins(
 
     config = _checked(values, place)
     given = {key for key, _ in leaves(values)}
-    return config, {
-        key: origin(key) if key in given else DEFAULT for key, _ in leaves(_dumped(config))
-    }
+    # An empty table has a header and no value.
+    found = [key for key, value in leaves(_dumped(config)) if value != {}]
+    return config, {key: origin(key) if key in given else DEFAULT for key in found}
 
 
 def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -18,7 +18,7 @@ def num_parameters(config: RunConfig) -> int:
     c, m = config, config.model
     embedding = c.padded_vocab_size * m.hidden_size
     total = m.num_layers * _layer(c, tensor=1) + _norm(c)
-    total += embedding * (1 if m.tie_word_embeddings else 2)
+    total += _adaptive(c) or embedding * (1 if m.tie_word_embeddings else 2)
     return total + _embedding_norm(c) + _position_table(c) + _score_positions(c, tensor=1)
 
 
@@ -41,7 +41,8 @@ def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
     embedding = c.padded_vocab_size // tensor * m.hidden_size
     # The last stage needs an output matrix. With one stage and tied weights that is the embedding.
     copies = int(first) + int(last and not (first and m.tie_word_embeddings))
-    total = layers * _layer(c, tensor) + copies * embedding + _score_positions(c, tensor)
+    words = _adaptive(c) or copies * embedding
+    total = layers * _layer(c, tensor) + words + _score_positions(c, tensor)
     return total + first * (_embedding_norm(c) + _position_table(c)) + last * _norm(c)
 
 
@@ -55,6 +56,17 @@ def _layer(c: RunConfig, tensor: int) -> int:
     # Row-parallel: linear_proj and linear_fc2 split their inputs. Every rank holds their biases.
     row = (h // tensor + ffn) * h + 2 * h * bias
     return column + row + 2 * _norm(c)
+
+
+def _adaptive(c: RunConfig) -> int:
+    """Return the parameters of adaptive inputs and of the adaptive softmax; 0 without them."""
+    clusters, hidden = c.adaptive_clusters, c.model.hidden_size
+    words = sum(cluster.size * cluster.dim for cluster in clusters)
+    projections = [hidden * cluster.dim for cluster in clusters]
+    # The head of the softmax has a row for each tail, and multiplies its words as they are.
+    softmax = len(clusters[1:]) * hidden
+    own = 0 if c.model.tie_word_embeddings else words + sum(projections[1:])
+    return words + sum(projections) + softmax + own
 
 
 def _norm(c: RunConfig) -> int:

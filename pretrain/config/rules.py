@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pretrain.config.adaptive_rules import check_adaptive
 from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitting_batches
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
@@ -29,6 +30,7 @@ def check(config: RunConfig) -> None:
     """
     refusals = [
         *_model(config),
+        *check_adaptive(config),
         *_positions(config),
         *_tensor_parallel(config),
         *_pipeline(config),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from pretrain.config.data_schema import CleaningSection, DataSection
 from pretrain.config.errors import ConfigError
@@ -54,6 +56,20 @@ class Layout:
 
     num_microbatches: int
     """Micro batches that each data-parallel rank accumulates in a step of the full batch size."""
+
+
+class Cluster(NamedTuple):
+    """Token ids [first, end) of an adaptive softmax, whose embeddings have one width."""
+
+    first: int
+    end: int
+    dim: int
+    """Channels of their embeddings."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ids."""
+        return self.end - self.first
 
 
 class RunConfig(Section):
@@ -136,6 +152,18 @@ class RunConfig(Section):
         """Return data.vocab_size rounded up to a multiple of model.make_vocab_size_divisible_by."""
         unit = self.model.make_vocab_size_divisible_by
         return -(-self.data.vocab_size // unit) * unit
+
+    @property
+    def adaptive_clusters(self) -> list[Cluster]:
+        """Return the clusters of model.adaptive_cutoffs, the head first; [] without cutoffs."""
+        m = self.model
+        if m.adaptive_cutoffs is None:
+            return []
+        bounds = [0, *m.adaptive_cutoffs, self.padded_vocab_size]
+        return [
+            Cluster(first, end, m.hidden_size // m.adaptive_factor**i)
+            for i, (first, end) in enumerate(pairwise(bounds))
+        ]
 
     @property
     def max_position_embeddings(self) -> int:

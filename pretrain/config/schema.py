@@ -294,8 +294,8 @@ class TrainSection(Section):
     """Fused operations beside attention: bias with GELU and bias with dropout and residual in one
     kernel each (torch.compile), the loss without a second copy of the logits, weight gradients
     added in fp32 by the matrix product itself. auto: on a GPU. off: plain operations, to compare
-    with or to rule them out. on: on a CPU too, where compiling costs tens of seconds at every start
-    and needs a C++ compiler."""
+    with or to rule them out; an adaptive softmax then computes the probabilities of all words. on:
+    on a CPU too, where compiling costs tens of seconds at every start and needs a C++ compiler."""
 
     consistency_interval_steps: int = Field(default=500, ge=0)
     """Steps from one check of the ranks' health to the next: that masters and moments are finite,

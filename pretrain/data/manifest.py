@@ -24,7 +24,7 @@ from pretrain.rundir.files import parse_json
 FORMAT_VERSION: Literal[2] = 2
 MANIFEST, CHECKSUMS = "manifest.json", "checksums.bin"
 TOKENIZER: Literal["tokenizer.model"] = "tokenizer.model"
-TokenizerName = Literal["tokenizer.model", "tokenizer.json"]
+TokenizerName = Literal["tokenizer.model", "tokenizer.json", "tokenizer.txt"]
 """What the file of a data set's tokenizer may be called."""
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -18,6 +18,8 @@ from pretrain.data.blend import blend_of
 from pretrain.data.document import Split
 from pretrain.data.samples import BUILD_RECORD
 from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.tokenizers.base import DICTIONARY
+from pretrain.data.tokenizers.dictionary import UNK
 
 SAMPLED_TOKENS = 1 << 22
 """How many tokens of the training split are counted by id, spread evenly over it."""
@@ -102,6 +104,9 @@ def lines(stats: Stats) -> Iterator[str]:
         f"ids: {used:,} of {len(stats.frequencies):,} stand in a sample of {total:,} training "
         f"tokens; the 100 most frequent are {top:.0%} of it"
     )
+    if stats.streams["train"].manifest.tokenizer == DICTIONARY:
+        share = stats.frequencies[UNK] / max(total, 1)
+        yield f"<unk>: {share:.2%} of it: words beyond data.vocab_size, or spelled so"
     if leakage := stats.report.get("leakage"):
         yield (
             f"leakage: {leakage['after']:.2%} of the held-out text's 13-word sequences also stand "

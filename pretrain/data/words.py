@@ -60,7 +60,7 @@ def word_hashes(text: str) -> Hashes:
     """Return the 64-bit hash of each word of a text, in order."""
     parts = [
         np.fromiter(map(_known.__getitem__, words), np.uint64, len(words))
-        for words in map(_words, _chunks(text))
+        for words in map(_words, chunks(text))
     ]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
@@ -73,7 +73,7 @@ def _words(text: str) -> list[bytes]:
     return text.encode("utf-8", "surrogatepass").translate(_ASCII).split()
 
 
-def _chunks(text: str) -> Iterator[str]:
+def chunks(text: str) -> Iterator[str]:
     """Cut a text at white space into pieces of some CHUNK characters; a word is never cut."""
     start = 0
     while len(text) - start > CHUNK:

@@ -287,9 +287,10 @@ def _run_of(checkpoint: Path) -> Path | None:
 def _text_line(stream: TokenStream, text: ScoredText) -> str:
     """Return the line that says what is scored."""
     share = "all" if text.tokens == text.total else f"{text.tokens:,} of the"
+    size = f"{text.bytes:,} bytes of text" if text.bytes else "an unknown number of bytes"
     return (
-        f"  scores {share} {text.total:,} tokens of {stream.directory}: {text.bytes:,} bytes of "
-        f"text, in {len(text.block_ends)} blocks for the confidence intervals"
+        f"  scores {share} {text.total:,} tokens of {stream.directory}: {size}, in "
+        f"{len(text.block_ends)} blocks for the confidence intervals"
     )
 
 
@@ -297,11 +298,12 @@ def _result_line(method: str, record: Mapping[str, Any]) -> str:
     """Return the line of one result."""
     low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
     # One block has no spread.
+    bits = record["bits_per_byte"]
+    in_bits = "bits per byte unknown" if bits is None else f"{bits:.4f} bits per byte"
     interval = "no interval" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
     return (
         f"{method:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
-        f"perplexity {record['perplexity']:9.3f}  ({interval})  "
-        f"{record['bits_per_byte']:.4f} bits per byte"
+        f"perplexity {record['perplexity']:9.3f}  ({interval})  {in_bits}"
     )
 
 

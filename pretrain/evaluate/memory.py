@@ -109,13 +109,31 @@ def forward_bytes(config: RunConfig, layout: Layout, length: int) -> int:
     # Queries, keys and values joined and apart, and the output in pieces, joined and in order.
     attention = (2 * (query + 2 * key) + 3 * query) * item
     mlp = (2 * config.ffn_hidden_size // split + hidden) * item
-    logits = config.padded_vocab_size // split * item
+    logits = _logit_bytes(config, split, item)
     # Token ids, positions, labels and the losses by position, of every micro batch of a pass.
     micro_batches = layout.pipeline * layout.virtual
     ids = (4 * 8 + 4 * 8) * micro_batches
     of_token = stream + max(attention, mlp, logits) + ids
     extra = _score_bytes(config, rows, length, heads)
     return int(MARGIN * tokens * of_token) + max(extra, LOSS_PIECE_BYTES)
+
+
+def _logit_bytes(config: RunConfig, split: int, item: int) -> int:
+    """Return the bytes of a token's logits on a rank.
+
+    Args:
+        config: The run's config.
+        split: Tensor-parallel size.
+        item: Bytes of a number in the training precision.
+    """
+    clusters = config.adaptive_clusters
+    if not clusters:
+        return config.padded_vocab_size // split * item
+    if config.train.fusion == "off":
+        # log p of all words in fp32, in parts and together.
+        return 2 * config.padded_vocab_size * 4
+    # The tails' logits follow the head's, and are those of few tokens: rare words are rare.
+    return (clusters[0].size + len(clusters) - 1) * item
 
 
 def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:

@@ -42,7 +42,7 @@ class Evaluation:
     tokens: int
     """Number of tokens scored."""
     bytes: int
-    """Bytes of the text of these tokens, in UTF-8."""
+    """Bytes of the text of these tokens, in UTF-8; 0 where they are not known."""
     by_position: PositionLosses
     """Mean loss and number of tokens at each position of the window. At the first positions of
     sliding windows no token is scored."""
@@ -74,9 +74,9 @@ class Evaluation:
             "loss_nats": self.loss_nats,
             "loss_low": low,
             "loss_high": high,
-            "bits_per_byte": self.bits_per_byte,
+            "bits_per_byte": self.bits_per_byte if self.bytes else None,
             "tokens": self.tokens,
-            "bytes": self.bytes,
+            "bytes": self.bytes or None,
         }
 
 

@@ -62,9 +62,10 @@ FIELDS = (
 | checkpoint | str | path of the checkpoint |
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
-were scored, and nothing about another seed of the training. A value that is not known is None, as
-in files of earlier releases, which lack run, step, seed, train_length, settings, tokenizer,
-validation, loss_low, loss_high, bits_per_byte and bytes.
+were scored, and nothing about another seed of the training. A value that is not known is None:
+bits_per_byte and bytes where a vocabulary of words has `<unk>` for some words of the text, and in
+files of earlier releases run, step, seed, train_length, settings, tokenizer, validation, loss_low,
+loss_high, bits_per_byte and bytes.
 """
 
 HASH_DIGITS = 12

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.base import DICTIONARY
 from pretrain.evaluate.spread import block_ends
 
 READ_TOKENS = 1 << 20
@@ -41,10 +42,14 @@ class ScoredText:
         self.block_ends = block_ends(self._ids[1:], stream.eos_id)
         """Where the blocks end of which `pretrain.evaluate.spread` makes an interval."""
         self.bytes = stream.text_bytes
-        """Bytes of the scored text in UTF-8."""
-        if self.tokens < self.total:
+        """Bytes of the scored text in UTF-8; 0 where they are not known."""
+        if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
-            self.bytes = text_bytes(tokenizer, self._ids[1:])
+            if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
+                # What these words are is not predicted, so no number of bits gives back the text.
+                self.bytes = 0
+            elif self.tokens < self.total:
+                self.bytes = text_bytes(tokenizer, self._ids[1:])
 
     def inputs(self, start: int, size: int) -> NDArray[np.generic]:
         """Return inputs [start, start + size) and the target after the last, [size + 1]."""

@@ -49,11 +49,18 @@ def num_matmul_parameters(config: RunConfig) -> int:
     and LayerNorms. Tying therefore does not change N, as it does not change the work. This is the
     convention of nanochat's `estimate_flops`. llm-foundry's N, all parameters of a tied model,
     also counts biases and norms; it is 0.02 % larger for 25 layers of width 2048.
+
+    Of adaptive inputs and an adaptive softmax it counts the head alone: how many tokens are in a
+    tail, where the products are narrow, is up to the text.
     """
     m = config.model
     qkv = (m.num_attention_heads + 2 * config.num_query_groups) * config.head_dim
     layer = m.hidden_size * (qkv + m.hidden_size + 2 * config.ffn_hidden_size)
-    return m.num_layers * layer + config.padded_vocab_size * m.hidden_size
+    words = config.padded_vocab_size * m.hidden_size
+    if clusters := config.adaptive_clusters:
+        head = clusters[0].size + len(clusters) - 1
+        words = (head + m.hidden_size) * m.hidden_size
+    return m.num_layers * layer + words
 
 
 def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> float:

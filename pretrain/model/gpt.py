@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import RunConfig
+from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, SelfAttention
 from pretrain.model.fusion import Fusion, choose_fusion
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
@@ -240,15 +241,20 @@ def _build_chunk(
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
     fusion = choose_fusion(config)
-    model_class = FusedLossModel if fusion.loss else GPTModel
+    is_adaptive = config.model.adaptive_cutoffs is not None
+    # The losses of an adaptive softmax need few logits, its probabilities of all words need all:
+    # they are plain operations, to compare with.
+    fuses_loss = fusion.loss or (is_adaptive and config.train.fusion != "off")
+    model_class = FusedLossModel if fuses_loss else GPTModel
     model = model_class(
         transformer,
         spec,
-        config.padded_vocab_size,
+        # The two layers of words are replaced by adaptive ones.
+        1 if is_adaptive else config.padded_vocab_size,
         config.max_position_embeddings,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=config.model.tie_word_embeddings,
+        share_embeddings_and_output_weights=config.model.tie_word_embeddings and not is_adaptive,
         position_embedding_type=position.megatron_type,
         rotary_percent=config.position.rotary_percent,
         rotary_base=config.position.rotary_base,
@@ -256,7 +262,9 @@ def _build_chunk(
     )
     # Registered as a submodule, so its parameters are trained and have names ("position.*").
     model.position = position
-    if fusion.loss and last:
+    if is_adaptive:
+        adaptive.install(config, model, fusion.compiled)
+    elif fusion.loss and last:
         _fuse_loss(model, fusion)
     _mark_sharded_weights(model)
     if first:
@@ -329,7 +337,7 @@ def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     table and an untied output layer from normal(0, config.embedding_init_method_std). The output
     projections of attention and MLP have a standard deviation smaller by sqrt(2 num_layers), as in
     GPT-2, so that the variance of the residual stream does not grow with depth. Norm weights are 1
-    and biases 0.
+    and biases 0. Adaptive inputs and an adaptive softmax begin as fairseq's (`adaptive`).
 
     Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
     then sliced. The weights therefore do not depend on the layout.
@@ -352,4 +360,6 @@ def _initial_value(config: RunConfig, named: Named) -> Tensor:
         std /= math.sqrt(2 * config.model.num_layers)
     digest = hashlib.sha256(f"{config.run.seed}/{named.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if config.adaptive_clusters and named.name.startswith(adaptive.NAMES):
+        return adaptive.initial_value(config, named.name, named.global_shape, generator)
     return torch.empty(named.global_shape).normal_(0.0, std, generator=generator)

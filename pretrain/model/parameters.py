@@ -20,6 +20,8 @@ How parameters are spread over tensor ranks and pipeline stages, and where they 
     output_layer, untied (vocabulary)    split, dim 0   last                none
     position_embeddings (learned);       replicated     first               tensor rank > 0
     word_embeddings_layernorm
+    word_embeddings.* and output_layer.* whole          the only one    none
+    of an adaptive softmax
     position.* (heads of slopes, table)  split, dim 0   every               stage > 0
 
 Data-parallel ranks hold the same parameters as each other. ZeRO's partitioning among them is the

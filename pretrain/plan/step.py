@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.checkpoint.content import TrainerState
-from pretrain.config import RunConfig
+from pretrain.config import ConfigError, RunConfig
 from pretrain.model import forward
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
@@ -43,7 +43,16 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
 
     Returns:
         The counts by pipeline stage.
+
+    Raises:
+        ConfigError: The model has an adaptive softmax.
     """
+    if config.model.adaptive_cutoffs is not None:
+        raise ConfigError(
+            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: how many tokens a "
+            "tail computes is up to the text, so a step cannot be counted without one. `pretrain "
+            "bench train` times steps"
+        )
     world_size = planned_world_size(config)
     layout = config.layout(world_size)
     counts = {}

@@ -42,7 +42,7 @@ checkpoints/step-########/ | all ranks | a checkpoint; it appears under this nam
 checkpoints/step-########/manifest.json | rank 0 | ids, size and hash of each file; written last
 checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars, data, changes
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
-checkpoints/step-########/tokenizer.<kind> | rank 0 | the data set's tokenizer: .model or .json
+checkpoints/step-########/tokenizer.<kind> | rank 0 | the data's tokenizer: .model, .json or .txt
 checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every MiB
 checkpoints/step-########/rank-<rank>.safetensors | each rank | master weights and Adam moments
 abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this
@@ -59,7 +59,7 @@ attempts/####/suspensions.jsonl | launcher | a line for each time in which its j
 attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
 attempts/####/preflight.log | launcher | what that check's processes printed
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
-attempts/####/config.toml | launcher local | the config of a restart, safe from later edits
+attempts/####/config.toml | launcher local | config of a restart or a sweep's run, safe from edits
 logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts
 logs/attempt-####.log | launcher | what all ranks of an attempt print, under Slurm
 logs/slurm-<job>.log | Slurm | what the job's batch script prints

@@ -140,11 +140,18 @@ def random_batches(config: RunConfig, num_microbatches: int) -> Iterator[list[Te
     """Yield a step's micro batches of random token ids, int64 [B, S + 1], without end."""
     generator = torch.Generator().manual_seed(config.run.seed)
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
+    size = config.data.vocab_size
+
+    def tokens() -> Tensor:
+        if config.model.adaptive_cutoffs is None:
+            return torch.randint(0, size, shape, generator=generator)
+        # As often as Zipf's law has words (id i with 1 / (i + 1)), because rare words cost an
+        # adaptive softmax more. Equally frequent ones would cost it several times as much.
+        share = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return ((size + 1.0) ** share - 1).long().clamp(max=size - 1)
+
     while True:
-        yield [
-            torch.randint(0, config.data.vocab_size, shape, generator=generator)
-            for _ in range(num_microbatches)
-        ]
+        yield [tokens() for _ in range(num_microbatches)]
 
 
 def _table(config: RunConfig, steps: int, world_size: int, medians: dict[str, float]) -> str:

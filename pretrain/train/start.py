@@ -161,7 +161,7 @@ def prepare(
     """
     streams = open_stream(config, "train"), open_stream(config, "validation")
     # What was trained with a tokenizer that no export can hold would be found out after training.
-    load_tokenizer(streams[0].tokenizer_path).check_exportable()
+    load_tokenizer(streams[0].tokenizer_path).check_trainable()
     # Every process checks, because one that has joined waits for those that have not.
     segment_of(config, streams[0])
     evaluations_of(config, streams[1])

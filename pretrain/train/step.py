@@ -189,7 +189,8 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
         topology: This process's coordinates.
         step: The step about to be taken, counted from 0.
     """
-    if not config.model.hidden_dropout and not config.model.attention_dropout:
+    m = config.model
+    if not (m.hidden_dropout or m.attention_dropout or m.adaptive_dropout):
         return
     key = f"{config.run.seed}/{step}/{topology.data_rank}/{topology.pipeline_rank}"
     digest = hashlib.sha256(key.encode()).digest()

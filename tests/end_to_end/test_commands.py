@@ -58,10 +58,19 @@ def launch(config: Path, directory: Path, *changes: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path, config: Path) -> tuple[Path, str]:
-    """(an uninterrupted run of 200 steps on two processes, its stderr)."""
+    """(an uninterrupted run of 200 steps on two processes, its stderr).
+
+    Its config builds on another file. Both are gone afterwards, as nothing needs them again.
+    """
     directory = workspace / "runs/whole"
-    done = fresh(launch(config, directory))
+    base, overlay = workspace / "bases/base.toml", workspace / "overlay.toml"
+    base.parent.mkdir()
+    base.write_text(config.read_text())
+    overlay.write_text('base = "bases/base.toml"\n')
+    done = fresh(launch(overlay, directory))
     assert done.code == 0, done.text
+    overlay.unlink()
+    base.unlink()
     return directory, done.err
 
 

@@ -150,7 +150,12 @@ def test_nothing_of_the_clone_is_used_by_the_installed_package(installed, tmp_pa
 def listed(environment: Environment, cwd: Path) -> list[Path]:
     done = environment.run(["pretrain", "config", "--list"], cwd)
     assert done.code == 0, done.err
-    return [Path(line.strip()) for line in done.out.splitlines() if line.endswith(".toml")]
+    paths, folder = [], Path()
+    for line in done.out.splitlines():
+        # A family is a folder with its files below it, several on a line; others have a line each.
+        folder = Path(line.strip()) if line.endswith("/") else folder
+        paths += [folder / name for name in re.findall(r"[^\s,]+\.toml(?=,|$)", line)]
+    return paths
 
 
 def test_the_shipped_configs_and_sites_are_found(installed, tmp_path):
@@ -176,8 +181,8 @@ def test_a_shipped_config_is_shown(installed, tmp_path):
 
 def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
     """The published run on its 16 nodes of 8 V100s, from another directory and without Slurm."""
-    paths = {path.name: path for path in listed(installed, tmp_path)}
-    config, site = paths["alibi_1024.toml"], paths["site.v100.toml"]
+    paths = {f"{path.parent.name}/{path.name}": path for path in listed(installed, tmp_path)}
+    config, site = paths["cc100_roberta/alibi_1024.toml"], paths["slurm/site.v100.toml"]
     done = installed.run(["launcher", "submit", config, "--site", site, "--dry-run"], tmp_path)
     assert done.code == 0, done.err
     assert "16 nodes x 8 ranks = tensor 1 x pipeline 1 x data 128" in done.out

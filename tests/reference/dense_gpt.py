@@ -47,7 +47,7 @@ class DenseGPT(nn.Module):
         return self
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits [B, S, V] of token ids [B, S]."""
+        """Return the logits [B, S, V] of token ids [B, S]; log p of an adaptive softmax."""
         c, p = self.config, dict(self.named_parameters())
         x = self._embed(ids, p)
         bias = self._score_bias(ids.shape[1], p, x)
@@ -63,6 +63,8 @@ class DenseGPT(nn.Module):
             x = attended
             x = x + _linear(ACTIVATIONS[c.model.hidden_act](hidden), p, f"{layer}.mlp.linear_fc2")
         x = self._norm(x, p, "decoder.final_layernorm")
+        if c.model.adaptive_cutoffs is not None:
+            return self._adaptive_log_probabilities(x, p)
         output = (
             "embedding.word_embeddings.weight"
             if c.model.tie_word_embeddings
@@ -77,8 +79,31 @@ class DenseGPT(nn.Module):
         """
         return F.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
+    def _adaptive_log_probabilities(self, x: Tensor, p: dict[str, Tensor]) -> Tensor:
+        """Return log p of every word (Grave et al. 2017): log p(cluster) + log p(word | it)."""
+        cutoffs = self.config.model.adaptive_cutoffs or ()
+        tied = self.config.model.tie_word_embeddings
+        module = "embedding.word_embeddings" if tied else "output_layer"
+        head = torch.cat([p[f"{module}.embedding_0"], p["output_layer.tails"]])
+        log_p = torch.log_softmax(x @ head.T, dim=-1)
+        parts = [log_p[..., : cutoffs[0]]]
+        for i in range(1, len(cutoffs) + 1):
+            narrow = x @ p[f"{module}.projection_{i}"]
+            within = torch.log_softmax(narrow @ p[f"{module}.embedding_{i}"].T, dim=-1)
+            parts.append(log_p[..., [cutoffs[0] + i - 1]] + within)
+        return torch.cat(parts, dim=-1)
+
+    def _word_embeddings(self, ids: Tensor, p: dict[str, Tensor]) -> Tensor:
+        name = "embedding.word_embeddings"
+        if self.config.model.adaptive_cutoffs is None:
+            return p[f"{name}.weight"][ids]
+        # All words, each with the projection of its cluster (Baevski and Auli 2019).
+        clusters = range(len(self.config.model.adaptive_cutoffs) + 1)
+        words = [p[f"{name}.embedding_{i}"] @ p[f"{name}.projection_{i}"].T for i in clusters]
+        return torch.cat(words)[ids]
+
     def _embed(self, ids: Tensor, p: dict[str, Tensor]) -> Tensor:
-        x = p["embedding.word_embeddings.weight"][ids]
+        x = self._word_embeddings(ids, p)
         if self.config.model.embedding_layernorm:
             x = self._norm(x, p, "embedding.word_embeddings_layernorm")
         # Fixed by hand, not read from the property under test: 1 behind a LayerNorm.
@@ -213,6 +238,8 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     )
     fused = inner + 2 * config.num_query_groups * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
+    if m.adaptive_cutoffs is not None:
+        shapes = adaptive_shapes(config)
     if config.position.method == "learned":
         shapes["embedding.position_embeddings.weight"] = (config.max_position_embeddings, h)
     if m.embedding_layernorm:
@@ -236,7 +263,7 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     shapes["decoder.final_layernorm.weight"] = (h,)
     if m.use_bias:
         shapes["decoder.final_layernorm.bias"] = (h,)
-    if not m.tie_word_embeddings:
+    if not m.tie_word_embeddings and m.adaptive_cutoffs is None:
         shapes["output_layer.weight"] = (vocabulary, h)
     if config.position.method == "t5":
         shapes["position.relative_attention_bias"] = (
@@ -246,6 +273,21 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     if config.position.trainable_slopes:
         shapes["position.slopes"] = (heads,)
     return shapes
+
+
+def adaptive_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the adaptive inputs and of the adaptive softmax."""
+    m, shapes = config.model, {}
+    cutoffs = m.adaptive_cutoffs or ()
+    bounds = [0, *cutoffs, config.padded_vocab_size]
+    modules = ["embedding.word_embeddings"] + ["output_layer"] * (not m.tie_word_embeddings)
+    for module in modules:
+        for i in range(len(cutoffs) + 1):
+            width = m.hidden_size // m.adaptive_factor**i
+            shapes[f"{module}.embedding_{i}"] = (bounds[i + 1] - bounds[i], width)
+            if i or module != "output_layer":
+                shapes[f"{module}.projection_{i}"] = (m.hidden_size, width)
+    return {**shapes, "output_layer.tails": (len(cutoffs), m.hidden_size)}
 
 
 def random_state(config: RunConfig, seed: int) -> dict[str, Tensor]:

@@ -83,6 +83,43 @@ REFUSALS = [
         '"auto" or "triton", or remove the key',
     ),
     (
+        ["model.adaptive_cutoffs=[100,50]"],
+        "model.adaptive_cutoffs = [100, 50]",
+        "Choose rising numbers below 1000, or remove the key",
+    ),
+    (
+        ["model.adaptive_cutoffs=[100,1000]"],
+        "model.adaptive_cutoffs = [100, 1000]",
+        "Choose rising numbers below 1000, or remove the key",
+    ),
+    (["model.adaptive_cutoffs=[]"], "model.adaptive_cutoffs = []", "remove the key"),
+    (["model.adaptive_cutoffs=[0,9]"], "model.adaptive_cutoffs", "greater than 0"),
+    (
+        ["model.adaptive_cutoffs=[9,99]", "model.adaptive_factor=10"],
+        "model.adaptive_factor = 10",
+        "leaves no channel of model.hidden_size = 96 to the last of 2 tails. Lower it",
+    ),
+    (
+        ["model.adaptive_dropout=0.2"],
+        "model.adaptive_dropout = 0.2",
+        "Remove the key, or set model.adaptive_cutoffs",
+    ),
+    (
+        ["model.adaptive_cutoffs=[9,99]", "parallel.tensor_model_parallel_size=2"],
+        "parallel.tensor_model_parallel_size = 2",
+        "Set parallel.tensor_model_parallel_size = 1; data parallelism and parallel.zero_stage",
+    ),
+    (
+        ["model.adaptive_cutoffs=[9,99]", "parallel.pipeline_model_parallel_size=2"],
+        "parallel.pipeline_model_parallel_size = 2",
+        "Set parallel.pipeline_model_parallel_size = 1",
+    ),
+    (
+        ["data.tokenizer=words", "data.per_document_attention=true"],
+        "data.per_document_attention = true",
+        "Remove the key, or use another tokenizer",
+    ),
+    (
         ["train.spike_policy=skip", "parallel.zero_stage=2"],
         "train.spike_policy = skip",
         'Choose "rollback" or "stop", or set parallel.zero_stage = 1',
@@ -506,6 +543,8 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
         "embedding.word_embeddings.weight": (vocab, hidden),
         "decoder.final_layernorm.weight": (hidden,),
     }
+    if m.adaptive_cutoffs:
+        result = {"decoder.final_layernorm.weight": (hidden,), **adaptive_shapes(config, vocab)}
     if m.embedding_layernorm:
         result["embedding.word_embeddings_layernorm.weight"] = (hidden,)
     for i in range(m.num_layers):
@@ -521,7 +560,7 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
     if m.use_bias:
         biased = [name for name in result if "layernorm" in name or "embedding" not in name]
         result |= {name.replace(".weight", ".bias"): result[name][:1] for name in biased}
-    if not m.tie_word_embeddings:
+    if not m.tie_word_embeddings and not m.adaptive_cutoffs:
         result["output_layer.weight"] = (vocab, hidden)
     if p.method == "learned":
         result["embedding.position_embeddings.weight"] = (
@@ -533,6 +572,21 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
     if p.trainable_slopes:
         result["position.slopes"] = (heads,)
     return result
+
+
+def adaptive_shapes(config, vocab) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of fairseq's AdaptiveInput, and of an AdaptiveSoftmax."""
+    m, result = config.model, {}
+    first = [0, *m.adaptive_cutoffs]
+    for i, (start, end) in enumerate(zip(first, [*m.adaptive_cutoffs, vocab])):
+        words = end - start, m.hidden_size // m.adaptive_factor**i
+        projection = m.hidden_size, words[1]
+        result[f"embedding.word_embeddings.embedding_{i}"] = words
+        result[f"embedding.word_embeddings.projection_{i}"] = projection
+        if not m.tie_word_embeddings:
+            result[f"output_layer.embedding_{i}"] = words
+            result |= {f"output_layer.projection_{i}": projection} if i else {}
+    return result | {"output_layer.tails": (len(m.adaptive_cutoffs), m.hidden_size)}
 
 
 def share_of_rank(config, stage: int) -> int:
@@ -581,13 +635,23 @@ VARIANTS = [
     ["model.embedding_layernorm=true"],
     ["position.method=rotary", "position.rotary_percent=0.25", "model.parallel_residual=true"],
 ]
+ADAPTIVE = [
+    ["model.adaptive_cutoffs=[20,100]"],
+    ["model.adaptive_cutoffs=[100]", "model.adaptive_factor=3", "model.tie_word_embeddings=false"],
+]
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 4, None), (4, 2, 2), (1, 8, 3)]
 
 
-@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+@pytest.mark.parametrize("overrides", VARIANTS + ADAPTIVE, ids=str)
 def test_parameter_count_equals_the_sum_over_all_tensors(path, overrides):
     config = load_config(path, overrides)
     assert num_parameters(config) == sum(math.prod(shape) for shape in shapes(config).values())
+
+
+@pytest.mark.parametrize("overrides", ADAPTIVE, ids=str)
+def test_a_rank_holds_all_of_an_adaptive_softmax(path, overrides):
+    config = load_config(path, overrides)
+    assert num_parameters_of_rank(config, 0) == num_parameters(config)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual"), LAYOUTS)

@@ -1,7 +1,5 @@
-"""Check the shipped configs: each loads and is listed, and the replica names its sources."""
+"""Check that the shipped configs and sites are found; test_config_families.py checks them."""
 
-import itertools
-import re
 import tomllib
 from pathlib import Path
 
@@ -9,88 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli import app
-from pretrain.config import ConfigError, load_config, num_parameters, shipped
+from pretrain.config import ConfigError, shipped
 from pretrain.config.shipped import shipped_configs, shipped_sites
 
 ROOT = Path(__file__).parents[2]
-CC100 = ROOT / "configs/cc100_roberta/alibi_1024.toml"
-
-# Press, Smith, Lewis (arXiv 2108.12409), section 5 and appendix: the 1.3B model at 1024 tokens.
-PAPER = {
-    "model.num_layers": 25,
-    "model.hidden_size": 2048,
-    "model.num_attention_heads": 16,
-    "model.ffn_hidden_size": 8192,
-    "position.method": "alibi",
-    "position.trainable_slopes": False,
-    "parallel.world_size": 128,
-    "data.sequence_length": 1024,
-    "train.num_steps": 50_000,
-    "evaluation.max_tokens": 649_000,
-}
-
-
-def flat(table: dict, prefix: str = "") -> dict[str, object]:
-    """Return the values of nested tables by their dotted keys."""
-    values: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[prefix + key] = value
-    return values
-
-
-def marked_values(path: Path) -> dict[str, tuple[object, str]]:
-    """Return key -> (value, the first word of the comment behind it)."""
-    values, section = {}, ""
-    for line in path.read_text().splitlines():
-        if header := re.fullmatch(r"\[([\w.]+)\]", line):
-            section = header[1]
-        elif line and not line.startswith("#"):
-            pair = re.fullmatch(r"(\w+ = .*?)  # (\w+)(: .+)?", line)
-            assert pair, f"no origin behind: {line}"
-            [(key, value)] = tomllib.loads(pair[1]).items()
-            values[f"{section}.{key}"] = (value, pair[2])
-    return values
-
-
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("configs/**/*.toml")), ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_every_config_loads(path):
-    config = load_config(path)
-    config.layout(config.parallel.world_size or 2)  # the demo runs on two processes
-
-
-def test_every_value_of_the_replica_says_where_it_comes_from():
-    values = marked_values(CC100)
-    assert {mark for _, mark in values.values()} == {"paper", "inferred", "chosen"}
-    parsed = tomllib.loads(CC100.read_text())
-    assert {key: value for key, (value, _) in values.items()} == flat(parsed)
-
-
-def test_an_inferred_value_says_from_what():
-    """Behind the value, or in a comment that stands above it."""
-    lines = CC100.read_text().splitlines()
-    for above, line in itertools.pairwise(lines):
-        assert "# inferred" not in line or "# inferred: " in line or above.startswith("# "), line
-
-
-def test_values_marked_paper_are_the_papers():
-    assert {
-        key: value for key, (value, mark) in marked_values(CC100).items() if mark == "paper"
-    } == PAPER
-
-
-def test_the_replica_has_the_papers_size_and_one_epoch():
-    config = load_config(CC100)
-    # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows
-    # are 8 % of the total).
-    assert num_parameters(config) == pytest.approx(1.3e9, rel=0.05)
-    # One epoch of 461 GB in 50,000 updates at 2.1M tokens (BASE Layers): 105B tokens.
-    assert config.tokens_per_step == pytest.approx(2.1e6, rel=0.01)
-    assert config.tokens_per_step * config.train.num_steps == pytest.approx(105e9, rel=0.01)
 
 
 # ---- finding them --------------------------------------------------------------------------------
@@ -107,7 +27,7 @@ def test_every_config_and_example_site_is_shipped_with_a_description():
     for file in configs + sites:
         assert file.description.endswith(".") and len(file.description) <= 98
         # A whole sentence: what follows the first line is a new paragraph.
-        assert file.path.read_text().splitlines()[1] == "#"
+        assert file.path.read_text().splitlines()[1] in ("#", "")
 
 
 @pytest.mark.parametrize("where", ["root", "elsewhere"])
@@ -118,7 +38,29 @@ def test_the_list_has_configs_and_sites_apart(monkeypatch, tmp_path, where):
     configs, sites = text.split("\n\n")
     assert f"\n  {prefix}configs/demo.toml\n      Train short, test long" in configs
     assert f"\n  {prefix}slurm/site.v100.toml\n      A V100 cluster" in sites
-    assert "slurm/" not in configs and "configs/" not in sites
+    assert f"{prefix}slurm/" not in configs and f"{prefix}configs/" not in sites
+
+
+@pytest.mark.parametrize("where", ["root", "elsewhere"])
+def test_the_list_tells_runs_of_a_family_from_what_they_build_on(monkeypatch, tmp_path, where):
+    monkeypatch.chdir(ROOT if where == "root" else tmp_path)
+    runs, bases, folder = set(), set(), None
+    for line in pretrain("config", "--list").partition("\n\n")[0].splitlines():
+        assert len(line) <= 98 or where == "elsewhere"
+        if line.endswith("/"):
+            folder = Path(line.strip()).resolve()
+            found = runs
+        elif line.endswith(".toml") and not line.startswith("      "):
+            runs.add(Path(line.strip()).resolve())
+        elif folder and ".toml" in line:
+            _, label, names = line.rpartition("to build on: ")
+            # What is further to the right goes on with the line above.
+            if label or not line.startswith(" " * 10):
+                found = bases if label else runs
+            found |= {folder / name for name in names.strip().strip(",").split(", ")}
+    assert runs == {file.path for file in shipped_configs() if not file.is_base}
+    assert bases == {file.path for file in shipped_configs() if file.is_base}
+    assert len(bases) > 10 and len(runs) > 40
 
 
 def test_the_version_is_the_projects():

@@ -35,6 +35,16 @@ def test_the_estimate_grows_with_what_takes_the_memory():
     assert needed(32_768, reference) > 8 * 8 * 32_768**2
 
 
+def test_an_adaptive_softmax_takes_the_memory_of_its_head():
+    words = ["data.vocab_size=200_000", "model.make_vocab_size_divisible_by=8"]
+    plain = needed(1024, *words)
+    adaptive = needed(1024, *words, "model.adaptive_cutoffs=[20_000]")
+    # A tenth of the logits, beside what does not depend on them.
+    assert plain / 20 < adaptive < plain / 5
+    # The probabilities of all words, in fp32.
+    assert needed(1024, *words, "model.adaptive_cutoffs=[20_000]", "train.fusion=off") > plain
+
+
 LIMITED = """
 import resource, sys
 from pretrain import platform

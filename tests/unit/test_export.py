@@ -262,6 +262,10 @@ REFUSED = {
         make_config("alibi", parallel_residual=True),
         "parallel_residual = true: in Bloom.*reads what attention has added to",
     ),
+    "adaptive": (
+        make_config("alibi", adaptive_cutoffs=[100, 200]),
+        r"adaptive_cutoffs = \[100, 200\]: no stock transformers decoder.*train without it",
+    ),
     "opt_eps": (
         make_config("sinusoidal", layernorm_epsilon=1e-6),
         "epsilon = 1e-06: OPT.*supports 1e-05 only. Train with 1e-05",

@@ -76,6 +76,14 @@ def test_tying_changes_no_work():
     assert num_matmul_parameters(untied) == num_matmul_parameters(make_config())
 
 
+def test_an_adaptive_softmax_costs_its_head_and_the_projections_of_the_words():
+    """Of one cluster alone, as every token of the head costs it."""
+    plain, adaptive = make_config(), make_config("model.adaptive_cutoffs=[500,2000]")
+    layers = num_matmul_parameters(plain) - plain.padded_vocab_size * 128
+    # The words' projection to hidden_size, and the logits of 500 words and two tails.
+    assert num_matmul_parameters(adaptive) == layers + 128 * 128 + (500 + 2) * 128
+
+
 def test_matmul_parameters_are_all_but_biases_and_norms():
     config = make_config("model.use_bias=true")
     h, ffn, layers = 128, 512, 4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config import load_config
 from tests.end_to_end.commands import Done, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ from pathlib import Path
 from pretrain.config import dump_config, load_config
 from pretrain.config.overrides import check_overrides
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
+from pretrain.rundir.files import replace_file
 from pretrain.rundir.lock import Attempt
 
 asked = []
@@ -42,6 +44,10 @@ if config.run.seed == 8:
     while not asked:
         time.sleep(0.01)
     sys.exit("error: another fault")
+if config.run.seed == 6 and rank == 0:
+    # The user goes on with something else while the sweep runs.
+    base = Path("base.toml")
+    replace_file(base, base.read_text().replace("hidden_size = 128", "hidden_size = 64"))
 # Of seed 7 and 9 a run waits to be stopped.
 waits = config.run.seed in (7, 9) and step < 3
 
@@ -94,7 +100,7 @@ class Desk:
             (folder / f"runs/demo/data/{split}").mkdir(parents=True)
             (folder / f"runs/demo/data/{split}/manifest.json").touch()
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, config: str = CONFIG) -> subprocess.Popen[str]:
         code = (
             f"import os; os.environ['PYTHONPATH'] = {str(self.folder / 'ranks')!r}\n"
             "from pretrain.launcher.main import main; main()"
@@ -104,7 +110,7 @@ class Desk:
         own = [setting for setting in settings if setting.partition("=")[0] not in given]
         options = [word for setting in own for word in ("--set", setting)]
         return subprocess.Popen(
-            [sys.executable, "-c", code, "sweep", CONFIG, *options, *words],
+            [sys.executable, "-c", code, "sweep", config, *options, *words],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             text=True,
@@ -113,8 +119,8 @@ class Desk:
             process_group=0,
         )
 
-    def sweep(self, *words: str) -> Done:
-        process = self.start(*words)
+    def sweep(self, *words: str, config: str = CONFIG) -> Done:
+        process = self.start(*words, config=config)
         out, err = process.communicate(timeout=60)
         return Done(process.returncode, out, err)
 
@@ -234,3 +240,16 @@ def test_what_cannot_be_swept_is_refused_before_anything_starts(
     done = desk.sweep("--over", "position.method=alibi,rotary", *words)
     assert done.code == 2 and done.err.startswith("error: ") and says in done.err, done.text
     assert not (desk.folder / BASE).exists()
+
+
+def test_an_edit_of_the_config_during_a_sweep_changes_no_run(desk):
+    """Nor one of its base: the runs that have not begun train what the sweep was asked for."""
+    (desk.folder / "base.toml").write_text(Path(CONFIG).read_text())
+    (desk.folder / "mine.toml").write_text('base = "base.toml"\n')
+    words = ("--nproc", "2", "--set", "run.seed=6", "--over", "position.method=alibi,rotary,t5")
+    done = desk.sweep(*words, config="mine.toml")
+    assert done.code == 0, done.text
+    assert "hidden_size = 64" in (desk.folder / "base.toml").read_text()
+    for method in ("alibi", "rotary", "t5"):
+        config = load_config(desk.folder / BASE / method / "config.toml")
+        assert (config.position.method, config.model.hidden_size) == (method, 128)

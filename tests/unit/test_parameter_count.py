@@ -58,6 +58,16 @@ LAYOUTS = {
         "model.embedding_layernorm=true",
         "model.parallel_residual=true",
     ],
+    "the 247M of WikiText-103": [
+        "model.num_layers=16",
+        "model.hidden_size=1024",
+        "model.num_attention_heads=8",
+        "model.ffn_hidden_size=4096",
+        "model.use_bias=true",
+        "data.vocab_size=267744",
+        "model.make_vocab_size_divisible_by=8",
+        "model.adaptive_cutoffs=[20000,60000]",
+    ],
 }
 
 
@@ -74,5 +84,9 @@ def test_counts_of_ranks_of_128(layout):
     assert len(counts) == len(ranks)
     for stage, count in counts.values():
         assert count == num_parameters_of_rank(config, stage)
+    if config.model.adaptive_cutoffs is not None:
+        # fairseq's examples/layerdrop/README.md has the number that its 16-layer model prints. The
+        # architecture of that model, transformer_lm_wiki103, has no LayerNorm after the last layer.
+        assert num_parameters(config) == 246_933_504 + 2 * 1024
     if pipeline == 1 and config.parallel.tensor_model_parallel_size == 1:
         assert counts["0"][1] == num_parameters(config)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config, num_parameters
+from pretrain.config.shipped import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-SHIPPED = sorted((ROOT / "configs").rglob("*.toml"))
+SHIPPED = [file.path for file in shipped_configs() if not file.is_base]
 
 
 @pytest.fixture

@@ -318,3 +318,10 @@ def test_the_command_says_what_it_needs():
 
     with pytest.raises(ConfigError, match="Add --count"):
         CliRunner().invoke(app, ["bench", "step", "configs/demo.toml"], catch_exceptions=False)
+
+
+def test_an_adaptive_softmax_is_not_counted():
+    """How many tokens are in a tail is up to the text."""
+    config = load_config("configs/demo.toml", ["model.adaptive_cutoffs=[500,2000]"])
+    with pytest.raises(ConfigError, match="up to the text"):
+        count_run(config)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, writing
-from pretrain.config.data_schema import DataSection
+from pretrain.config.data_schema import WORDS, DataSection
 from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.data.build import report
 from pretrain.data.build.finish import BUILD_RECORD, finish, note_finished, with_digests
@@ -162,10 +162,10 @@ def load_given_tokenizer(data: DataSection) -> Tokenizer | None:
         ConfigError: if it has another number of pieces than data.vocab_size, or could not be
             exported with a model.
     """
-    if data.tokenizer is None:
+    if data.tokenizer is None or data.tokenizer == WORDS:
         return None
     tokenizer = load_tokenizer(data.tokenizer)
-    tokenizer.check_exportable()
+    tokenizer.check_trainable()
     if tokenizer.vocab_size != data.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {data.vocab_size}: the model in data.tokenizer = {data.tokenizer} "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretrain.config import ConfigError, RunConfig
+from pretrain.config.data_schema import WORDS
 from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.data import sources
 from pretrain.data.build.command import load_given_tokenizer
@@ -18,7 +19,8 @@ from pretrain.data.cleaning import Cleaner
 from pretrain.data.sources import Corpus, Task
 from pretrain.data.sources.streams import compression_of
 from pretrain.data.stream import check_local
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizer import Tokenizer, train_tokenizer, train_words
+from pretrain.data.tokenizers.dictionary import WordTokenizer
 from pretrain.data.tokenizers.pieces import PieceTokenizer
 
 SAMPLE_BYTES = 2_000_000
@@ -128,6 +130,8 @@ def _train(plan: Plan, texts: list[str]) -> Tokenizer:
     pieces = plan.data.vocab_size
     while True:
         try:
+            if plan.data.tokenizer == WORDS:
+                return WordTokenizer(Path("sample"), train_words(texts, pieces))
             return PieceTokenizer(Path("sample"), train_tokenizer(_lines(texts), pieces))
         except ConfigError:
             if pieces < 2 * _FEWEST_PIECES:

@@ -16,7 +16,6 @@ from pretrain.data.leakage import HeldOut
 from pretrain.data.manifest import TaskShards
 from pretrain.data.shards import finish_split
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from pretrain.data.tokenizers.base import MODEL
 from pretrain.rundir.files import (
     Json,
     flush_directory,
@@ -185,7 +184,7 @@ def _finish_split(folder: BuildFolder, split: Split, finished: Json, tokenizer: 
         final,
         written,
         split=split,
-        tokenizer="tokenizer.model" if tokenizer.file_name == MODEL else "tokenizer.json",
+        tokenizer=tokenizer.file_name,  # type: ignore[arg-type]  # one of TOKENIZER_FILES
         tokenizer_sha256=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,

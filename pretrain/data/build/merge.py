@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.config import ConfigError
+from pretrain.config.data_schema import WORDS
 from pretrain.data import sources
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.merged import HELD_OUT_HASHES, HELD_OUT_SEQUENCES, Cut, TokenTask
@@ -24,8 +25,8 @@ from pretrain.data.cleaning import Cleaner
 from pretrain.data.duplicates import find_duplicates
 from pretrain.data.heldout import choose_held_out
 from pretrain.data.leakage import HeldOut
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
-from pretrain.data.tokenizers.base import MODEL
+from pretrain.data.tokenizer import Tokenizer, train_tokenizer, train_words
+from pretrain.data.tokenizers.base import DICTIONARY, MODEL
 from pretrain.data.words import document_hash
 from pretrain.rundir.files import Json, read_json
 
@@ -80,6 +81,9 @@ class Merger:
             left_out = self._write_left_out(made.path, hashes)
             if self.tokenizer:
                 shutil.copyfile(self.tokenizer.path, made.path / self.tokenizer.file_name)
+            elif self.plan.data.tokenizer == WORDS:
+                content = train_words(self._training(left_out, cut), self.plan.data.vocab_size)
+                (made.path / DICTIONARY).write_bytes(content)
             else:
                 lines = list(self._sample(left_out, cut))
                 content = train_tokenizer(lines, self.plan.data.vocab_size)
@@ -293,6 +297,19 @@ class Merger:
                 most,
                 frozenset() if mask is None else set(np.flatnonzero(mask).tolist()),
             )
+
+    def _training(
+        self, left_out: dict[int, Mask], cut: tuple[Cut, _HeldOutDocument] | None
+    ) -> Iterator[str]:
+        """Yield all documents that words are counted in: the whole training text."""
+        if cut is not None:
+            yield next(self._texts(cut[0].task))[: cut[0].characters]
+            return
+        for rank in range(self.num_train):
+            mask = left_out.get(rank)
+            for row, text in enumerate(self._texts(rank)):
+                if mask is None or not mask[row]:
+                    yield text
 
     # ---- what follows ----
     def _token_tasks(self, held_out: list[_HeldOutDocument]) -> list[TokenTask]:

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 import fsspec
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.data_schema import CleaningSection, DataSection
+from pretrain.config.data_schema import WORDS, CleaningSection, DataSection
 from pretrain.data import sources
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.output import digest
@@ -81,7 +81,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
         "format_version": FORMAT_VERSION,
         "corpora": [[c.name, c.source, c.text_field] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
-        "data.tokenizer (SHA-256)": tokenizer_sha256,
+        "data.tokenizer (SHA-256)": WORDS if data.tokenizer == WORDS else tokenizer_sha256,
         **{f"cleaning.{key}": value for key, value in config.cleaning},
     }
     tasks = sources.plan(data)

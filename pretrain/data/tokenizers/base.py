@@ -15,8 +15,8 @@ from pretrain.config import ConfigError
 if TYPE_CHECKING:
     import tokenizers
 
-MODEL, JSON = "tokenizer.model", "tokenizer.json"
-TOKENIZER_FILES = (MODEL, JSON)
+MODEL, JSON, DICTIONARY = "tokenizer.model", "tokenizer.json", "tokenizer.txt"
+TOKENIZER_FILES = (MODEL, JSON, DICTIONARY)
 """Under these names a tokenizer lies in a data set, a checkpoint and an export."""
 MAX_BYTES = 2**30
 """A larger file is no tokenizer; Llama 3's is 17 MB."""
@@ -69,6 +69,9 @@ class Tokenizer(ABC):
         # look for special tokens.
         return type(self), (self.path, self.content)
 
+    unk_id: int | None = None
+    """Id that stands for words which `decode` cannot give back; None if there is no such id."""
+
     special: dict[str, int]
     """Role ("unk", "eos", "pad") -> id, of the special tokens that there are.
 
@@ -114,6 +117,14 @@ class Tokenizer(ABC):
                     "Use another tokenizer"
                 )
 
+    def check_trainable(self) -> None:
+        """Check that models trained with this tokenizer could be exported, or are known not to be.
+
+        Raises:
+            ConfigError: They could not, which would be found out after training.
+        """
+        self.check_exportable()
+
     def probes(self) -> list[str]:
         """Return odd strings on which an export must give the ids of this tokenizer."""
         return [text for text in PROBES if not any(name in text for name in self.respelled)]
@@ -134,8 +145,8 @@ def find_tokenizer(directory: str | Path) -> Path:
         if path.exists():
             return path
     raise ConfigError(
-        f"{paths[0]}: missing, and so is {paths[1].name}: there is no tokenizer. `pretrain data "
-        "build CONFIG` makes a data set with one"
+        f"{paths[0]}: missing, and so are {JSON} and {DICTIONARY}: there is no tokenizer. "
+        "`pretrain data build CONFIG` makes a data set with one"
     )
 
 
@@ -148,8 +159,8 @@ def read_tokenizer(path: Path) -> bytes:
     try:
         if path.is_dir():
             raise ConfigError(
-                f"{path}: a directory. Give the file in it: a SentencePiece .model, or a Hugging "
-                f"Face {JSON}"
+                f"{path}: a directory. Give the file in it: a SentencePiece .model, a Hugging "
+                f"Face {JSON}, or a fairseq dict.txt"
             )
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: not a regular file, so not a tokenizer")

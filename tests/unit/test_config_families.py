@@ -1,0 +1,394 @@
+"""Check the published runs under configs/: their values, their sources, and how they differ."""
+
+import functools
+import itertools
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, dump_config, load_config, num_parameters, parse_config
+from pretrain.config.inheritance import leaves, read_layers
+from pretrain.config.shipped import shipped_configs
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+
+LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)
+FAMILIES = {
+    "cc100_roberta": (("alibi", "sinusoidal"), (512, 1024, 2048)),
+    "cc100_roberta/h100": (("alibi", "sinusoidal"), (512, 1024, 2048)),
+    "wikitext103": (("alibi", "sinusoidal", "rotary", "t5"), LENGTHS),
+    "bookcorpus": (("alibi", "sinusoidal"), (512, 3072)),
+}
+"""Folder -> the position methods and the training lengths of its runs."""
+RUNS = {
+    f"{family}/{method}_{length}": (family, method, length)
+    for family, (methods, lengths) in FAMILIES.items()
+    for method, length in itertools.product(methods, lengths)
+}
+
+# Beside the number of sequences: what follows the training length so that a step keeps its tokens
+# (the micro batch), or so that evaluations go to 16 times that length.
+FOLLOWS_LENGTH = {
+    "cc100_roberta": {"batch.micro_batch_size", "evaluation.lengths"},
+    "cc100_roberta/h100": {"batch.micro_batch_size", "evaluation.lengths"},
+    "wikitext103": {"batch.micro_batch_size"},
+    "bookcorpus": {"batch.micro_batch_size"},
+}
+
+# What configs/cc100_roberta/alibi_1024.toml said while it was a whole file of its own.
+ALIBI_1024 = """
+[run]
+directory = "runs/cc100_roberta/alibi_1024"
+seed = 1234
+[model]
+num_layers = 25
+hidden_size = 2048
+num_attention_heads = 16
+ffn_hidden_size = 8192
+hidden_act = "gelu_pytorch_tanh"
+use_bias = true
+tie_word_embeddings = true
+hidden_dropout = 0.0
+attention_dropout = 0.0
+init_method_std = 0.02
+embedding_scale = "auto"
+[position]
+method = "alibi"
+trainable_slopes = false
+[parallel]
+world_size = 128
+tensor_model_parallel_size = 1
+pipeline_model_parallel_size = 1
+zero_stage = 1
+[batch]
+micro_batch_size = 2
+global_batch_size = 2048
+[data]
+directory = "runs/cc100_roberta/data"
+sequence_length = 1024
+vocab_size = 50_257
+num_workers = 2
+[data.corpora.cc100]
+source = "blank_lines"
+paths = ["corpora/cc100/*.txt*"]
+[data.corpora.books_wikipedia]
+source = "jsonl"
+paths = ["corpora/books_wikipedia/*.jsonl*"]
+[data.corpora.cc_news]
+source = "jsonl"
+paths = ["corpora/cc_news/*.jsonl*"]
+[data.corpora.openwebtext]
+source = "webdataset"
+paths = ["corpora/openwebtext/*.xz"]
+[data.corpora.stories]
+source = "blank_lines"
+paths = ["corpora/stories/*.txt*"]
+[optimizer]
+learning_rate = 1e-4
+adam_beta1 = 0.9
+adam_beta2 = 0.98
+adam_eps = 1e-8
+weight_decay = 0.0
+clip_grad = 0.1
+[schedule]
+lr_decay_style = "linear"
+lr_warmup_steps = 2000
+min_learning_rate = 0.0
+[train]
+num_steps = 50_000
+precision = "fp16"
+recompute_granularity = "none"
+[checkpoint]
+interval_steps = 1000
+keep = 3
+[evaluation]
+interval_steps = 5000
+lengths = [1024, 2048, 4096, 8192, 16384]
+protocols = ["nonoverlapping"]
+max_tokens = 649_000
+tokens_per_batch = 16_384
+[logging]
+interval_steps = 10
+wandb = "offline"
+wandb_project = "cc100_roberta"
+"""
+
+# Press, Smith, Lewis (arXiv 2108.12409), section 4.2; what is not of one run alone.
+CC100 = {
+    "model.num_layers": 25,
+    "model.hidden_size": 2048,
+    "model.num_attention_heads": 16,
+    "model.ffn_hidden_size": 8192,
+    "position.trainable_slopes": False,
+    "parallel.world_size": 128,
+    "train.num_steps": 50_000,
+    "evaluation.max_tokens": 649_000,
+}
+# Section 2.1 and table 5; the README of the authors' repository (train.py ... --arch
+# transformer_lm_wiki103 --max-update 286000 --lr-scheduler cosine --warmup-updates 16000
+# --clip-norm 0.1 --seed 1 --fp16); transformer_lm_baevski_wiki103 in transformer_lm.py there.
+WIKITEXT103 = {
+    "run.seed": 1,
+    "model.num_layers": 16,
+    "model.hidden_size": 1024,
+    "model.num_attention_heads": 8,
+    "model.ffn_hidden_size": 4096,
+    "model.hidden_act": "relu",
+    "model.use_bias": True,
+    "model.tie_word_embeddings": True,
+    "model.adaptive_cutoffs": [20_000, 60_000],
+    "model.adaptive_factor": 4,
+    "model.adaptive_dropout": 0.2,
+    "model.hidden_dropout": 0.3,
+    "model.attention_dropout": 0.1,
+    "model.embedding_scale": "auto",
+    "position.trainable_slopes": False,
+    "position.sinusoidal_table": "fairseq",
+    "data.tokenizer": "words",
+    "optimizer.clip_grad": 0.1,
+    "schedule.lr_decay_style": "cosine",
+    "schedule.lr_warmup_steps": 16_000,
+    "train.num_steps": 286_000,
+    "train.precision": "fp16",
+    "evaluation.lengths": list(LENGTHS),
+}
+# Appendix A.3.
+BOOKCORPUS = {"model.tie_word_embeddings": True, "position.trainable_slopes": False}
+PAPER = {
+    "cc100_roberta": CC100,
+    "cc100_roberta/h100": CC100,
+    "wikitext103": WIKITEXT103,
+    "bookcorpus": BOOKCORPUS,
+}
+# Rows of table 5; of rotary positions and T5's bias there are three each.
+PUBLISHED_LENGTHS = {"rotary": (512, 1024, 3072), "t5": (512, 1024, 3072)}
+
+
+def path_of(run: str) -> Path:
+    return CONFIGS / f"{run}.toml"
+
+
+@functools.cache
+def values(run: str) -> dict[str, object]:
+    """Return every value of a resolved run by its dotted key."""
+    return dict(leaves(tomllib.loads(dump_config(load_config(path_of(run))))))
+
+
+def written(path: Path) -> dict[str, object]:
+    """Return the values that one file says itself."""
+    table = tomllib.loads(path.read_text())
+    table.pop("base", None)
+    return dict(leaves(table))
+
+
+def marked(path: Path) -> dict[str, tuple[object, str, str]]:
+    """Return key -> (value, the first word of the comment behind it, the rest of the comment)."""
+    found, section = {}, ""
+    for line in path.read_text().splitlines():
+        if header := re.fullmatch(r"\[([\w.]+)\]", line):
+            section = header[1]
+        elif line and not line.startswith(("#", "base = ")):
+            pair = re.fullmatch(r"(\w+ = .*?)  # (\w+)(.*)", line)
+            assert pair, f"{path}: no origin behind: {line}"
+            [(key, value)] = tomllib.loads(pair[1]).items()
+            found[f"{section}.{key}"] = (value, pair[2], pair[3])
+    return found
+
+
+def published_files() -> list[Path]:
+    return [file.path for file in shipped_configs() if file.path.parent != CONFIGS]
+
+
+# ---- every file ----------------------------------------------------------------------------------
+def test_the_families_hold_what_is_listed_here_and_their_bases():
+    runs = {file.path for file in shipped_configs() if not file.is_base} - {CONFIGS / "demo.toml"}
+    assert runs == {path_of(run) for run in RUNS}
+    bases = {file.path for file in shipped_configs() if file.is_base}
+    named = {file for run in RUNS for file in read_layers(path_of(run)).files[1:]}
+    assert bases == named - runs
+
+
+@pytest.mark.parametrize("file", shipped_configs(), ids=lambda f: str(f.path.relative_to(CONFIGS)))
+def test_every_shipped_config_resolves_and_a_base_is_no_run(file):
+    if file.is_base:
+        with pytest.raises(ConfigError, match=r"run\.directory: missing"):
+            load_config(file.path)
+        return
+    config = load_config(file.path)
+    config.layout(config.parallel.world_size or 2)
+    again = parse_config(tomllib.loads(dump_config(config)), "again")
+    assert again == config
+
+
+def test_the_first_replica_has_every_value_that_it_had():
+    assert load_config(path_of("cc100_roberta/alibi_1024")) == parse_config(
+        tomllib.loads(ALIBI_1024), "before"
+    )
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_what_its_name_says(run):
+    _, method, length = RUNS[run]
+    config = load_config(path_of(run))
+    assert (config.position.method, config.data.sequence_length) == (method, length)
+    assert config.run.directory == f"runs/{run}"
+    # The paper's tables: at the training length, and beyond it.
+    assert length in config.evaluation_lengths
+    # A family shares its data set and its project.
+    assert config.data.directory == f"runs/{run.split('/')[0]}/data"
+    assert config.logging.wandb_project == run.split("/")[0]
+
+
+# ---- siblings ------------------------------------------------------------------------------------
+def differing(a: str, b: str) -> set[str]:
+    first, second = values(a), values(b)
+    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_siblings_differ_in_what_their_names_say_alone(family):
+    """All pairs of a family: in the method, in the length and what follows it, in the directory."""
+    siblings = [run for run, (of, _, _) in RUNS.items() if of == family]
+    follows = FOLLOWS_LENGTH[family]
+    for a, b in itertools.combinations(siblings, 2):
+        expected = {"run.directory"}
+        (_, method_a, length_a), (_, method_b, length_b) = RUNS[a], RUNS[b]
+        if method_a != method_b:
+            expected.add("position.method")
+        if length_a != length_b:
+            expected |= {"data.sequence_length", "batch.global_batch_size"}
+        found = differing(a, b)
+        may = follows if length_a != length_b else set()
+        assert expected <= found <= expected | may, (a, b)
+    steps = {load_config(path_of(run)).tokens_per_step for run in siblings}
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("run", [run for run, (family, _, _) in RUNS.items() if "h100" in family])
+def test_the_overlay_for_newer_gpus_changes_precision_and_micro_batch_alone(run):
+    other = run.replace("/h100", "")
+    assert differing(run, other) == {"run.directory", "train.precision", "batch.micro_batch_size"}
+    assert values(run)["train.precision"] == "bf16" and values(other)["train.precision"] == "fp16"
+
+
+def test_micro_batches_hold_equally_many_tokens():
+    for run, (family, _, length) in RUNS.items():
+        config = load_config(path_of(run))
+        tokens = config.batch.micro_batch_size * length
+        most = {"cc100_roberta": 2048, "cc100_roberta/h100": 8192}.get(family, 3072)
+        # 3072 is no multiple of 2048.
+        assert tokens == (2048 if (most, length) == (3072, 2048) else most), run
+
+
+def test_the_numbers_of_gpus_that_the_comments_name_are_those_that_serve():
+    for run, (family, _, length) in RUNS.items():
+        if "cc100" in family:
+            continue
+        config, served = load_config(path_of(run)), set()
+        for size in range(1, 25):
+            try:
+                config.layout(size)
+                served.add(size)
+            except ConfigError:
+                pass
+        if family == "wikitext103":
+            assert served >= {1, 2, 3, 4, 6, 12}
+            assert served.isdisjoint({8, 24}) if length == 2048 else served >= {8, 24}
+        else:
+            assert served == {1, 2, 3, 4, 6, 8, 12, 24}
+
+
+# ---- the paper's numbers -------------------------------------------------------------------------
+def test_tokens_and_epochs_are_the_papers():
+    for run, (family, _, _) in RUNS.items():
+        config = load_config(path_of(run))
+        if "cc100" in family:
+            # One epoch of 461 GB in 50,000 updates at 2.1M tokens (BASE Layers): 105B tokens.
+            assert config.tokens_per_step == pytest.approx(2.1e6, rel=0.01)
+            assert config.planned_tokens == pytest.approx(105e9, rel=0.01)
+        else:
+            # --max-tokens 9216 on 8 GPUs; for 3072, --max-tokens 3072 --update-freq 3 on 8 GPUs.
+            assert config.tokens_per_step == 8 * 9216 == 8 * 3072 * 3
+        if family == "wikitext103":
+            # 103,227,021 tokens of WikiText-103, 205 epochs.
+            assert config.planned_tokens / 103_227_021 == pytest.approx(205, rel=0.005)
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "cc100" in run])
+def test_the_large_models_have_the_papers_size(run):
+    # "1.3 billion": 5 % leaves room for the vocabulary, which the paper does not state (50k rows
+    # are 8 % of the total).
+    assert num_parameters(load_config(path_of(run))) == pytest.approx(1.3e9, rel=0.05)
+
+
+# What fairseq prints for transformer_lm_wiki103 (examples/layerdrop/README.md: num. model params).
+FAIRSEQ_WIKI103 = 246_933_504
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "wikitext103" in run])
+def test_the_word_level_models_are_fairseqs_and_a_layernorm(run):
+    """The paper's 247M, exactly: ours have a LayerNorm behind the last layer, of 1,024 + 1,024."""
+    biases = 8 * 32 if RUNS[run][1] == "t5" else 0
+    found = num_parameters(load_config(path_of(run)))
+    assert found == FAIRSEQ_WIKI103 + 2 * 1024 + biases
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "bookcorpus" in run])
+def test_the_books_models_are_the_word_level_ones_with_one_embedding(run):
+    """Appendix A.3: the adaptive embedding and softmax are replaced by one tied matrix."""
+    layers = 16 * (4 * 1024**2 + 2 * 1024 * 4096 + (4 * 1024 + 4096 + 1024) + 4 * 1024) + 2 * 1024
+    config = load_config(path_of(run))
+    assert num_parameters(config) == layers + config.padded_vocab_size * 1024
+    assert 28_500 <= config.data.vocab_size < 29_500
+
+
+def test_one_cosine_fills_the_run():
+    """--warmup-updates 16000 and one period of 270000 end at --max-update 286000, at --min-lr."""
+    config = load_config(path_of("wikitext103/alibi_512"))
+    assert config.schedule.lr_warmup_steps + 270_000 == config.train.num_steps
+    ratio = config.schedule.min_learning_rate / config.optimizer.learning_rate
+    assert ratio == pytest.approx(0.0001 / 1.0)
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", published_files(), ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_every_value_says_where_it_comes_from(path):
+    found = marked(path)
+    assert {key: value for key, (value, _, _) in found.items()} == written(path)
+    assert {mark for _, mark, _ in found.values()} <= {"paper", "inferred", "chosen"}
+
+
+def test_every_value_of_a_run_that_is_no_default_has_a_mark():
+    for run in RUNS:
+        layered = read_layers(path_of(run))
+        marks = {key for file in layered.files for key in marked(file)}
+        assert {key for key, _ in leaves(layered.values)} == marks, run
+
+
+def test_what_is_the_papers_or_inferred_says_from_where():
+    """Behind the value, or (inferred) in a comment that stands above it."""
+    for path in published_files():
+        for above, line in itertools.pairwise(path.read_text().splitlines()):
+            if "  # paper" in line:
+                assert re.search(r"  # paper: (section|table|appendix|the (command|arch))", line), (
+                    line
+                )
+            elif "  # inferred" in line:
+                assert "  # inferred: " in line or above.startswith("# "), line
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_values_marked_paper_are_the_papers(run):
+    family, method, length = RUNS[run]
+    marks: dict[str, tuple[object, str]] = {}
+    for file in reversed(read_layers(path_of(run)).files):
+        marks |= {key: (value, mark) for key, (value, mark, _) in marked(file).items()}
+    expected = PAPER[family] | {"data.sequence_length": length}
+    if length in PUBLISHED_LENGTHS.get(method, LENGTHS):
+        expected["position.method"] = method
+    if (family, length) == ("wikitext103", 3072):
+        expected["batch.micro_batch_size"] = 1
+    assert {key: value for key, (value, mark) in marks.items() if mark == "paper"} == expected
