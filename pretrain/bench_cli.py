@@ -25,6 +25,10 @@ def bench_train(
     steps: Annotated[
         int, typer.Option(min=1, help="Steps to time, after a few that warm up.")
     ] = 20,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the result, for pretrain plan."),
+    ] = None,
 ) -> None:
     """Time training steps on random tokens.
 
@@ -37,7 +41,7 @@ def bench_train(
     run = load_config(config, overrides)
     from pretrain.train.bench import bench_training
 
-    bench_training(run, steps)
+    bench_training(run, steps, json_file)
 
 
 @bench.command("methods")

@@ -37,6 +37,7 @@ from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.data_cli import data
 from pretrain.exits import leave
 from pretrain.huggingface_cli import export, import_, tokenizer_obstacles
+from pretrain.plan_cli import plan
 from pretrain.preflight import preflight
 from pretrain.study_cli import study
 from pretrain.tasks_cli import evaluate_tasks
@@ -52,6 +53,7 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
+app.command()(plan)
 # Runs by itself before the ranks of a Slurm job; only `launcher` reads what it prints.
 app.command(hidden=True)(preflight)
 

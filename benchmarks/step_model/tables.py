@@ -7,21 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.step_model.inputs import (
-    COUNTED,
-    EDR,
-    ELEMENTWISE,
-    FAST,
-    H200,
-    INPUTS,
-    SLOW,
-    V100,
-    Device,
-    Network,
-)
-from benchmarks.step_model.model import Step
+from benchmarks.step_model.inputs import COUNTED
 from pretrain.config import RunConfig, load_config, num_parameters
 from pretrain.model.flops import flops_per_token, num_matmul_parameters
+from pretrain.plan.hardware import EDR, FAST, H200, SLOW, TITLES, V100, Device, Network
+from pretrain.plan.inputs import ELEMENTWISE, INPUTS
+from pretrain.plan.step_time import Step
 
 CONFIG = Path(__file__).parents[2] / "configs/cc100_roberta/alibi_1024.toml"
 RANKS, TOKENS = 128, 2**21
@@ -83,18 +74,6 @@ def _model(config: RunConfig) -> str:
 
 
 def _devices() -> str:
-    titles = {
-        "peak_tflops": "peak, TFLOP/s, dense 16 bit",
-        "gemm_fraction": "part of it in matrix products, all multiprocessors busy",
-        "multiprocessors": "multiprocessors",
-        "tile": "output tile of a thread block",
-        "tile_overhead": "start and end of a tile, in steps of K",
-        "memory_tb_per_second": "memory, TB/s read and written",
-        "attention_tflops": "attention, TFLOP/s of the causal half, forward and backward",
-        "launch_gap_us": "gap between two kernels, us",
-        "host_us": "host time a launch, us",
-        "nvlink_gb_per_second": "NVLink, GB/s a GPU sends in a collective",
-    }
 
     def cells(device: Device, name: str) -> list[str]:
         value = getattr(device, name)
@@ -104,7 +83,7 @@ def _devices() -> str:
             value = f"{value[0]} x {value[1]}"
         return [str(value), device.origins[name]]
 
-    rows = [[title, *cells(H200, name), *cells(V100, name)] for name, title in titles.items()]
+    rows = [[title, *cells(H200, name), *cells(V100, name)] for name, title in TITLES.items()]
     return table(["device", H200.name, "origin", V100.name, "origin"], rows)
 
 

@@ -16,17 +16,8 @@ from torch import nn
 
 from pretrain.config import RunConfig
 from pretrain.model.parameters import Named
+from pretrain.optim.cutting import Piece, Settings, cut
 from pretrain.optim.gradients import is_completed_late
-
-LARGEST_BUCKET = 40_000_000
-"""Elements. Megatron's default (megatron/core/distributed/distributed_data_parallel_config.py):
-over 128 ranks in fp32 each then receives 1.25 MB, enough to use the network fully."""
-
-FEWEST_BUCKETS = 8
-"""What is left to send when the backward pass ends is about one bucket, so at most an eighth."""
-
-Settings = tuple[float, float]
-"""Weight decay, and factor on the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -57,34 +48,25 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
         parameters: All parameters of this rank, in the order of its chunks. A backward pass
             completes them in about the reverse order.
     """
-    in_backward_order = list(parameters)[::-1]
-    kinds: dict[tuple[bool, Settings, bool], list[Named]] = {}
-    for named in in_backward_order:
-        # Not by `is_copy`, which differs between ranks that hold the same parameter. Their buckets
-        # must be alike: where an element lies in a bucket decides in which order the sum over the
-        # ranks is taken, and the copies would drift apart by the rounding.
-        is_replicated = named.shape == named.global_shape
-        kind = (is_completed_late(named), _settings(config, named), is_replicated)
-        kinds.setdefault(kind, []).append(named)
-    total = sum(named.parameter.numel() for named in in_backward_order)
-    largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))
-    completed = {named.name: number for number, named in enumerate(in_backward_order)}
-    parts = [
-        (is_late, completed[part[-1].name], settings, part)
-        for (is_late, settings, _), members in kinds.items()
-        for part in _cut(members, largest)
+    members = list(parameters)
+    pieces = [
+        Piece(
+            named.name,
+            named.parameter.numel(),
+            is_completed_late(named),
+            _settings(config, named),
+            is_replicated=named.shape == named.global_shape,
+        )
+        for named in members
     ]
-    # In the order in which they are completed, which is that of their last parameters. No two have
-    # the same last parameter, so all ranks of a data-parallel group reduce in the same order.
     return [
         Bucket(
-            parameters=[named.parameter for named in part],
-            weight_decay=weight_decay,
-            lr_mult=lr_mult,
-            is_late=is_late,
-            is_copy=_is_copy(part),
+            [members[number].parameter for number in part],
+            *pieces[part[0]].settings,
+            is_late=pieces[part[0]].is_late,
+            is_copy=_is_copy([members[number] for number in part]),
         )
-        for is_late, _, (weight_decay, lr_mult), part in sorted(parts, key=lambda part: part[:2])
+        for part in cut(pieces)
     ]
 
 
@@ -118,16 +100,3 @@ def _is_copy(members: list[Named]) -> bool:
     """Return True if the members are copies: all are or none is, since they are of one kind."""
     [is_copy] = {named.is_copy for named in members}
     return is_copy
-
-
-def _cut(members: list[Named], largest: int) -> list[list[Named]]:
-    """Cut a list of parameters into parts of at most `largest` elements, or of one parameter."""
-    parts: list[list[Named]] = []
-    size = 0
-    for named in members:
-        if not parts or size + named.parameter.numel() > largest:
-            parts.append([])
-            size = 0
-        parts[-1].append(named)
-        size += named.parameter.numel()
-    return parts

@@ -6,16 +6,18 @@ built or written first.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import RunConfig, num_parameters
+from pretrain.config import RunConfig, num_parameters, writing
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
@@ -30,12 +32,15 @@ T = TypeVar("T")
 WARM_UP_STEPS = 3
 
 
-def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
+def bench_training(
+    config: RunConfig, steps: int, json_file: Path | None = None
+) -> dict[str, float]:
     """Measure training steps and print a table. All ranks together.
 
     Args:
         config: The run; its data is not read.
         steps: Number of steps to measure, after the warm-up.
+        json_file: Where to write what was measured, for `pretrain plan --calibrate`.
 
     Returns:
         The medians over the steps: seconds of "step" and of each of its parts, by name;
@@ -67,6 +72,8 @@ def bench_training(config: RunConfig, steps: int) -> dict[str, float]:
     }
     if topology.is_main:
         print(_table(config, steps, topology.layout.world_size, medians))
+        if json_file is not None:
+            _write(json_file, config, steps, topology.layout.world_size, result)
     finish()
     return result
 
@@ -89,6 +96,31 @@ class TrainingStep:
         losses = forward_backward(self.chunks, self.optimizer, next(self.batches), self.eos_id)
         self.optimizer.step(self.config.optimizer.learning_rate)
         average_loss(losses, self.topology)
+
+
+def _write(
+    path: Path, config: RunConfig, steps: int, world_size: int, result: dict[str, float]
+) -> None:
+    """Write a measurement, with all that it depends on.
+
+    Args:
+        path: Where to write.
+        config: The run.
+        steps: Number of measured steps.
+        world_size: Number of processes, one per device.
+        result: What `bench_training` returns.
+    """
+    totals = ("tokens_per_second", "peak_memory_bytes")
+    content = {
+        "device": platform.device_name(),
+        "world_size": world_size,
+        "steps": steps,
+        **{name: result[name] for name in totals},
+        "seconds": {name: value for name, value in result.items() if name not in totals},
+        "config": config.model_dump(mode="json", exclude_none=True),
+    }
+    with writing(path):
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 class Clock:

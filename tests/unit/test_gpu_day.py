@@ -16,10 +16,10 @@ from benchmarks.gpu_day.parts import PARTS, Part
 from benchmarks.gpu_day.positions import summary as compare_positions
 from benchmarks.gpu_day.results import Rows, markdown, state, write_state
 from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify, split
-from benchmarks.step_model.inputs import H200
-from benchmarks.step_model.model import Step
 from benchmarks.step_model.tables import CONFIG
 from pretrain.config import load_config
+from pretrain.plan.hardware import H200
+from pretrain.plan.step_time import Step
 
 ROOT = Path(__file__).parents[2]
 

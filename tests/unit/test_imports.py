@@ -28,6 +28,7 @@ FLOORS = [
         "pretrain.checkpoint_cli",
         "pretrain.data_cli",
         "pretrain.huggingface_cli",
+        "pretrain.plan_cli",
         "pretrain.study_cli",
         "pretrain.tasks_cli",
     },

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from benchmarks.step_model.inputs import COUNTED, ELEMENTWISE
+from benchmarks.step_model.inputs import COUNTED
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
 from pretrain.model.flops import num_matmul_parameters
 from pretrain.plan.costs import Collective, Kernels, Phase, StepCounts
 from pretrain.plan.counter import Counter
+from pretrain.plan.inputs import ELEMENTWISE
 from pretrain.plan.operators import OpClass, num_launches
 from pretrain.plan.report import PASSES
 from pretrain.plan.step import count_run

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step_model.__main__ import updated
-from benchmarks.step_model.inputs import EDR, FAST, H200, INPUTS, V100, Network
-from benchmarks.step_model.model import REDUCTIONS, Step
 from benchmarks.step_model.tables import CONFIG, tables
 from pretrain.config import load_config, num_parameters
 from pretrain.model.flops import flops_per_token
+from pretrain.plan.hardware import EDR, FAST, H200, V100, Network
+from pretrain.plan.inputs import INPUTS
+from pretrain.plan.step_time import REDUCTIONS, Step
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 PERFECT = replace(

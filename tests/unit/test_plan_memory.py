@@ -1,0 +1,122 @@
+"""The plan's memory against every allocation of simulated ranks, and against other formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pretrain.config import RunConfig
+from pretrain.plan.activations import Activations
+from pretrain.plan.memory import memory_of_rank, most_kept, peak
+from pretrain.plan.simulation import simulated_rank
+from pretrain.plan.weights import stage_of
+from tests.allocations import Allocations, measure
+from tests.conftest import mark_torture, tiny_config
+
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+VIRTUAL = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "dp4": (4, {}),
+    "tp2": (2, TENSOR),
+    "tp2dp2sp": (4, SEQUENCE),
+    "pp2dp2": (4, PIPELINE),
+    "pp4": (4, {"pipeline_model_parallel_size": 4}),
+    "pp2vpp2": (2, VIRTUAL),
+    "tp2pp2sp": (4, {**SEQUENCE, **PIPELINE}),
+    "tp2pp2vpp2sp": (4, {**SEQUENCE, **VIRTUAL}),
+}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "alibi": {},
+    "recompute full": {"train": {"recompute_granularity": "full"}},
+    "recompute selective": {"train": {"recompute_granularity": "selective"}},
+    "not fused": {"train": {"fusion": "off"}},
+    "fp32": {"train": {"precision": "fp32"}},
+    "rotary": {"position": {"method": "rotary"}},
+    "t5": {"position": {"method": "t5"}},
+    "trained slopes": {"position": {"trainable_slopes": True}},
+    "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
+    "grouped queries": {"model": {"num_query_groups": 4}},
+    "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    "as MPT, untied": {
+        "model": {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
+    },
+    "as Pythia, ReLU": {
+        "model": {"parallel_residual": True, "hidden_act": "relu", "embedding_layernorm": True}
+    },
+}
+CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
+CORE = {
+    ("one rank", "alibi"),
+    ("dp4", "t5"),
+    ("tp2dp2sp", "as MPT, untied"),
+    ("pp2vpp2", "alibi"),
+    ("tp2pp2sp", "recompute full"),
+}
+
+
+def small_run(layout: str, model: str) -> RunConfig:
+    """A run whose activations are larger than what a model of its size has beside them."""
+    world_size, parallel = LAYOUTS[layout]
+    sections = {name: dict(keys) for name, keys in MODELS[model].items()}
+    shape = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024}
+    return tiny_config(
+        parallel={**parallel, "world_size": world_size},
+        data={"sequence_length": 256},
+        batch={"micro_batch_size": 2, "global_batch_size": 16},
+        train={"precision": "bf16", **sections.pop("train", {})},
+        model={**shape, **sections.pop("model", {})},
+        **sections,
+    )
+
+
+def simulated(config: RunConfig, rank: int) -> dict[str, int]:
+    assert config.parallel.world_size is not None
+    with (
+        simulated_rank(config, rank, config.parallel.world_size) as (topology, counter),
+        Allocations(counter) as allocations,
+    ):
+        return measure(config, topology, allocations)
+
+
+@pytest.mark.parametrize(("layout", "model"), mark_torture(CASES, CORE))
+def test_a_rank_allocates_what_is_planned(layout, model):
+    """State to the byte, and activations within 5 %, on a rank of every stage."""
+    config = small_run(layout, model)
+    shape = config.layout(LAYOUTS[layout][0])
+    for stage in range(shape.pipeline):
+        measured = simulated(config, stage * shape.tensor * shape.data)
+        planned = memory_of_rank(config, shape, stage_of(config, shape, stage), is_modern=True)
+        state = (planned.weights, planned.gradients, planned.optimizer)
+        assert state == (measured["weights"], measured["gradients"], measured["optimizer"])
+        persistent = Activations(config, True).persistent()
+        kept = most_kept(config, shape, stage, True) + persistent
+        most = peak(config, shape, stage, True).total + persistent
+        assert kept == pytest.approx(measured["kept"], rel=0.05)
+        assert most == pytest.approx(measured["peak"], rel=0.05)
+        assert most == planned.activations + planned.logits + planned.buffers
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_the_state_of_zero_2_and_3(zero_stage):
+    """What is alive between two steps; buffers and gathered weights are bounds."""
+    config = small_run("dp4", "alibi")
+    parallel = config.parallel.model_copy(update={"zero_stage": zero_stage})
+    config = config.model_copy(update={"parallel": parallel})
+    measured, layout = simulated(config, 0), config.layout(4)
+    planned = memory_of_rank(config, layout, stage_of(config, layout, 0), is_modern=True)
+    if zero_stage == 2:
+        # Gradients come and go.
+        between = planned.weights + planned.optimizer
+    else:
+        padded = 4 * (planned.gradients // 4)
+        between = planned.weights - 2 * padded + planned.optimizer + planned.gradients
+        # The part of the buffers that is there for good is in fp32, the other in bf16.
+        between += planned.wire * 4 // 6
+    # The token ids of the last micro batch, single numbers, and the slopes.
+    ids = 8 * config.batch.micro_batch_size * (config.data.sequence_length + 1)
+    assert between <= measured["between"] < between + ids + 200
+    assert measured["peak"] <= planned.total - planned.overhead
