@@ -180,7 +180,7 @@ def evaluate_sources(
     for job in jobs:
         text = ScoredText(job.stream, request.max_tokens)
         if is_main:
-            print(f"{job.outlook()}\n{_text_line(job.stream, text)}", flush=True)
+            print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
         with hold(job.checkpoint.path):
             results = evaluate_checkpoint(job, text)
         for result in results:
@@ -290,12 +290,14 @@ def _run_of(checkpoint: Path) -> Path | None:
     return written if written.absolute() == run else run
 
 
-def _text_line(stream: TokenStream, text: ScoredText) -> str:
+def _text_line(job: Job, text: ScoredText) -> str:
     """Return the line that says what is scored."""
     share = "all" if text.tokens == text.total else f"{text.tokens:,} of the"
+    if job.config.is_masked:
+        share = f"the masked ones of {share}"
     size = f"{text.bytes:,} bytes of text" if text.bytes else "an unknown number of bytes"
     return (
-        f"  scores {share} {text.total:,} tokens of {stream.directory}: {size}, in "
+        f"  scores {share} {text.total:,} tokens of {job.stream.directory}: {size}, in "
         f"{len(text.block_ends)} blocks for the confidence intervals"
     )
 

@@ -48,7 +48,7 @@ class ScoredText:
             if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
                 # What these words are is not predicted, so no number of bits gives back the text.
                 self.bytes = 0
-            elif self.tokens < self.total:
+            else:
                 self.bytes = text_bytes(tokenizer, self._ids[1:])
 
     def inputs(self, start: int, size: int) -> NDArray[np.generic]:
@@ -62,13 +62,16 @@ def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:
     Documents are decoded one by one, because a tokenizer may treat the first word of a text in its
     own way. End-of-document tokens and other special tokens have no bytes. Of a character that the
     end of the ids cuts, each token counts as one byte, which may be wrong by three bytes at most.
-    For a tokenizer that changes text (lower case, say), these are the bytes of the changed text.
+    For a tokenizer that changes text (lower case, say), these are the bytes of the changed text: of
+    a vocabulary of words, one space between words and a newline for each `</s>`, which ends a line.
 
     Args:
         tokenizer: The tokenizer.
         ids: Token ids of documents, each ended by the tokenizer's end-of-document token; the last
             one may be cut.
     """
+    if tokenizer.file_name == DICTIONARY:
+        return len(tokenizer.decode(ids.tolist()).encode())
     *documents, last = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id) + 1)
     whole = (len(tokenizer.decode(document[:-1].tolist()).encode()) for document in documents)
     return sum(whole) + _bytes_of_beginning(tokenizer, last.tolist())

@@ -7,7 +7,8 @@ by the same names, in fp32, bf16 and fp16. It is loaded with
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 Stock classes must not load such a folder, since they would compute another model. They cannot:
-`model_type` is not one of theirs, and attn_config.alibi_bias_max is null, which MptConfig refuses.
+`model_type` is not one of theirs, and n_heads is null, which MptConfig refuses; that of
+transformers 4 does not, but its attention divides by it. The number of heads is that of the slopes.
 
 This file is copied into the folder of an export, so it imports transformers and torch alone. It was
 written for transformers 5.17 to 5.23.
@@ -21,32 +22,27 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import MptConfig
-from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 from transformers.models.mpt.modeling_mpt import MptForCausalLM, MptModel
 
 
 @strict
-class MptSlopesAttentionConfig(MptAttentionConfig):  # type: ignore[no-untyped-call]  # untyped in transformers
-    """MptAttentionConfig without alibi_bias_max, which is null."""
-
-    alibi_bias_max: int | None = None  # type: ignore[assignment]  # null in config.json
-
-
-@strict
 class MptSlopesConfig(MptConfig):  # type: ignore[no-untyped-call]  # untyped in transformers
-    """MptConfig with the slopes of the heads."""
+    """MptConfig with the slopes of the heads, which also say how many heads there are."""
 
     model_type = "mpt_slopes"
-    sub_configs = {"attn_config": MptSlopesAttentionConfig}  # noqa: RUF012  as in MptConfig
 
+    n_heads: int | None = None  # type: ignore[assignment]  # null in config.json
     slopes: list[float] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.attn_config is None or isinstance(self.attn_config, dict):
-            self.attn_config = MptSlopesAttentionConfig(**(self.attn_config or {}))
+        if self.slopes is not None:
+            self.n_heads = len(self.slopes)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # untyped in transformers
-        if self.slopes is not None and len(self.slopes) != self.n_heads:
-            raise ValueError(f"{len(self.slopes)} slopes for {self.n_heads} heads")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as config.json has them, in which n_heads is null."""
+        settings: dict[str, Any] = super().to_dict()
+        return settings | {"n_heads": None}
 
 
 class MptSlopesModel(MptModel):  # type: ignore[no-untyped-call]  # untyped in transformers

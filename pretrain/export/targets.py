@@ -162,7 +162,8 @@ def _mpt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 
 # ---- Bloom and MPT with other slopes (modeling_bloom_slopes.py, modeling_mpt_slopes.py) ----------
-# A setting that the stock class needs for its slopes is null, so that it refuses the folder.
+# The number of heads is null, so that the stock class refuses the folder: transformers 5 checks the
+# type, and transformers 4 divides by it.
 # `export.huggingface` adds the slopes, which are among the weights if they were trained.
 def _bloom_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of BloomSlopesConfig but for the slopes."""
@@ -171,8 +172,7 @@ def _bloom_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]
 
 def _mpt_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of MptSlopesConfig but for the slopes."""
-    attention = {"alibi": True, "alibi_bias_max": None}
-    return _mpt_settings(config, max_length) | {"attn_config": attention}
+    return _mpt_settings(config, max_length) | {"n_heads": None}
 
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------

@@ -182,8 +182,7 @@ def _mpt(s: Any) -> _Reading:
             "our norms are LayerNorms",
         ),
         _Condition("attn_config.alibi", a.alibi, a.alibi is True, same),
-        # None in a folder that has slopes of its own.
-        _Condition("attn_config.alibi_bias_max", bias_max, bias_max in (None, 8), same),
+        _Condition("attn_config.alibi_bias_max", bias_max, bias_max == 8, same),
         _Condition("attn_config.qk_ln", a.qk_ln, not a.qk_ln, same),
         _Condition("attn_config.prefix_lm", a.prefix_lm, not a.prefix_lm, same),
         _Condition(

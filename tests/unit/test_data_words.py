@@ -260,7 +260,17 @@ def test_bits_per_byte_are_unknown_where_words_are(tmp_path):
     validation = open_stream(config, "validation")
     assert ScoredText(validation).bytes == 0
     # " the game \n \n": these words are known.
-    assert ScoredText(validation, 4).bytes == len("the game") > 0
+    assert ScoredText(validation, 4).bytes == len("the game\n\n")
+
+
+def test_bits_per_byte_are_of_the_words_and_lines_that_are_predicted(tmp_path):
+    """Space that no token stands for has no bytes, and each line end has one, in a part too."""
+    config = corpus_config(tmp_path, f"data.vocab_size={len(FairseqDictionary(TEXT).symbols)}")
+    (tmp_path / "valid.txt").write_bytes(b"  w1 \t  w2\r\n\n w3   \nw4")
+    build(config)
+    validation = open_stream(config, "validation")
+    assert ScoredText(validation).bytes == len("w1 w2\n\nw3\nw4\n")
+    assert ScoredText(validation, 5).bytes == len("w1 w2\n\nw3")
 
 
 def test_a_run_of_words_is_not_exported(tmp_path):
