@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import make_directory, read_text, replace_file
+from pretrain.rundir.files import make_directory, read_json, read_text, replace_file
 from pretrain.rundir.starts import is_done
 from pretrain.rundir.states import ENDED_WELL, Outcome, in_words
 from pretrain.study.runs import Study, StudyRun
@@ -97,6 +97,15 @@ def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
         ],
     }
     write_changed(study.directory / "study.json", json.dumps(content, indent=1) + "\n")
+
+
+def recorded_names(directory: Path) -> set[str]:
+    """Return the names of the runs that a study's study.json has; none where it has no runs."""
+    runs = read_json(directory / "study.json").get("runs")
+    rows = runs if isinstance(runs, list) else []
+    names = {row.get("name") for row in rows if isinstance(row, dict)}
+    # A name that somebody wrote into the file may not lead out of a folder.
+    return {name for name in names if isinstance(name, str) and Path(name).name == name}
 
 
 def write_changed(path: Path, text: str) -> None:

@@ -22,6 +22,13 @@ from pretrain.study.schema import StudyFile, request_of
 LENGTH_FACTORS = (1, 2, 4, 8, 16)
 """Default evaluation lengths, as multiples of each training length."""
 
+LOCK = ".lock"
+"""File that a study's command holds locked while it works."""
+MARKS = (LOCK, "study.json")
+"""Files that say that a directory is a study's; the first is written before all others."""
+OWN_NAMES = ("study.toml", "configs", "runs", "evaluation", "efficiency.json", "report")
+"""What a study writes in its directory beside MARKS."""
+
 
 @dataclass(frozen=True)
 class StudyRun:
@@ -130,6 +137,31 @@ def check_runs(study: Study, nproc: int | None) -> None:
             problems += [f"{study.file}: {run.name}: {line}" for line in str(error).splitlines()]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_directory(study: Study) -> None:
+    """Check that a study would write over nothing that is not its own.
+
+    Raises:
+        ConfigError: It would write over a file that it reads, or its directory has files of these
+            names already that no study has written.
+    """
+    written = {study.directory / "study.toml", *map(study.config_file, study.runs)}
+    resolved = {path.resolve() for path in written}
+    for file in (study.file, *(run.source for run in study.runs)):
+        if file.resolve() in resolved:
+            raise ConfigError(
+                f"{study.file}: directory = {study.asked.directory}: the study would write over "
+                f"{file}, which it reads. Name another directory"
+            )
+    if any((study.directory / name).exists() for name in MARKS):
+        return
+    for name in OWN_NAMES:
+        if (study.directory / name).exists():
+            raise ConfigError(
+                f"{study.file}: directory = {study.asked.directory}: {study.directory / name} is "
+                "there and of no study. Name a directory for this study alone"
+            )
 
 
 def not_asked(study: Study) -> list[Path]:

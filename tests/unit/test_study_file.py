@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pretrain.config import ConfigError, load_config
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.processes import Processes, Stopped
-from pretrain.study.runs import Study, resolve
+from pretrain.study.runs import Study, check_directory, resolve
 from pretrain.study.schema import load_study_file
 from tests.end_to_end.commands import wait_for
 
@@ -165,6 +166,44 @@ def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `pretrain study` works on it"):
             run_study(found.file, Request())
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
+
+
+# ---- what is not the study's ---------------------------------------------------------------------
+def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
+    """With `directory = "."` a clone's own configs would be in the way."""
+    (tmp_path / "configs").mkdir()
+    overlays(tmp_path / "configs", "alibi_64", "t5_64")
+    found = study(tmp_path, CONFIGS | {"configs": '["configs/*.toml"]', "directory": '"."'})
+    here = replaced(found, tmp_path)
+    before = {path: path.read_text() for path in tmp_path.rglob("*.toml")}
+    with pytest.raises(ConfigError, match=r"would write over .*study\.toml, which it reads"):
+        check_directory(here)
+    other = tmp_path / "other.toml"
+    (tmp_path / "study.toml").rename(other)
+    with pytest.raises(ConfigError, match=r"configs is there and of no study"):
+        check_directory(dataclasses.replace(here, file=other))
+    (tmp_path / "configs/alibi_64.toml").rename(tmp_path / "configs/alibi-64.toml")
+    moved = dataclasses.replace(here.runs[0], source=tmp_path / "configs/alibi-64.toml")
+    with pytest.raises(ConfigError, match=r"would write over .*alibi-64\.toml, which it reads"):
+        check_directory(dataclasses.replace(here, file=other, runs=(moved,)))
+    assert {path.read_text() for path in tmp_path.rglob("*.toml")} == set(before.values())
+
+
+def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
+    asked = keys | {"training_lengths": "[64]"}
+    run_study(study(tmp_path, keys).file, Request(report_only=True))
+    mine = tmp_path / "s/configs/mine.toml"
+    mine.write_text("# mine")
+    run_study(study(tmp_path, asked).file, Request(report_only=True))
+    left = {path.name for path in mine.parent.iterdir()}
+    assert left == {"mine.toml", "alibi-64.toml", "t5-64.toml"}
+
+
+def replaced(found: Study, folder: Path) -> Study:
+    """Return a study with another directory."""
+    asked = found.asked.model_copy(update={"directory": str(folder)})
+    return dataclasses.replace(found, asked=asked)
 
 
 # ---- processes -----------------------------------------------------------------------------------
