@@ -35,15 +35,15 @@ class StudyRun:
     """One run of a study."""
 
     name: str
-    """METHOD-L, and -sSEED where there are several seeds."""
+    """METHOD-L, with METHOD as in `method`, and -sSEED where there are several seeds."""
     config: RunConfig
     source: Path
     """The config file that it comes from."""
 
     @property
     def method(self) -> str:
-        """Return the position method."""
-        return self.config.position.method
+        """Return the position method; ALiBi with other slopes has another name."""
+        return self.config.position_name
 
     @property
     def train_length(self) -> int:
@@ -99,7 +99,7 @@ def resolve(path: Path, asked: StudyFile) -> Study:
     runs: dict[str, StudyRun] = {}
     for source, settings in found:
         config = load_config(source, settings)
-        name = f"{config.position.method}-{config.data.sequence_length}"
+        name = f"{config.position_name}-{config.data.sequence_length}"
         name += f"-s{config.run.seed}" if many_seeds else ""
         if name in runs:
             raise ConfigError(

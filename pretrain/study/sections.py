@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pretrain.evaluate.curves import relative_length
-from pretrain.evaluate.report import INTERVALS_EXPLAINED, PROTOCOLS_EXPLAINED
+from pretrain.evaluate.report import INTERVALS_EXPLAINED, protocols_explained
 from pretrain.evaluate.tables import (
     Table,
     full_name,
@@ -90,7 +90,7 @@ def report(
         "## Growth over training",
         *_growth(figures),
         "## How to read it",
-        PROTOCOLS_EXPLAINED,
+        protocols_explained([r for c in study.curves for rs in c.records.values() for r in rs]),
         INTERVALS_EXPLAINED,
         _source(),
         TENSORBOARD,

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.evaluate.blocks import with_blocks
 from pretrain.evaluate.curves import make_curves
-from pretrain.study import claims, published
+from pretrain.study import beside, claims, published
 from pretrain.study.evidence import Evidence, Gap, Row, Verdict, combined
 from tests.unit.study_files import (
     MEMORY,
@@ -223,6 +223,19 @@ def test_runs_of_other_steps_are_not_compared():
     found = verdicts(records)
     assert found["alibi_no_worse_than_sinusoidal_at_L"] == Verdict.MISSING
     assert found["sinusoidal_degrades_at_once"] == Verdict.PASSES
+
+
+def test_no_claim_is_judged_on_masked_tokens():
+    """They are predicted from both sides; the claims are of language models."""
+    records = [
+        r | {"protocol": "masked", "stride": r["length"]}
+        for r in make_records()
+        if r["protocol"] == "nonoverlapping"
+    ]
+    found = verdicts(records)
+    assert {found[name] for name in OF_CURVES} == {Verdict.MISSING}
+    rows_beside = beside.perplexities(make_curves(records), "wikitext103")
+    assert {(row.same, row.at_multiple) for row in rows_beside} == {(None, None)}
 
 
 def test_a_stride_of_the_training_length_says_nothing_of_flatness():

@@ -14,6 +14,7 @@ import pytest
 from pretrain.config import ConfigError, load_config
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
+from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
 from pretrain.study.runs import Study, check_directory, resolve
 from pretrain.study.schema import load_study_file
@@ -230,6 +231,7 @@ def test_a_signal_is_passed_on_once_and_ends_the_study_after_that(tmp_path: Path
     script = f"trap 'echo one >> {heard}' INT; touch {tmp_path}/ready; while [ ! -e {heard} ]; do "
     script += "sleep 0.05; done; exit 80"
     code = f"""
+from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
 processes = Processes()
 with processes.listening():
@@ -268,3 +270,18 @@ Processes().run([["sh", "-c", "echo $$ > {tmp_path}/pid; sleep 60"]])
 
 def test_times_are_shown_as_people_read_them() -> None:
     assert [duration(s) for s in (40, 720, 12_600)] == ["40 s", "12 min", "3.5 h"]
+
+
+def test_slopes_that_are_not_the_published_ones_are_a_method_of_their_own(tmp_path: Path) -> None:
+    """Claims about ALiBi are judged on the published slopes, and trained ones are compared."""
+    overlays(tmp_path, "alibi_64", "alibi_64_trained", "alibi_64_other")
+    for name, setting in (("trained", "trainable_slopes = true"), ("other", "slopes = [0.1]")):
+        path = tmp_path / f"alibi_64_{name}.toml"
+        numbers = setting.replace("[0.1]", str([0.1] * 8))
+        path.write_text(path.read_text().replace("[position]", f"[position]\n{numbers}"))
+    found = study(tmp_path, CONFIGS | {"configs": '["alibi_*.toml"]'})
+    names = ["alibi-64", "alibi_other_slopes-64", "alibi_trained_slopes-64"]
+    assert [run.name for run in found.runs] == names
+    assert [f"{run.method}-64" for run in found.runs] == names
+    # Each takes its turn when speed and memory are measured.
+    check_contestants([run.config for run in found.runs], 1)
