@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
     """
     content = {
         "title": study.asked.title,
-        "command": f"pretrain study {study.file}",
+        "command": shlex.join(["pretrain", "study", str(study.file)]),
         "published": study.asked.published,
         "runs": [
             {

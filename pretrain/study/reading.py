@@ -53,8 +53,8 @@ class Study:
     positions: Mapping[tuple[str, int], Binned]
     """(checkpoint as in its record, window length) -> losses by position."""
     growth: Mapping[str, Mapping[int, Mapping[int, float]]]
-    """Run -> window length -> step -> validation perplexity while it trained, in windows that do not
-    overlap."""
+    """Run -> window length -> step -> validation perplexity while it trained, in windows that do
+    not overlap."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 

@@ -183,7 +183,9 @@ def _of_files(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
     """Yield config file and settings of each run of a study that lists config files."""
     sources: dict[Path, RunConfig] = {}
     for pattern in asked.configs:
-        files = sorted(map(Path, glob.glob(str(path.parent / pattern), recursive=True)))
+        # The folder's own name is no pattern; an absolute pattern is one as a whole.
+        within = Path(pattern if Path(pattern).is_absolute() else glob.escape(str(path.parent)))
+        files = sorted(map(Path, glob.glob(str(within / pattern), recursive=True)))
         if not files:
             raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
         sources |= {file: load_config(file, asked.settings) for file in files}

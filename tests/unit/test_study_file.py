@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
+from pretrain.study.progress import write_study
 from pretrain.study.runs import Study, check_directory, resolve
 from pretrain.study.schema import load_study_file
 from tests.end_to_end.commands import wait_for
@@ -91,6 +94,17 @@ def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
     assert [run.name for run in again.runs] == ["alibi-64", "alibi-512"]
 
 
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a [1] *"
+    folder.mkdir()
+    overlays(folder, "alibi_64")
+    found = study(folder, CONFIGS | {"directory": f'"{folder}/s"'})
+    assert [run.name for run in found.runs] == ["alibi-64"]
+    write_study(found, [])
+    command = json.loads((folder / "s/study.json").read_text())["command"]
+    assert shlex.split(command) == ["pretrain", "study", str(folder / "study.toml")]
+
+
 def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: Path) -> None:
     assert study(tmp_path, FIELDS).lengths == (64, 128, 256, 512, 1024, 2048, 4096)
     bounded = study(tmp_path, FIELDS, "[evaluation]\nmax_tokens = 600")
@@ -104,6 +118,8 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"methods": "[]"}, "", "methods: missing"),
         ({"configs": '["x.toml"]'}, "", "configs and config: choose one"),
         ({"methods": '["alibi", "alibi"]'}, "", "methods: alibi is given twice"),
+        ({"methods": '[""]'}, "", 'methods = "": expected a value of position.method'),
+        ({"directory": '"-s"'}, "", "directory = -s: commands take this for an option"),
         ({"methods": '["alibo"]'}, "", "position.method = 'alibo'"),
         ({"training_lengths": "[100]"}, "", "= 100: does not divide the 4,096 tokens of tokens_"),
         ({"tokens_per_step": "100_000"}, "", "= 64: does not divide the 100,000 tokens"),
