@@ -37,6 +37,7 @@ from pretrain.study.runs import (
     check_runs,
     data_sets,
     not_asked,
+    other_differences,
     resolve,
 )
 from pretrain.study.schema import dump_study, load_study_file
@@ -112,6 +113,8 @@ def run_study(path: Path, request: Request) -> int:
     check_runs(study, None if request.site else request.nproc)
     for folder in not_asked(study):
         say(f"{folder}: no run of {path}, so no part of the report")
+    for line in other_differences(study):
+        say(f"{path}: the runs differ in more than method, length and seed: {line}")
     work = Work(study, request)
     with writing(study.directory), _alone(study), work.processes.listening():
         try:
@@ -145,6 +148,8 @@ def print_plan(path: Path, nproc: int | None) -> None:
             f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
         )
     left = [run for run, state in states if state.state != FINISHED]
+    for line in other_differences(study):
+        print(f"the runs differ in more than method, length and seed: {line}")
     for run in data_sets(left):
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)

@@ -55,6 +55,8 @@ class Study:
     growth: Mapping[str, Mapping[int, Mapping[int, float]]]
     """Run -> window length -> step -> validation perplexity while it trained, in windows that do
     not overlap."""
+    differences: Sequence[str]
+    """In what the runs differ beside method, training length and seed, in words."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -100,6 +102,7 @@ def read_study(directory: Path) -> Study:
         Evidence(make_curves(records), rows, device),
         positions,
         {run.name: _growth(directory / run.directory) for run in runs},
+        _read(path, lambda: [str(line) for line in content.get("differences", [])]),
         unmeasured,
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.changes import data_hashes
@@ -24,6 +25,9 @@ LENGTH_FACTORS = (1, 2, 4, 8, 16)
 
 LOCK = ".lock"
 """File that a study's command holds locked while it works."""
+COMPARED = ("run.seed", "data.sequence_length", "model.max_position_embeddings")
+"""Keys in which the runs of a study may differ, beside those of the position methods and of the
+batch, which holds fewer sequences as they become longer."""
 MARKS = (LOCK, "study.json")
 """Files that say that a directory is a study's; the first is written before all others."""
 OWN_NAMES = ("study.toml", "configs", "runs", "evaluation", "efficiency.json", "report")
@@ -126,6 +130,10 @@ def check_runs(study: Study, nproc: int | None) -> None:
             trained with other settings than the study file gives it now, or on other data.
     """
     problems = []
+    if study.asked.efficiency.rounds:
+        said = _values(study, "tokens a step", lambda config: config.tokens_per_step)
+        more = "Speeds are compared at equally many: set batch.global_batch_size, or rounds = 0"
+        problems += [f"{study.file}: efficiency.rounds: {line}. {more}" for line in said]
     for run in study.runs:
         try:
             if nproc is not None:
@@ -162,6 +170,36 @@ def check_directory(study: Study) -> None:
                 f"{study.file}: directory = {study.asked.directory}: {study.directory / name} is "
                 "there and of no study. Name a directory for this study alone"
             )
+
+
+def other_differences(study: Study) -> list[str]:
+    """Return in what the runs differ beside method, training length and seed, a line for each key.
+
+    Config files of a study may differ in anything. A comparison of methods is then one of that too.
+    """
+    first = study.runs[0].config
+    keys = {"data.directory": None} | {
+        each.key: None
+        for run in study.runs
+        for each in differences(first, run.config)
+        if each.effect in (Effect.FIXED, Effect.TRAJECTORY) or each.key in AT_STEP_0
+    }
+    lines = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        if key in COMPARED or section in ("position", "batch"):
+            continue
+        lines += _values(study, key, lambda c, s=section, n=name: getattr(getattr(c, s), n))
+    return lines + _values(study, "tokens a step", lambda config: config.tokens_per_step)
+
+
+def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:
+    """Return a line with each value and the runs that have it; none where all agree."""
+    names: dict[str, list[str]] = {}
+    for run in study.runs:
+        names.setdefault(str(value(run.config)), []).append(run.name)
+    said = "; ".join(f"{found} in {', '.join(of)}" for found, of in names.items())
+    return [f"{what}: {said}"] if len(names) > 1 else []
 
 
 def not_asked(study: Study) -> list[Path]:

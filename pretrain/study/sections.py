@@ -120,6 +120,11 @@ def _runs(study: Study) -> Iterable[str]:
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
+    if study.differences:
+        yield (
+            "**The runs differ in more than method, training length and seed, so every comparison "
+            f"below is one of that too: {plain('. '.join(study.differences))}.**"
+        )
     for finished, evaluated, words in (
         (False, False, "Not in the results: {}.** The others stand alone below."),
         (False, True, "Not finished, and evaluated as far as they had come: {}.**"),

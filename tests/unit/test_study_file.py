@@ -19,7 +19,7 @@ from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
 from pretrain.study.progress import write_study
-from pretrain.study.runs import Study, check_directory, resolve
+from pretrain.study.runs import Study, check_directory, check_runs, other_differences, resolve
 from pretrain.study.schema import load_study_file
 from tests.end_to_end.commands import wait_for
 
@@ -105,6 +105,23 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     assert shlex.split(command) == ["pretrain", "study", str(folder / "study.toml")]
 
 
+def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
+    overlays(tmp_path, "alibi_64", "sinusoidal_64")
+    assert other_differences(study(tmp_path, CONFIGS)) == []
+    path = tmp_path / "sinusoidal_64.toml"
+    text = path.read_text().replace("hidden_size = 128", "hidden_size = 256")
+    path.write_text(text.replace("global_batch_size = 32", "global_batch_size = 64"))
+    found = study(tmp_path, CONFIGS)
+    assert other_differences(found) == [
+        "model.hidden_size: 128 in alibi-64; 256 in sinusoidal-64",
+        "tokens a step: 2048 in alibi-64; 4096 in sinusoidal-64",
+    ]
+    check_runs(found, 1)
+    # Speeds at unequal steps are refused before anything has been trained.
+    with pytest.raises(ConfigError, match=r"efficiency\.rounds: tokens a step: 2048 in alibi-64"):
+        check_runs(study(tmp_path, CONFIGS, "[efficiency]\nrounds = 1"), 1)
+
+
 def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: Path) -> None:
     assert study(tmp_path, FIELDS).lengths == (64, 128, 256, 512, 1024, 2048, 4096)
     bounded = study(tmp_path, FIELDS, "[evaluation]\nmax_tokens = 600")
@@ -170,6 +187,7 @@ def test_the_shipped_studies_have_every_method_at_every_length(
     assert [run.train_length for run in found.runs] == sorted(lengths * methods)
     assert len({run.config.tokens_per_step for run in found.runs}) == 1
     assert set(lengths) <= set(found.lengths)
+    assert other_differences(found) == []
     if name == "demo":
         for run in found.runs:
             run.config.layout(2)
