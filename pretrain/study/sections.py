@@ -161,6 +161,11 @@ def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
         cases = each.deciding or list(each.cases)
         lines = [f"- {case.words}{_tokens(case.tokens, case.seeds)}" for case in cases]
         others = len(each.cases) - len(cases)
+        if each.verdict == Verdict.PASSES:
+            # What a claim passes without: a training length, or a method of an order.
+            unseen = [case.words for case in each.cases if case.verdict == Verdict.MISSING]
+            lines += [f"- Not judged: {words}" for words in unseen]
+            others -= len(unseen)
         if others:
             lines.append(f"- {others} other case{'s' if others > 1 else ''}: see claims.json")
         yield "\n".join(lines) or "- Nothing that it is about was measured."
