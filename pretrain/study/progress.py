@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pretrain.rundir.attempts import read_attempts
@@ -129,7 +129,8 @@ def table(states: Sequence[tuple[StudyRun, State]], records: Sequence[Mapping[st
         own = [
             record
             for record in records
-            if record["run"] == run.config.run.directory
+            # A study that was moved keeps its evaluation, whose records name where it was then.
+            if PurePath(record["run"] or "").parts[-2:] == ("runs", run.name)
             and record["protocol"] == records[0]["protocol"]
         ]
         at_length = [record for record in own if record["length"] == run.train_length]

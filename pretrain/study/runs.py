@@ -270,6 +270,13 @@ def _check_evaluation(study: Study) -> None:
         raise ConfigError(f"{study.file}: [evaluation]: {error}") from None
     for run in study.runs:
         request.applied_to(run.config, f"{study.file}: {run.name}")
+        if study.asked.published == "wikitext103" and run.config.data.tokenizer != "words":
+            raise ConfigError(
+                f"{study.file}: published = wikitext103: its perplexities are of words, and "
+                f"{run.name} predicts tokens of another kind (data.tokenizer = "
+                f"{run.config.data.tokenizer}). Leave it out; ratios to L stand beside the "
+                'published ones in any case. Or set data.tokenizer = "words"'
+            )
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:

@@ -42,8 +42,10 @@ EARLY_EXPLAINED = (
     "them than one in windows of L. At equal scored tokens, the gain of longer windows is "
     "separated into two parts. *Fewer early tokens*: what the gain would be if no context beyond "
     "L were of use, which is (1 - 1 / k) times the difference between windows of L that do not "
-    "overlap and the loss with close to L tokens of context. *Longer context*: the rest. Negative "
-    "values are losses."
+    "overlap and the loss with close to L tokens of context. *Longer context*: the rest. Windows "
+    "of L that slide by S leave their tokens L - S to L - 1 tokens of context, so that the first "
+    "part is somewhat too small and the second as much too large, the less the shorter S is. "
+    "Negative values are losses."
 )
 TENSORBOARD = (
     "`tensorboard --logdir` on the folder `tensorboard/` beside this report shows the final "

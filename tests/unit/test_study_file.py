@@ -18,10 +18,11 @@ from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
-from pretrain.study.progress import write_study
+from pretrain.study.progress import states_of, table, write_study
 from pretrain.study.runs import Study, check_directory, check_runs, other_differences, resolve
 from pretrain.study.schema import load_study_file
 from tests.end_to_end.commands import wait_for
+from tests.unit.report_records import make_record
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -145,6 +146,7 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"settings": '["train.num_steps"]'}, "", "settings: --set train.num_steps: expected"),
         ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext"'}, "", "published = 'wikitext'"),
+        ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({}, "[evaluation]\nlengths = [64]\nmax_tokens = 9", "more than the 9 tokens"),
@@ -239,6 +241,17 @@ def replaced(found: Study, folder: Path) -> Study:
     """Return a study with another directory."""
     asked = found.asked.model_copy(update={"directory": str(folder)})
     return dataclasses.replace(found, asked=asked)
+
+
+def test_a_study_that_was_moved_still_shows_its_numbers(tmp_path: Path) -> None:
+    found = study(tmp_path, FIELDS | {"training_lengths": "[64]"})
+    records = [
+        make_record("alibi", length=length, train_length=64, run="elsewhere/s/runs/alibi-64")
+        for length in (64, 128)
+    ]
+    shown = table(states_of(found), records).splitlines()
+    assert shown[1].endswith("20.00 at 64 (50,000 tokens)  20.00 at 128 (50,000 tokens)")
+    assert shown[2].split()[-2:] == ["-", "-"]
 
 
 # ---- processes -----------------------------------------------------------------------------------
