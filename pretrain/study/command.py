@@ -322,6 +322,8 @@ def _measure(work: Work) -> bool:
         file.unlink()
         there = {}
     if not rounds or there.get("rounds") == rounds:
+        if there.get("failed"):
+            say(f"{file}: not all could be measured then; remove it to measure all again")
         return False
     if work.request.site is not None or work.request.report_only:
         say("efficiency: measured without --site and --report-only, on a machine that trains")

@@ -202,6 +202,11 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
     for curve, length in ((a, at_a), (b, at_b)):
         if length not in curve.records:
             return missing(curve, length)
+    trained = b.train_length
+    if trained in b.records and math.isinf(_mean_loss(b.records[trained])):
+        # A run that has diverged makes any other look good, and its own longer lengths too.
+        words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
+        return Case(Verdict.MISSING, f"{words}: nothing compares with it", a.train_length)
     found = gap(a, at_a, b, at_b)
     words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: {ratio_in_words(found)}"
     steps = a.sources[0].step, b.sources[0].step

@@ -20,7 +20,7 @@ from pretrain.study import claims, published
 from pretrain.study.beside import RATIOS_FROM, Beside, Cost, cost_table, perplexity_table
 from pretrain.study.claims import Judgement
 from pretrain.study.early import CONTEXT, EARLY, TOTAL, Gain
-from pretrain.study.evidence import Gap, Verdict
+from pretrain.study.evidence import SLIDING, Gap, Verdict
 from pretrain.study.figures import Figure
 from pretrain.study.pages import as_code, plain
 from pretrain.study.reading import Study
@@ -216,6 +216,11 @@ def _perplexity(
             "multiple."
         )
     shown = [row for row in rows if row.same or row.at_multiple]
+    if any(row.curve.protocol.startswith(SLIDING) for row in shown):
+        yield (
+            "Published sliding windows move by one token. Longer strides, as in the protocol of a "
+            "row, leave less context and raise the perplexity."
+        )
     if shown:
         yield perplexity_table(shown, study.published).markdown()
     yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."

@@ -140,6 +140,26 @@ def test_what_is_not_finite_fails_what_should_hold_and_passes_what_should_degrad
 
 
 # ---- noise ---------------------------------------------------------------------------------------
+def diverged(records, method, seed=1):
+    """Return records of which those of one run are not finite, as a file has them."""
+    nothing = dict.fromkeys(("perplexity", "loss_nats", "loss_low", "loss_high"), math.nan)
+    return [r | nothing if (r["method"], r["seed"]) == (method, seed) else r for r in records]
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_nothing_wins_against_a_run_that_diverged(seeds):
+    records = make_records(seeds=seeds, methods=("alibi", "sinusoidal"))
+    found = verdicts(diverged(records, "sinusoidal"))
+    for claim in ("alibi_no_worse_than_sinusoidal_at_L", "order_of_extrapolation"):
+        assert found[claim] == Verdict.MISSING, claim
+    assert found["alibi_falls_to_2L"] == Verdict.PASSES
+    at_l = [r for r in records if r["length"] == r["train_length"]]
+    longer = [r for r in records if r["length"] != r["train_length"]]
+    found = verdicts(diverged(at_l, "alibi") + longer)
+    assert found["alibi_falls_to_2L"] == Verdict.MISSING
+    assert found["alibi_no_worse_than_sinusoidal_at_L"] == Verdict.FAILS
+
+
 @pytest.mark.parametrize("noise", [{"spread": 3.0}, {"seeds": (1, 2, 3), "noise": 3.0}])
 def test_claims_inside_the_noise_are_not_judged(noise):
     """Intervals of 3 nats, and seeds that lie as far apart, each leave every comparison open."""
