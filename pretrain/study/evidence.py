@@ -203,7 +203,7 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
         if length not in curve.records:
             return missing(curve, length)
     trained = b.train_length
-    if trained in b.records and math.isinf(_mean_loss(b.records[trained])):
+    if trained is not None and trained in b.records and math.isinf(_mean_loss(b.records[trained])):
         # A run that has diverged makes any other look good, and its own longer lengths too.
         words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
         return Case(Verdict.MISSING, f"{words}: nothing compares with it", a.train_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,10 +187,9 @@ def other_differences(study: Study) -> list[str]:
     }
     lines = []
     for key in keys:
-        section, _, name = key.partition(".")
-        if key in COMPARED or section in ("position", "batch"):
+        if key in COMPARED or key.partition(".")[0] in ("position", "batch"):
             continue
-        lines += _values(study, key, lambda c, s=section, n=name: getattr(getattr(c, s), n))
+        lines += _values(study, key, operator.attrgetter(key))
     return lines + _values(study, "tokens a step", lambda config: config.tokens_per_step)
 
 
