@@ -173,6 +173,18 @@ class RunConfig(Section):
         return resolve_slopes(self.position.slopes, self.model.num_attention_heads)
 
     @property
+    def position_name(self) -> str:
+        """Return position.method, and of ALiBi which slopes it has where not the published ones.
+
+        Results are compared under this name: other slopes are another method.
+        """
+        if self.position.method == "alibi" and self.position.trainable_slopes:
+            return "alibi_trained_slopes"
+        if self.slopes is not None:
+            return "alibi_other_slopes"
+        return self.position.method
+
+    @property
     def adaptive_clusters(self) -> list[Cluster]:
         """Return the clusters of model.adaptive_cutoffs, the head first; [] without cutoffs."""
         m = self.model

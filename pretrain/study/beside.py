@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pretrain.evaluate.curves import Curve, relative_length
 from pretrain.evaluate.tables import Table, cell
 from pretrain.study import published
-from pretrain.study.evidence import NONOVERLAPPING, SLIDING, SPEEDS, Evidence, Gap, Row, gap
+from pretrain.study.evidence import SPEEDS, Evidence, Gap, Row, gap, kind_of
 from pretrain.study.published import Perplexity, Published
 
 RATIOS_FROM = "wikitext103"
@@ -59,7 +59,7 @@ def perplexities(curves: Sequence[Curve], model: str | None) -> list[Beside]:
     found = []
     for curve in curves:
         trained = curve.train_length
-        protocol = SLIDING if curve.protocol.startswith(SLIDING) else NONOVERLAPPING
+        protocol = kind_of(curve)
         for length in (n for n in curve.records if trained and n >= trained):
             assert trained
             of = Perplexity(curve.method, trained, protocol, length)

@@ -23,16 +23,25 @@ from pretrain.study.progress import (
     FAILED,
     FINISHED,
     State,
+    recorded_names,
     states_of,
     table,
     write_changed,
     write_study,
 )
-from pretrain.study.runs import Study, StudyRun, check_runs, data_sets, not_asked, resolve
+from pretrain.study.runs import (
+    LOCK,
+    Study,
+    StudyRun,
+    check_directory,
+    check_runs,
+    data_sets,
+    not_asked,
+    other_differences,
+    resolve,
+)
 from pretrain.study.schema import dump_study, load_study_file
 
-LOCK = ".lock"
-"""File that a study's command holds locked while it works."""
 COSTS: Any = {
     "model": True,
     "position": True,
@@ -100,9 +109,12 @@ def run_study(path: Path, request: Request) -> int:
         RunFailed: The data could not be built, or the runs not be submitted or evaluated.
     """
     study = resolve(path, load_study_file(path))
+    check_directory(study)
     check_runs(study, None if request.site else request.nproc)
     for folder in not_asked(study):
         say(f"{folder}: no run of {path}, so no part of the report")
+    for line in other_differences(study):
+        say(f"{path}: the runs differ in more than method, length and seed: {line}")
     work = Work(study, request)
     with writing(study.directory), _alone(study), work.processes.listening():
         try:
@@ -124,6 +136,7 @@ def print_plan(path: Path, nproc: int | None) -> None:
         ConfigError: The study cannot work.
     """
     study = resolve(path, load_study_file(path))
+    check_directory(study)
     check_runs(study, nproc)
     states = states_of(study)
     for run, state in states:
@@ -135,6 +148,8 @@ def print_plan(path: Path, nproc: int | None) -> None:
             f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
         )
     left = [run for run, state in states if state.state != FINISHED]
+    for line in other_differences(study):
+        print(f"the runs differ in more than method, length and seed: {line}")
     for run in data_sets(left):
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)
@@ -153,10 +168,9 @@ def _work(work: Work) -> int:
     write_changed(study.directory / "study.toml", dump_study(study.asked))
     for run in study.runs:
         write_changed(study.config_file(run), dump_config(run.config))
-    for file in (study.directory / "configs").glob("*.toml"):
+    for name in recorded_names(study.directory) - {run.name for run in study.runs}:
         # Of a run that the study file does not name any more: `launcher sweep` may take all.
-        if file not in {study.config_file(run) for run in study.runs}:
-            file.unlink()
+        (study.directory / "configs" / f"{name}.toml").unlink(missing_ok=True)
     states = work.record()
     left = [run for run, state in states if state.state != FINISHED]
     finished = [run for run, state in states if state.state == FINISHED]
@@ -308,6 +322,8 @@ def _measure(work: Work) -> bool:
         file.unlink()
         there = {}
     if not rounds or there.get("rounds") == rounds:
+        if there.get("failed"):
+            say(f"{file}: not all could be measured then; remove it to measure all again")
         return False
     if work.request.site is not None or work.request.report_only:
         say("efficiency: measured without --site and --report-only, on a machine that trains")

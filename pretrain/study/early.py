@@ -10,6 +10,10 @@ beyond L of any use, windows of k L would have the loss
 since one in k of their tokens stands where a window of L has them, and the others have L tokens
 before them. From windows of L to `capped` there are only fewer early tokens; from there to what
 windows of k L really have, there is only longer context.
+
+Windows of L that slide by S leave their tokens L - S to L - 1 tokens of context. Where the loss
+falls with the context, `capped` is then too high: fewer early tokens gain at least as much as is
+shown, and longer context at most.
 """
 
 from __future__ import annotations

@@ -267,11 +267,11 @@ def _speeds(config: RunConfig, ranks: list[Turn]) -> tuple[float, float]:
 
 
 def _key(config: RunConfig) -> dict[str, Any]:
-    return {"method": config.position.method, "train_length": config.data.sequence_length}
+    return {"method": config.position_name, "train_length": config.data.sequence_length}
 
 
 def _name(config: RunConfig) -> str:
-    return f"{config.position.method}, {config.data.sequence_length:,} tokens"
+    return f"{config.position_name}, {config.data.sequence_length:,} tokens"
 
 
 def shown(ratio: Ratio) -> str:

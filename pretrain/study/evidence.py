@@ -126,8 +126,7 @@ class Evidence:
 
     def __post_init__(self) -> None:
         for curve in self.curves:
-            kind = SLIDING if curve.protocol.startswith(SLIDING) else NONOVERLAPPING
-            self._of.setdefault((curve.method, kind), []).append(curve)
+            self._of.setdefault((curve.method, kind_of(curve)), []).append(curve)
 
     def of(self, method: str, kind: str) -> list[Curve]:
         """Return the curves of a method whose training length is known, shortest first.
@@ -154,6 +153,14 @@ class Evidence:
         for a, b in itertools.product(self.both(method), self.both(other)):
             if a.protocol == b.protocol and (a.train_length or 0) * multiple == b.train_length:
                 yield a, b
+
+
+def kind_of(curve: Curve) -> str:
+    """Return a curve's protocol without its stride: NONOVERLAPPING, SLIDING or MASKED.
+
+    Claims and published numbers are of language models. Nothing of theirs has the kind MASKED.
+    """
+    return SLIDING if curve.protocol.startswith(SLIDING) else curve.protocol
 
 
 def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
@@ -195,6 +202,11 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
     for curve, length in ((a, at_a), (b, at_b)):
         if length not in curve.records:
             return missing(curve, length)
+    trained = b.train_length
+    if trained is not None and trained in b.records and math.isinf(_mean_loss(b.records[trained])):
+        # A run that has diverged makes any other look good, and its own longer lengths too.
+        words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
+        return Case(Verdict.MISSING, f"{words}: nothing compares with it", a.train_length)
     found = gap(a, at_a, b, at_b)
     words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: {ratio_in_words(found)}"
     steps = a.sources[0].step, b.sources[0].step

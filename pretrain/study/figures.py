@@ -13,7 +13,7 @@ from pretrain.evaluate.positions import binned_curves
 from pretrain.evaluate.tables import to_csv
 from pretrain.study import published
 from pretrain.study.beside import RATIOS_FROM, Cost
-from pretrain.study.evidence import gap
+from pretrain.study.evidence import gap, kind_of
 from pretrain.study.reading import Run, Study
 
 COLUMNS = ("panel", "line", "group", "x", "value", "low", "high")
@@ -108,7 +108,7 @@ def _ratios(study: Study) -> tuple[list[Line], Frame]:
             xs = [n / trained for n in lengths]
             values = [_ratio(curve, n, trained) for n in lengths]
             name = curve.name if curves is mine else curve.method
-            lines.append(Line(f"{_kind(curve)}, {whose}", name, f"L = {trained}", xs, values))
+            lines.append(Line(f"{kind_of(curve)}, {whose}", name, f"L = {trained}", xs, values))
     # Colours go from dark to light with L, in the order of the lines.
     lines.sort(key=lambda line: int(line.colour.removeprefix("L = ")))
     drawn = {line.panel for line in lines}
@@ -131,7 +131,7 @@ def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
         alike = [
             other
             for other in published.evidence(model).curves
-            if (other.method, _kind(other)) == (curve.method, _kind(curve))
+            if (other.method, kind_of(other)) == (curve.method, kind_of(curve))
             and max(other.records) > (other.train_length or 0)
         ]
         if alike:
@@ -139,11 +139,6 @@ def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
             nearest = min(alike, key=lambda c: abs(math.log((c.train_length or 1) / trained)))
             found[nearest] = None
     return list(found)
-
-
-def _kind(curve: Curve) -> str:
-    """Return a curve's protocol without its stride."""
-    return curve.protocol.partition(" ")[0]
 
 
 def _ratio(curve: Curve, length: int, trained: int) -> Value:

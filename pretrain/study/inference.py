@@ -114,7 +114,7 @@ def measure_inference_with(
         As `measure_inference`.
     """
     contestants = [(config, each) for each in sizes for config in configs]
-    keys = [{"method": c.position.method, "length": each.length} for c, each in contestants]
+    keys = [{"method": c.position_name, "length": each.length} for c, each in contestants]
 
     def one(number: int) -> tuple[float, float, list[Turn]]:
         config, each = contestants[number]

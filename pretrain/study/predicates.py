@@ -144,6 +144,11 @@ def in_order(evidence: Evidence, ratio: float) -> Iterator[Case]:
             groups.setdefault((curve.protocol, curve.train_length), []).append(curve)
     for group in groups.values():
         methods = list(dict.fromkeys(curve.method for curve in group))
+        if 1 < len(methods) < len(ORDER):
+            without = ", ".join(method for method in ORDER if method not in methods)
+            trained = group[0].train_length
+            words = f"the order holds no {without}, L = {trained}, {group[0].protocol}"
+            yield Case(Verdict.MISSING, words, trained)
         for method, following in itertools.pairwise(methods):
             for a in (curve for curve in group if curve.method == method):
                 for b in (curve for curve in group if curve.method == following):

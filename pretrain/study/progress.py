@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import make_directory, read_text, replace_file
+from pretrain.rundir.files import make_directory, read_json, read_text, replace_file
 from pretrain.rundir.starts import is_done
 from pretrain.rundir.states import ENDED_WELL, Outcome, in_words
-from pretrain.study.runs import Study, StudyRun
+from pretrain.study.runs import Study, StudyRun, other_differences
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
 """The states of a run in study.json."""
@@ -81,8 +82,9 @@ def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
     """
     content = {
         "title": study.asked.title,
-        "command": f"pretrain study {study.file}",
+        "command": shlex.join(["pretrain", "study", str(study.file)]),
         "published": study.asked.published,
+        "differences": other_differences(study),
         "runs": [
             {
                 "name": run.name,
@@ -97,6 +99,15 @@ def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
         ],
     }
     write_changed(study.directory / "study.json", json.dumps(content, indent=1) + "\n")
+
+
+def recorded_names(directory: Path) -> set[str]:
+    """Return the names of the runs that a study's study.json has; none where it has no runs."""
+    runs = read_json(directory / "study.json").get("runs")
+    rows = runs if isinstance(runs, list) else []
+    names = {row.get("name") for row in rows if isinstance(row, dict)}
+    # A name that somebody wrote into the file may not lead out of a folder.
+    return {name for name in names if isinstance(name, str) and Path(name).name == name}
 
 
 def write_changed(path: Path, text: str) -> None:
@@ -118,7 +129,8 @@ def table(states: Sequence[tuple[StudyRun, State]], records: Sequence[Mapping[st
         own = [
             record
             for record in records
-            if record["run"] == run.config.run.directory
+            # A study that was moved keeps its evaluation, whose records name where it was then.
+            if PurePath(record["run"] or "").parts[-2:] == ("runs", run.name)
             and record["protocol"] == records[0]["protocol"]
         ]
         at_length = [record for record in own if record["length"] == run.train_length]

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from pretrain.config import ConfigError
+from pretrain.config.evaluation import MASKED
 from pretrain.evaluate.curves import Curve, make_curves
 from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.evaluate.reading import read_records
@@ -52,7 +53,10 @@ class Study:
     positions: Mapping[tuple[str, int], Binned]
     """(checkpoint as in its record, window length) -> losses by position."""
     growth: Mapping[str, Mapping[int, Mapping[int, float]]]
-    """Run -> window length -> step -> validation perplexity while it trained, nonoverlapping."""
+    """Run -> window length -> step -> validation perplexity while it trained, in windows that do
+    not overlap."""
+    differences: Sequence[str]
+    """In what the runs differ beside method, training length and seed, in words."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -98,6 +102,7 @@ def read_study(directory: Path) -> Study:
         Evidence(make_curves(records), rows, device),
         positions,
         {run.name: _growth(directory / run.directory) for run in runs},
+        _read(path, lambda: [str(line) for line in content.get("differences", [])]),
         unmeasured,
     )
 
@@ -183,7 +188,7 @@ def _growth(run: Path) -> dict[int, dict[int, float]]:
     path = run / "metrics.jsonl"
     found: dict[int, dict[int, float]] = {}
     for record in _read(path, lambda: [r for r in read_metrics(path) if is_evaluation(r)]):
-        if record.get("protocol") == NONOVERLAPPING:
+        if record.get("protocol") in (NONOVERLAPPING, MASKED):
             length, step, value = (record.get(key) for key in ("length", "step", "perplexity"))
             if isinstance(length, int) and isinstance(step, int) and isinstance(value, int | float):
                 found.setdefault(length, {})[step] = float(value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.changes import data_hashes
@@ -22,21 +24,31 @@ from pretrain.study.schema import StudyFile, request_of
 LENGTH_FACTORS = (1, 2, 4, 8, 16)
 """Default evaluation lengths, as multiples of each training length."""
 
+LOCK = ".lock"
+"""File that a study's command holds locked while it works."""
+COMPARED = ("run.seed", "data.sequence_length", "model.max_position_embeddings")
+"""Keys in which the runs of a study may differ, beside those of the position methods and of the
+batch, which holds fewer sequences as they become longer."""
+MARKS = (LOCK, "study.json")
+"""Files that say that a directory is a study's; the first is written before all others."""
+OWN_NAMES = ("study.toml", "configs", "runs", "evaluation", "efficiency.json", "report")
+"""What a study writes in its directory beside MARKS."""
+
 
 @dataclass(frozen=True)
 class StudyRun:
     """One run of a study."""
 
     name: str
-    """METHOD-L, and -sSEED where there are several seeds."""
+    """METHOD-L, with METHOD as in `method`, and -sSEED where there are several seeds."""
     config: RunConfig
     source: Path
     """The config file that it comes from."""
 
     @property
     def method(self) -> str:
-        """Return the position method."""
-        return self.config.position.method
+        """Return the position method; ALiBi with other slopes has another name."""
+        return self.config.position_name
 
     @property
     def train_length(self) -> int:
@@ -92,7 +104,7 @@ def resolve(path: Path, asked: StudyFile) -> Study:
     runs: dict[str, StudyRun] = {}
     for source, settings in found:
         config = load_config(source, settings)
-        name = f"{config.position.method}-{config.data.sequence_length}"
+        name = f"{config.position_name}-{config.data.sequence_length}"
         name += f"-s{config.run.seed}" if many_seeds else ""
         if name in runs:
             raise ConfigError(
@@ -119,6 +131,10 @@ def check_runs(study: Study, nproc: int | None) -> None:
             trained with other settings than the study file gives it now, or on other data.
     """
     problems = []
+    if study.asked.efficiency.rounds:
+        said = _values(study, "tokens a step", lambda config: config.tokens_per_step)
+        more = "Speeds are compared at equally many: set batch.global_batch_size, or rounds = 0"
+        problems += [f"{study.file}: efficiency.rounds: {line}. {more}" for line in said]
     for run in study.runs:
         try:
             if nproc is not None:
@@ -130,6 +146,60 @@ def check_runs(study: Study, nproc: int | None) -> None:
             problems += [f"{study.file}: {run.name}: {line}" for line in str(error).splitlines()]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_directory(study: Study) -> None:
+    """Check that a study would write over nothing that is not its own.
+
+    Raises:
+        ConfigError: It would write over a file that it reads, or its directory has files of these
+            names already that no study has written.
+    """
+    written = {study.directory / "study.toml", *map(study.config_file, study.runs)}
+    resolved = {path.resolve() for path in written}
+    for file in (study.file, *(run.source for run in study.runs)):
+        if file.resolve() in resolved:
+            raise ConfigError(
+                f"{study.file}: directory = {study.asked.directory}: the study would write over "
+                f"{file}, which it reads. Name another directory"
+            )
+    if any((study.directory / name).exists() for name in MARKS):
+        return
+    for name in OWN_NAMES:
+        if (study.directory / name).exists():
+            raise ConfigError(
+                f"{study.file}: directory = {study.asked.directory}: {study.directory / name} is "
+                "there and of no study. Name a directory for this study alone"
+            )
+
+
+def other_differences(study: Study) -> list[str]:
+    """Return in what the runs differ beside method, training length and seed, a line for each key.
+
+    Config files of a study may differ in anything. A comparison of methods is then one of that too.
+    """
+    first = study.runs[0].config
+    keys = {"data.directory": None} | {
+        each.key: None
+        for run in study.runs
+        for each in differences(first, run.config)
+        if each.effect in (Effect.FIXED, Effect.TRAJECTORY) or each.key in AT_STEP_0
+    }
+    lines = []
+    for key in keys:
+        if key in COMPARED or key.partition(".")[0] in ("position", "batch"):
+            continue
+        lines += _values(study, key, operator.attrgetter(key))
+    return lines + _values(study, "tokens a step", lambda config: config.tokens_per_step)
+
+
+def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:
+    """Return a line with each value and the runs that have it; none where all agree."""
+    names: dict[str, list[str]] = {}
+    for run in study.runs:
+        names.setdefault(str(value(run.config)), []).append(run.name)
+    said = "; ".join(f"{found} in {', '.join(of)}" for found, of in names.items())
+    return [f"{what}: {said}"] if len(names) > 1 else []
 
 
 def not_asked(study: Study) -> list[Path]:
@@ -151,7 +221,9 @@ def _of_files(path: Path, asked: StudyFile) -> Iterator[tuple[Path, list[str]]]:
     """Yield config file and settings of each run of a study that lists config files."""
     sources: dict[Path, RunConfig] = {}
     for pattern in asked.configs:
-        files = sorted(map(Path, glob.glob(str(path.parent / pattern), recursive=True)))
+        # The folder's own name is no pattern; an absolute pattern is one as a whole.
+        within = Path(pattern if Path(pattern).is_absolute() else glob.escape(str(path.parent)))
+        files = sorted(map(Path, glob.glob(str(within / pattern), recursive=True)))
         if not files:
             raise ConfigError(f"{path}: configs = {pattern!r}: no such file in {path.parent}")
         sources |= {file: load_config(file, asked.settings) for file in files}
@@ -198,6 +270,13 @@ def _check_evaluation(study: Study) -> None:
         raise ConfigError(f"{study.file}: [evaluation]: {error}") from None
     for run in study.runs:
         request.applied_to(run.config, f"{study.file}: {run.name}")
+        if study.asked.published == "wikitext103" and run.config.data.tokenizer != "words":
+            raise ConfigError(
+                f"{study.file}: published = wikitext103: its perplexities are of words, and "
+                f"{run.name} predicts tokens of another kind (data.tokenizer = "
+                f"{run.config.data.tokenizer}). Leave it out; ratios to L stand beside the "
+                'published ones in any case. Or set data.tokenizer = "words"'
+            )
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:

@@ -169,6 +169,11 @@ def _problem(study: StudyFile) -> str:
                 f"{missing[0]}: missing. Name a config, methods and training_lengths, or list "
                 "config files in configs"
             )
+    if study.directory.startswith("-"):
+        return f"directory = {study.directory}: commands take this for an option. Name another"
+    if not all(study.methods):
+        # An empty value would remove the key, and train its default in place of what was asked.
+        return 'methods = "": expected a value of position.method, such as "alibi"'
     for name in ("methods", "training_lengths", "seeds", "configs"):
         values = list(getattr(study, name) or ())
         if twice := [value for value in values if values.count(value) > 1]:

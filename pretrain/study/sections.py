@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pretrain.evaluate.curves import relative_length
-from pretrain.evaluate.report import INTERVALS_EXPLAINED, PROTOCOLS_EXPLAINED
+from pretrain.evaluate.report import INTERVALS_EXPLAINED, protocols_explained
 from pretrain.evaluate.tables import (
     Table,
     full_name,
@@ -20,7 +20,7 @@ from pretrain.study import claims, published
 from pretrain.study.beside import RATIOS_FROM, Beside, Cost, cost_table, perplexity_table
 from pretrain.study.claims import Judgement
 from pretrain.study.early import CONTEXT, EARLY, TOTAL, Gain
-from pretrain.study.evidence import Gap, Verdict
+from pretrain.study.evidence import SLIDING, Gap, Verdict
 from pretrain.study.figures import Figure
 from pretrain.study.pages import as_code, plain
 from pretrain.study.reading import Study
@@ -42,8 +42,10 @@ EARLY_EXPLAINED = (
     "them than one in windows of L. At equal scored tokens, the gain of longer windows is "
     "separated into two parts. *Fewer early tokens*: what the gain would be if no context beyond "
     "L were of use, which is (1 - 1 / k) times the difference between windows of L that do not "
-    "overlap and the loss with close to L tokens of context. *Longer context*: the rest. Negative "
-    "values are losses."
+    "overlap and the loss with close to L tokens of context. *Longer context*: the rest. Windows "
+    "of L that slide by S leave their tokens L - S to L - 1 tokens of context, so that the first "
+    "part is somewhat too small and the second as much too large, the less the shorter S is. "
+    "Negative values are losses."
 )
 TENSORBOARD = (
     "`tensorboard --logdir` on the folder `tensorboard/` beside this report shows the final "
@@ -90,7 +92,7 @@ def report(
         "## Growth over training",
         *_growth(figures),
         "## How to read it",
-        PROTOCOLS_EXPLAINED,
+        protocols_explained([r for c in study.curves for rs in c.records.values() for r in rs]),
         INTERVALS_EXPLAINED,
         _source(),
         TENSORBOARD,
@@ -120,6 +122,11 @@ def _runs(study: Study) -> Iterable[str]:
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
+    if study.differences:
+        yield (
+            "**The runs differ in more than method, training length and seed, so every comparison "
+            f"below is one of that too: {plain('. '.join(study.differences))}.**"
+        )
     for finished, evaluated, words in (
         (False, False, "Not in the results: {}.** The others stand alone below."),
         (False, True, "Not finished, and evaluated as far as they had come: {}.**"),
@@ -156,6 +163,11 @@ def _claims(judged: Sequence[Judgement], model: str) -> Iterable[str]:
         cases = each.deciding or list(each.cases)
         lines = [f"- {case.words}{_tokens(case.tokens, case.seeds)}" for case in cases]
         others = len(each.cases) - len(cases)
+        if each.verdict == Verdict.PASSES:
+            # What a claim passes without: a training length, or a method of an order.
+            unseen = [case.words for case in each.cases if case.verdict == Verdict.MISSING]
+            lines += [f"- Not judged: {words}" for words in unseen]
+            others -= len(unseen)
         if others:
             lines.append(f"- {others} other case{'s' if others > 1 else ''}: see claims.json")
         yield "\n".join(lines) or "- Nothing that it is about was measured."
@@ -204,6 +216,11 @@ def _perplexity(
             "multiple."
         )
     shown = [row for row in rows if row.same or row.at_multiple]
+    if any(row.curve.protocol.startswith(SLIDING) for row in shown):
+        yield (
+            "Published sliding windows move by one token. Longer strides, as in the protocol of a "
+            "row, leave less context and raise the perplexity."
+        )
     if shown:
         yield perplexity_table(shown, study.published).markdown()
     yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.evaluate.blocks import with_blocks
 from pretrain.evaluate.curves import make_curves
-from pretrain.study import claims, published
+from pretrain.study import beside, claims, published
 from pretrain.study.evidence import Evidence, Gap, Row, Verdict, combined
 from tests.unit.study_files import (
     MEMORY,
@@ -140,6 +140,26 @@ def test_what_is_not_finite_fails_what_should_hold_and_passes_what_should_degrad
 
 
 # ---- noise ---------------------------------------------------------------------------------------
+def diverged(records, method, seed=1):
+    """Return records of which those of one run are not finite, as a file has them."""
+    nothing = dict.fromkeys(("perplexity", "loss_nats", "loss_low", "loss_high"), math.nan)
+    return [r | nothing if (r["method"], r["seed"]) == (method, seed) else r for r in records]
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_nothing_wins_against_a_run_that_diverged(seeds):
+    records = make_records(seeds=seeds, methods=("alibi", "sinusoidal"))
+    found = verdicts(diverged(records, "sinusoidal"))
+    for claim in ("alibi_no_worse_than_sinusoidal_at_L", "order_of_extrapolation"):
+        assert found[claim] == Verdict.MISSING, claim
+    assert found["alibi_falls_to_2L"] == Verdict.PASSES
+    at_l = [r for r in records if r["length"] == r["train_length"]]
+    longer = [r for r in records if r["length"] != r["train_length"]]
+    found = verdicts(diverged(at_l, "alibi") + longer)
+    assert found["alibi_falls_to_2L"] == Verdict.MISSING
+    assert found["alibi_no_worse_than_sinusoidal_at_L"] == Verdict.FAILS
+
+
 @pytest.mark.parametrize("noise", [{"spread": 3.0}, {"seeds": (1, 2, 3), "noise": 3.0}])
 def test_claims_inside_the_noise_are_not_judged(noise):
     """Intervals of 3 nats, and seeds that lie as far apart, each leave every comparison open."""
@@ -223,6 +243,19 @@ def test_runs_of_other_steps_are_not_compared():
     found = verdicts(records)
     assert found["alibi_no_worse_than_sinusoidal_at_L"] == Verdict.MISSING
     assert found["sinusoidal_degrades_at_once"] == Verdict.PASSES
+
+
+def test_no_claim_is_judged_on_masked_tokens():
+    """They are predicted from both sides; the claims are of language models."""
+    records = [
+        r | {"protocol": "masked", "stride": r["length"]}
+        for r in make_records()
+        if r["protocol"] == "nonoverlapping"
+    ]
+    found = verdicts(records)
+    assert {found[name] for name in OF_CURVES} == {Verdict.MISSING}
+    rows_beside = beside.perplexities(make_curves(records), "wikitext103")
+    assert {(row.same, row.at_multiple) for row in rows_beside} == {(None, None)}
 
 
 def test_a_stride_of_the_training_length_says_nothing_of_flatness():

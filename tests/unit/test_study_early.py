@@ -59,6 +59,18 @@ def test_where_context_beyond_L_is_of_no_use_all_comes_from_fewer_early_tokens()
         assert gain.how == "windows of L that slide by 1" and gain.tokens == TOKENS
 
 
+@pytest.mark.parametrize("stride", [4, 16, 32])
+def test_longer_strides_shift_a_known_share_from_early_tokens_to_context(stride):
+    """Context beyond L is of no use here, and yet what windows of L lack of it counts as such."""
+    curves = measured(lambda c: 2 + 1 / np.sqrt(np.minimum(c, L - 1) + 1), stride=stride)
+    sliding = np.mean(1 / np.sqrt(np.arange(L - stride, L) + 1))
+    last = gains(curves, {})[-1]
+    lacking = (1 - 1 / 16) * (sliding - 1 / np.sqrt(L))
+    assert last.parts[CONTEXT].value == pytest.approx(lacking, abs=2e-4)
+    early = (1 - 1 / 16) * (np.mean(1 / np.sqrt(np.arange(1, L + 1))) - sliding)
+    assert last.parts[EARLY].value == pytest.approx(early, rel=0.01)
+
+
 def test_where_early_tokens_are_as_good_all_comes_from_longer_context():
     curves = measured(lambda c: np.where(c < L, 3.0, 2.5), stride=1)
     for gain in gains(curves, {}):

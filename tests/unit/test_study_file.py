@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,10 +16,13 @@ import pytest
 from pretrain.config import ConfigError, load_config
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
+from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
-from pretrain.study.runs import Study, resolve
+from pretrain.study.progress import states_of, table, write_study
+from pretrain.study.runs import Study, check_directory, check_runs, other_differences, resolve
 from pretrain.study.schema import load_study_file
 from tests.end_to_end.commands import wait_for
+from tests.unit.report_records import make_record
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -89,6 +95,34 @@ def test_config_files_are_a_run_each_the_shortest_first(tmp_path: Path) -> None:
     assert [run.name for run in again.runs] == ["alibi-64", "alibi-512"]
 
 
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a [1] *"
+    folder.mkdir()
+    overlays(folder, "alibi_64")
+    found = study(folder, CONFIGS | {"directory": f'"{folder}/s"'})
+    assert [run.name for run in found.runs] == ["alibi-64"]
+    write_study(found, [])
+    command = json.loads((folder / "s/study.json").read_text())["command"]
+    assert shlex.split(command) == ["pretrain", "study", str(folder / "study.toml")]
+
+
+def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
+    overlays(tmp_path, "alibi_64", "sinusoidal_64")
+    assert other_differences(study(tmp_path, CONFIGS)) == []
+    path = tmp_path / "sinusoidal_64.toml"
+    text = path.read_text().replace("hidden_size = 128", "hidden_size = 256")
+    path.write_text(text.replace("global_batch_size = 32", "global_batch_size = 64"))
+    found = study(tmp_path, CONFIGS)
+    assert other_differences(found) == [
+        "model.hidden_size: 128 in alibi-64; 256 in sinusoidal-64",
+        "tokens a step: 2048 in alibi-64; 4096 in sinusoidal-64",
+    ]
+    check_runs(found, 1)
+    # Speeds at unequal steps are refused before anything has been trained.
+    with pytest.raises(ConfigError, match=r"efficiency\.rounds: tokens a step: 2048 in alibi-64"):
+        check_runs(study(tmp_path, CONFIGS, "[efficiency]\nrounds = 1"), 1)
+
+
 def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: Path) -> None:
     assert study(tmp_path, FIELDS).lengths == (64, 128, 256, 512, 1024, 2048, 4096)
     bounded = study(tmp_path, FIELDS, "[evaluation]\nmax_tokens = 600")
@@ -102,6 +136,8 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"methods": "[]"}, "", "methods: missing"),
         ({"configs": '["x.toml"]'}, "", "configs and config: choose one"),
         ({"methods": '["alibi", "alibi"]'}, "", "methods: alibi is given twice"),
+        ({"methods": '[""]'}, "", 'methods = "": expected a value of position.method'),
+        ({"directory": '"-s"'}, "", "directory = -s: commands take this for an option"),
         ({"methods": '["alibo"]'}, "", "position.method = 'alibo'"),
         ({"training_lengths": "[100]"}, "", "= 100: does not divide the 4,096 tokens of tokens_"),
         ({"tokens_per_step": "100_000"}, "", "= 64: does not divide the 100,000 tokens"),
@@ -110,6 +146,7 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"settings": '["train.num_steps"]'}, "", "settings: --set train.num_steps: expected"),
         ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext"'}, "", "published = 'wikitext'"),
+        ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
         ({"metods": "[]"}, "", "metods: no such key"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({}, "[evaluation]\nlengths = [64]\nmax_tokens = 9", "more than the 9 tokens"),
@@ -152,6 +189,7 @@ def test_the_shipped_studies_have_every_method_at_every_length(
     assert [run.train_length for run in found.runs] == sorted(lengths * methods)
     assert len({run.config.tokens_per_step for run in found.runs}) == 1
     assert set(lengths) <= set(found.lengths)
+    assert other_differences(found) == []
     if name == "demo":
         for run in found.runs:
             run.config.layout(2)
@@ -165,6 +203,55 @@ def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `pretrain study` works on it"):
             run_study(found.file, Request())
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
+
+
+# ---- what is not the study's ---------------------------------------------------------------------
+def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
+    """With `directory = "."` a clone's own configs would be in the way."""
+    (tmp_path / "configs").mkdir()
+    overlays(tmp_path / "configs", "alibi_64", "t5_64")
+    found = study(tmp_path, CONFIGS | {"configs": '["configs/*.toml"]', "directory": '"."'})
+    here = replaced(found, tmp_path)
+    before = {path: path.read_text() for path in tmp_path.rglob("*.toml")}
+    with pytest.raises(ConfigError, match=r"would write over .*study\.toml, which it reads"):
+        check_directory(here)
+    other = tmp_path / "other.toml"
+    (tmp_path / "study.toml").rename(other)
+    with pytest.raises(ConfigError, match=r"configs is there and of no study"):
+        check_directory(dataclasses.replace(here, file=other))
+    (tmp_path / "configs/alibi_64.toml").rename(tmp_path / "configs/alibi-64.toml")
+    moved = dataclasses.replace(here.runs[0], source=tmp_path / "configs/alibi-64.toml")
+    with pytest.raises(ConfigError, match=r"would write over .*alibi-64\.toml, which it reads"):
+        check_directory(dataclasses.replace(here, file=other, runs=(moved,)))
+    assert {path.read_text() for path in tmp_path.rglob("*.toml")} == set(before.values())
+
+
+def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
+    asked = keys | {"training_lengths": "[64]"}
+    run_study(study(tmp_path, keys).file, Request(report_only=True))
+    mine = tmp_path / "s/configs/mine.toml"
+    mine.write_text("# mine")
+    run_study(study(tmp_path, asked).file, Request(report_only=True))
+    left = {path.name for path in mine.parent.iterdir()}
+    assert left == {"mine.toml", "alibi-64.toml", "t5-64.toml"}
+
+
+def replaced(found: Study, folder: Path) -> Study:
+    """Return a study with another directory."""
+    asked = found.asked.model_copy(update={"directory": str(folder)})
+    return dataclasses.replace(found, asked=asked)
+
+
+def test_a_study_that_was_moved_still_shows_its_numbers(tmp_path: Path) -> None:
+    found = study(tmp_path, FIELDS | {"training_lengths": "[64]"})
+    records = [
+        make_record("alibi", length=length, train_length=64, run="elsewhere/s/runs/alibi-64")
+        for length in (64, 128)
+    ]
+    shown = table(states_of(found), records).splitlines()
+    assert shown[1].endswith("20.00 at 64 (50,000 tokens)  20.00 at 128 (50,000 tokens)")
+    assert shown[2].split()[-2:] == ["-", "-"]
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -191,6 +278,7 @@ def test_a_signal_is_passed_on_once_and_ends_the_study_after_that(tmp_path: Path
     script = f"trap 'echo one >> {heard}' INT; touch {tmp_path}/ready; while [ ! -e {heard} ]; do "
     script += "sleep 0.05; done; exit 80"
     code = f"""
+from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
 processes = Processes()
 with processes.listening():
@@ -229,3 +317,18 @@ Processes().run([["sh", "-c", "echo $$ > {tmp_path}/pid; sleep 60"]])
 
 def test_times_are_shown_as_people_read_them() -> None:
     assert [duration(s) for s in (40, 720, 12_600)] == ["40 s", "12 min", "3.5 h"]
+
+
+def test_slopes_that_are_not_the_published_ones_are_a_method_of_their_own(tmp_path: Path) -> None:
+    """Claims about ALiBi are judged on the published slopes, and trained ones are compared."""
+    overlays(tmp_path, "alibi_64", "alibi_64_trained", "alibi_64_other")
+    for name, setting in (("trained", "trainable_slopes = true"), ("other", "slopes = [0.1]")):
+        path = tmp_path / f"alibi_64_{name}.toml"
+        numbers = setting.replace("[0.1]", str([0.1] * 8))
+        path.write_text(path.read_text().replace("[position]", f"[position]\n{numbers}"))
+    found = study(tmp_path, CONFIGS | {"configs": '["alibi_*.toml"]'})
+    names = ["alibi-64", "alibi_other_slopes-64", "alibi_trained_slopes-64"]
+    assert [run.name for run in found.runs] == names
+    assert [f"{run.method}-64" for run in found.runs] == names
+    # Each takes its turn when speed and memory are measured.
+    check_contestants([run.config for run in found.runs], 1)

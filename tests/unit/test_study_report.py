@@ -370,6 +370,25 @@ def test_a_run_that_was_evaluated_before_it_was_finished_is_said_to_be_so(tmp_pa
     assert "Not in the results" not in said
 
 
+def test_what_else_the_runs_differ_in_stands_before_the_verdicts(tmp_path):
+    directory = make_study(tmp_path / "study", trained=(64,))
+    content = json.loads((directory / "study.json").read_text())
+    content["differences"] = ["model.hidden_size: 32 in alibi-64; 64 in sinusoidal-64"]
+    (directory / "study.json").write_text(json.dumps(content))
+    said = "\n".join(sections._runs(read_study(directory)))
+    assert "model.hidden\\_size: 32 in alibi-64; 64 in sinusoidal-64.**" in said
+
+
+def test_a_claim_that_passes_says_what_it_passes_without(tmp_path):
+    directory = make_study(tmp_path / "study", methods=("alibi", "sinusoidal"), trained=(64,))
+    found = read_study(directory)
+    said = "\n".join(sections._claims(claims.judge(found.evidence), "wikitext103"))
+    order = said.partition("### order_of_extrapolation")[2].partition("###")[0]
+    assert "**Passes**" in order
+    assert "- Not judged: the order holds no t5, rotary, L = 64, nonoverlapping" in order
+    assert "other case" not in order
+
+
 # ---- parts ---------------------------------------------------------------------------------------
 def test_several_seeds_are_one_curve_with_their_range(tmp_path):
     directory = make_study(tmp_path / "study", seeds=(1, 2), noise=0.01, trained=(64,))
