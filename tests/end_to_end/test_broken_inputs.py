@@ -301,7 +301,7 @@ def test_a_vocabulary_that_is_not_the_datas(refused, config, tiny_data):
         ),
         (
             ['data.paths=["{folder}/few.txt"]', "data.tokenizer={folder}/few.txt"],
-            ["few.txt: not a SentencePiece model"],
+            ["few.txt: not a dict.txt of fairseq"],
         ),
     ],
 )
