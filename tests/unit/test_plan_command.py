@@ -209,9 +209,48 @@ def test_the_overlay_is_the_planned_run(tmp_path, gpus):
     assert text.count("base = ") == 1 and "[data]" not in text
 
 
-def test_an_overlay_does_not_replace_its_base(tmp_path):
-    with pytest.raises(ConfigError, match="is the config itself"):
-        plan_run(paper(), PAPER, read_target(8, "v100-32", None), PAPER)
+def test_an_overlay_replaces_no_file(tmp_path):
+    """Neither the config, nor a base of its bases, nor the notes of somebody."""
+    base, config, notes = (tmp_path / name for name in ("base.toml", "run.toml", "notes.txt"))
+    base.write_text(PAPER.with_name("base.toml").read_text())
+    lengths = PAPER.with_name("length_1024.toml").read_text()
+    (tmp_path / "length_1024.toml").write_text(lengths)
+    config.write_text(PAPER.read_text())
+    notes.write_text("precious")
+    (tmp_path / "link.toml").symlink_to(base)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    target = read_target(8, "v100-32", None)
+    for path, says in (
+        (config, "is a config that the overlay builds on"),
+        (base, "is a config that the overlay builds on"),
+        (tmp_path / "link.toml", "is a config that the overlay builds on"),
+        (notes, "exists, and is not replaced"),
+        (tmp_path / "none" / "plan.toml", "there is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            plan_run(load_config(config), config, target, path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_overlay_removes_what_the_planned_run_does_not_have(tmp_path):
+    """A virtual pipeline size of the base, and what --set KEY= takes away."""
+    source, overlay = tmp_path / "run.toml", tmp_path / "planned.toml"
+    corpora = "".join(f'[data.corpora.{n}]\nsource = "text"\npaths = ["{n}"]\n' for n in "ab")
+    source.write_text(
+        f'base = "{PAPER.resolve()}"\nremove = ["data.corpora"]\n'
+        "[parallel]\nworld_size = 8\npipeline_model_parallel_size = 2\n"
+        "virtual_pipeline_model_parallel_size = 2\n"
+        f"[evaluation]\nmax_tokens = 5\n{corpora}"
+    )
+    one = 'data.corpora={a = {source = "text", paths = ["a"]}}'
+    config = load_config(source, ["evaluation.max_tokens=", one])
+    target = read_target(8, "v100-32", None)
+    plan_run(config, source, target, overlay)
+    loaded = load_config(overlay)
+    assert loaded == make_plan(config, target).fits[0].config
+    assert loaded.parallel.virtual_pipeline_model_parallel_size is None
+    assert loaded.evaluation.max_tokens is None and list(loaded.data.corpora) == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["planned.toml", "run.toml"]
 
 
 def measurement(
