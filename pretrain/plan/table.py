@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from pretrain.config import RunConfig, num_parameters
+from pretrain.plan.activations import Activations
 from pretrain.plan.hardware import TITLES
 from pretrain.plan.inputs import INPUTS
 from pretrain.plan.memory import Memory
@@ -40,7 +41,7 @@ def to_table(config: RunConfig, target: Target, plan: Plan, evaluations: Evaluat
         *_best(target, plan),
         *_details(config, target, plan, evaluations),
         *_reasons(target, plan),
-        *_assumptions(target),
+        *_assumptions(config, target),
     ]
     return "\n".join(parts)
 
@@ -179,14 +180,17 @@ def _reasons(target: Target, plan: Plan) -> Iterator[str]:
         )
 
 
-def _assumptions(target: Target) -> Iterator[str]:
+def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield every number that is taken for granted, with its origin."""
     device, network = target.device, target.network
+    has_mask = Activations(config, target.is_modern).uses_mask
     yield "\nAssumed:"
     for name, title in TITLES.items():
         value, origin = getattr(device, name), device.origins[name]
         if name == "attention_tflops":
-            value = "{:g}, {:g}".format(*value["after"])
+            value = "{:g}, {:g}".format(*value["before" if has_mask else "after"])
+            if has_mask:
+                origin = "assumed, with a mask in memory and products in fp32"
         yield f"  {title}: {value} ({_now(origin)})"
     origin = device.origins["memory_bytes"]
     yield f"  memory of a GPU, GB: {device.memory_bytes / 1e9:.1f} ({origin})"

@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.plan.activations import Activations, attention_backend
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.command import plan_run, read_target
 from pretrain.plan.hardware import EDR, GPU_TYPES, H200, NETWORKS, V100
@@ -162,8 +164,23 @@ def test_a_slower_network_is_slower():
             "h100",
             None,
             ["model.attention_backend=reference"],
-            "model.attention_backend = reference: stores all scores",
+            "model.attention_backend = reference: `pretrain plan` knows memory and time of triton",
         ),
+        (
+            128,
+            "v100-32",
+            None,
+            ["model.attention_backend=triton"],
+            "knows memory and time of folded alone, which auto takes for this run on a v100-32",
+        ),
+        (
+            128,
+            "v100-32",
+            None,
+            ["data.per_document_attention=true"],
+            "data.per_document_attention = true: without Triton's kernel",
+        ),
+        (128, "h100", None, ["model.num_attention_heads=4"], "heads of width 512 are served by"),
     ],
 )
 def test_nonsense_is_refused(gpus, gpu_type, network, overrides, says):
@@ -342,3 +359,60 @@ def test_planning_leaves_torch_alone():
         "from pretrain.cli import app; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("is_modern", [False, True])
+@pytest.mark.parametrize("method", ["alibi", "trained slopes", "t5", "rotary"])
+def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
+    """`attention_backend` against the choice that training makes on such a GPU."""
+    import torch
+
+    from pretrain.kernels.call import Call
+    from pretrain.kernels.choice import choose_backend
+
+    biases = {"alibi": "slopes", "trained slopes": "trained slopes", "t5": "table"}
+    for head_dim, length, documents in product((64, 264), (1024, 61_440), (False, True)):
+        config = tiny_config(
+            model={"num_attention_heads": 2, "hidden_size": 2 * head_dim},
+            position={
+                "method": "alibi" if method == "trained slopes" else method,
+                "trainable_slopes": method == "trained slopes",
+            },
+            data={"sequence_length": length, "per_document_attention": documents},
+            train={"precision": "bf16" if is_modern else "fp16"},
+        )
+        call = Call(
+            dtype=torch.bfloat16 if is_modern else torch.float16,
+            head_dim=head_dim,
+            num_queries=length,
+            num_keys=length,
+            heads=2,
+            groups=2,
+            bias=biases.get(method, "none"),
+            causal=True,
+            dropout=False,
+            capability=(9, 0) if is_modern else (7, 0),
+            installed=frozenset({"triton"}),
+            documents=documents,
+        )
+        assert attention_backend(config, is_modern) == choose_backend(call).backend
+
+
+def test_a_mask_in_memory_is_slow():
+    """T5 on a V100: products are in fp32, of which the GPU does a fraction."""
+    alibi, t5 = (
+        plan_of(8, "v100-32", None, f"position.method={method}").fits[0].timing
+        for method in ("alibi", "t5")
+    )
+    assert t5.part("attention") > 4 * alibi.part("attention")
+    assert t5.part("GEMM") == pytest.approx(alibi.part("GEMM"), rel=0.1)
+
+
+def test_a_v100_keeps_keys_and_values_of_every_head():
+    """Its kernel has no grouped queries (`pretrain.kernels.sdpa`)."""
+    for method in ("alibi", "rotary", "t5"):
+        grouped, whole = (
+            Activations(paper(f"position.method={method}", *groups), is_modern=False).whole_layer()
+            for groups in (["model.num_query_groups=4"], [])
+        )
+        assert grouped == whole
