@@ -231,15 +231,19 @@ class Activations:
         return total
 
     def _mlp_buffers(self) -> int:
-        """Return the buffers of the second product of the MLP.
+        """Return the buffers of the second product of the MLP, or of ReLU's backward pass.
 
-        They are the gradients of its output and of its input, and one of its weight's shape.
+        They are the gradients of the product's output and of its input, and one of its weight's
+        shape. ReLU writes a second gradient of its own size, while its output is still there.
         """
         c = self.config
         weight = c.model.hidden_size * c.ffn_hidden_size // self.tensor * self.item
         gathered = self.whole if c.parallel.sequence_parallel else 0
         dropped = self.stream if c.model.hidden_dropout else 0
-        return self.stream + self.inner + weight + gathered + dropped
+        beside = weight + gathered
+        if c.model.hidden_act == "relu":
+            beside = max(beside, self.inner)
+        return self.stream + self.inner + beside + dropped
 
     def _attention_buffers(self) -> int:
         """Return the buffers of attention, when what the MLP keeps has been given back.
