@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from pretrain.config import RunConfig, num_parameters
+from pretrain.config import ConfigError, RunConfig, num_parameters, rules
 from pretrain.plan.activations import Activations
 from pretrain.plan.hardware import TITLES
 from pretrain.plan.inputs import INPUTS
@@ -117,7 +117,7 @@ def _details(
             f"{mfu:.1%}, {each.hours(target.gpus):,.0f} GPU-hours{verdict}"
         )
     if not own:
-        yield "\nAs configured: not a legal layout of so many GPUs"
+        yield f"\nAs configured: {_why_not_own(config, target)}"
     if plan.fits:
         yield from _evaluations(config, target, plan.fits[0], evaluations)
 
@@ -151,6 +151,19 @@ def _is_configured(each: Planned, config: RunConfig) -> bool:
         parallel,
         config.batch,
         config.train,
+    )
+
+
+def _why_not_own(config: RunConfig, target: Target) -> str:
+    """Return why the config's own layout is not among those that were planned."""
+    parallel = config.parallel.model_copy(update={"world_size": target.gpus})
+    try:
+        rules.check(config.model_copy(update={"parallel": parallel}))
+    except ConfigError as error:
+        return f"not a legal layout of so many GPUs. {str(error).splitlines()[0]}"
+    return (
+        "not planned. What is: tensor-parallel ranks within a node, and ZeRO 2 and 3 where there "
+        "are several data-parallel ranks"
     )
 
 

@@ -416,3 +416,18 @@ def test_a_v100_keeps_keys_and_values_of_every_head():
             for groups in (["model.num_query_groups=4"], [])
         )
         assert grouped == whole
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "says"),
+    [
+        (1, ["batch.micro_batch_size=128", "batch.global_batch_size=128"], "micro batches of 128"),
+        (1, ["parallel.zero_stage=2"], "As configured: not planned. What is: tensor-parallel"),
+        (16, ["parallel.tensor_model_parallel_size=16"], "As configured: not planned. What is"),
+        (8, ["batch.global_batch_size=64"], "of so many GPUs. batch.global_batch_size = 64: not"),
+    ],
+)
+def test_the_layout_of_the_config_is_never_called_illegal_if_it_is_not(gpus, overrides, says):
+    settings = ["train.precision=bf16", "parallel.world_size=", "batch.micro_batch_size=16"]
+    config = paper(*settings, *overrides)
+    assert says in plan_run(config, PAPER, read_target(gpus, "h200", None), None)
