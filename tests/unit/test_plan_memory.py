@@ -57,6 +57,7 @@ CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
 CORE = {
     ("one rank", "alibi"),
     ("one rank", "ReLU, recompute full"),
+    ("pp4", "recompute full"),
     ("dp4", "t5"),
     ("tp2dp2sp", "as MPT, untied"),
     ("pp2vpp2", "alibi"),
