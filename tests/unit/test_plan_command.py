@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -270,9 +271,7 @@ def test_the_overlay_removes_what_the_planned_run_does_not_have(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["planned.toml", "run.toml"]
 
 
-def measurement(
-    config: RunConfig, device: str = H200.name, factor: float = 2.0
-) -> dict[str, object]:
+def measurement(config: RunConfig, device: str = H200.name, factor: float = 2.0) -> dict[str, Any]:
     """What bench train would write if all that is computed took `factor` as long as modelled."""
     layout = config.layout(1)
     timing = time_of_step(config, layout, stages_of(config, layout), H200, NETWORKS["8x400"])
@@ -431,3 +430,23 @@ def test_the_layout_of_the_config_is_never_called_illegal_if_it_is_not(gpus, ove
     settings = ["train.precision=bf16", "parallel.world_size=", "batch.micro_batch_size=16"]
     config = paper(*settings, *overrides)
     assert says in plan_run(config, PAPER, read_target(gpus, "h200", None), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"world_size": 0}, "not a result of a measurement"),
+        ({"seconds": {"forward and backward": float("inf"), "optimizer step": 1}}, "not a result"),
+        ({"seconds": {"forward and backward": 1e-3, "optimizer step": 1}}, "less than the peak of"),
+        ({"precision": "fp32"}, "measured in fp32 with attention auto"),
+    ],
+)
+def test_an_impossible_measurement_is_refused(tmp_path, change, says):
+    config = paper("train.precision=bf16", "parallel.world_size=1", "batch.global_batch_size=16")
+    content = measurement(config) | change
+    if precision := change.get("precision"):
+        content["config"]["train"]["precision"] = precision
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=says):
+        read_calibration(file, H200, NETWORKS["8x400"])
