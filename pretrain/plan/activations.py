@@ -19,8 +19,39 @@ LOSS_PIECE = 2**24
 """Logits that the loss turns into fp32 at once where it is not compiled (`pretrain.model.loss`)."""
 FOLDED_COLUMNS = 6
 """Columns that ALiBi adds to q and k on a V100 (`pretrain.kernels.folded`)."""
+FOLDED_KEYS = 60_000
+"""Keys that such columns serve at most."""
+BIASED = ("alibi", "t5")
+"""Position methods that add a bias to the scores."""
+WIDEST_HEAD = 256
+"""Width of a head that the Triton kernel serves at most."""
 QUERY_BLOCK = 256
 """Queries of a masked call of torch's attention (`pretrain.kernels.sdpa`)."""
+
+
+def attention_backend(config: RunConfig, is_modern: bool) -> str:
+    """Return the backend that model.attention_backend = auto takes on a GPU that has Triton.
+
+    That is `pretrain.kernels.choice`, without torch. A test compares the two.
+
+    Args:
+        config: The run.
+        is_modern: As in `Activations`.
+    """
+    method, parts_documents = config.position.method, config.data.per_document_attention
+    if method not in BIASED and not parts_documents:
+        return "sdpa"
+    if is_modern and config.head_dim <= WIDEST_HEAD:
+        return "triton"
+    is_fixed = method == "alibi" and not config.position.trainable_slopes
+    if (
+        is_fixed
+        and not parts_documents
+        and config.train.precision != "fp32"
+        and config.data.sequence_length <= FOLDED_KEYS
+    ):
+        return "folded"
+    return "sdpa"
 
 
 @dataclass(frozen=True)
@@ -100,7 +131,8 @@ class Activations:
         """Return what attention keeps beside its input: queries, keys, values and output."""
         c = self.config
         heads = c.model.num_attention_heads // self.tensor
-        groups = c.num_query_groups // self.tensor
+        # The kernels of a V100 have no grouped queries: keys and values are repeated for each head.
+        groups = c.num_query_groups // self.tensor if self.is_modern else heads
         query = heads * c.head_dim * self.item
         pair = 2 * groups * c.head_dim * self.item
         rows = 4 * heads
@@ -128,16 +160,14 @@ class Activations:
 
     @property
     def uses_columns(self) -> bool:
-        """True if ALiBi stands in columns of q and k: in fp16 on a V100 (`pretrain.kernels`)."""
-        c = self.config
-        fixed = c.position.method == "alibi" and not c.position.trainable_slopes
-        return not self.is_modern and fixed and c.train.precision == "fp16"
+        """True if ALiBi stands in columns of q and k: in fp16 on a V100."""
+        return attention_backend(self.config, self.is_modern) == "folded"
 
     @property
     def uses_mask(self) -> bool:
         """True if a bias reaches attention as a mask in memory."""
-        has_bias = self.config.position.method in ("alibi", "t5")
-        return not self.is_modern and has_bias and not self.uses_columns
+        is_biased = self.config.position.method in BIASED
+        return is_biased and attention_backend(self.config, self.is_modern) == "sdpa"
 
     def _mask(self) -> int:
         """Return the fp32 masks of a layer, which the batch shares: a block of queries each."""
@@ -201,15 +231,19 @@ class Activations:
         return total
 
     def _mlp_buffers(self) -> int:
-        """Return the buffers of the second product of the MLP.
+        """Return the buffers of the second product of the MLP, or of ReLU's backward pass.
 
-        They are the gradients of its output and of its input, and one of its weight's shape.
+        They are the gradients of the product's output and of its input, and one of its weight's
+        shape. ReLU writes a second gradient of its own size, while its output is still there.
         """
         c = self.config
         weight = c.model.hidden_size * c.ffn_hidden_size // self.tensor * self.item
         gathered = self.whole if c.parallel.sequence_parallel else 0
         dropped = self.stream if c.model.hidden_dropout else 0
-        return self.stream + self.inner + weight + gathered + dropped
+        beside = weight + gathered
+        if c.model.hidden_act == "relu":
+            beside = max(beside, self.inner)
+        return self.stream + self.inner + beside + dropped
 
     def _attention_buffers(self) -> int:
         """Return the buffers of attention, when what the MLP keeps has been given back.

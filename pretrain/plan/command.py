@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from pretrain.config import ConfigError, RunConfig, load_config, writing
+from pretrain.config.inheritance import read_layers
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.hardware import GPU_TYPES, NETWORKS, Device, Network, network_of
 from pretrain.plan.planning import Planned, Target, make_plan
@@ -70,6 +71,9 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
     Raises:
         ConfigError: The run cannot be planned, or nothing fits that could be written.
     """
+    if overlay is not None:
+        # Before the work of a plan.
+        check_overlay(overlay, source)
     plan = make_plan(config, target)
     evaluations = None
     if plan.fits:
@@ -86,55 +90,90 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
             f"--write {overlay}: no layout fits into {target.usable_bytes / 1e9:.1f} GB. Plan for "
             "more GPUs, or for larger ones"
         )
-    write_overlay(overlay, source, config, plan.fits[0])
+    write_overlay(overlay, source, plan.fits[0])
     return f"{text}\n\n{overlay}: {layout_name(plan.fits[0])}, on top of {source}"
 
 
-def write_overlay(path: Path, source: Path, config: RunConfig, best: Planned) -> None:
-    """Write a config that builds on another one and has the planned layout.
+def check_overlay(path: Path, source: Path) -> None:
+    """Refuse to write where something is.
 
-    It is read again, and must be the planned run.
+    Args:
+        path: Where an overlay is to be written.
+        source: The config that it builds on.
+
+    Raises:
+        ConfigError: There is a file, which may be the config or one of its bases, or no folder.
+    """
+    if os.path.lexists(path):
+        files = {os.path.realpath(file) for file in read_layers(source).files}
+        what = "exists, and is not replaced. Remove it first, or choose another name"
+        if os.path.realpath(path) in files:
+            what = "is a config that the overlay builds on. Choose another name"
+        raise ConfigError(f"--write {path}: {what}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--write {path}: there is no folder {path.parent}. Make it first")
+
+
+def write_overlay(path: Path, source: Path, best: Planned) -> None:
+    """Write a config that builds on another one and is the planned run.
+
+    It is read before it gets its name, and must be the planned run.
 
     Args:
         path: Where to write.
         source: The config to build on.
-        config: The run as the command had it, with its --set.
         best: The planned run.
 
     Raises:
-        ConfigError: The file would replace the config that it builds on, or is not the planned run.
+        ConfigError: There is a file already, or no overlay of `source` is the planned run.
     """
-    if path.resolve() == source.resolve():
-        raise ConfigError(
-            f"--write {path}: is the config itself, which the overlay builds on. Choose another "
-            "name"
-        )
+    check_overlay(path, source)
     base = os.path.relpath(source.resolve(), path.resolve().parent)
-    values: dict[str, Any] = {"base": base, **_different(load_config(source), best.config)}
+    changed, removed = _different(_values(load_config(source)), _values(best.config))
+    values = {"base": base, **({"remove": removed} if removed else {}), **changed}
+    text = f"# Written by `pretrain plan`: {layout_name(best)}.\n{tomli_w.dumps(values)}"
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):
-        path.write_text(
-            f"# Written by `pretrain plan`: {layout_name(best)}.\n{tomli_w.dumps(values)}"
-        )
-    if load_config(path) != best.config:
-        raise ConfigError(
-            f"{path}: does not have the planned layout, because a key cannot be removed from its "
-            f"base. Remove parallel.virtual_pipeline_model_parallel_size from {source}"
-        )
+        try:
+            partial.write_text(text)
+            if load_config(partial) != best.config:
+                raise ConfigError(
+                    f"--write {path}: no overlay of {source} is the planned run. Write its values "
+                    "into a config of your own: the table names the layout"
+                )
+            with path.open("x") as file:
+                file.write(text)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
-def _different(base: RunConfig, wanted: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return section -> the keys in which a run differs from its base.
+def _values(config: RunConfig) -> dict[str, Any]:
+    """Return what a config file of a run would hold."""
+    return config.model_dump(mode="json", exclude_none=True)
 
-    Raises:
-        ConfigError: A key of the base would have to be removed, which an overlay cannot.
+
+def _different(
+    base: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what an overlay says to turn the tables of a base into others.
+
+    Args:
+        base: The tables of the base.
+        wanted: Those wanted.
+        prefix: Name of the table with a dot at its end, within the whole.
+
+    Returns:
+        (values that differ, dotted keys of the base to remove)
     """
-    before, after = (c.model_dump(mode="json", exclude_none=True) for c in (base, wanted))
-    result: dict[str, dict[str, Any]] = {}
-    for section, keys in after.items():
-        changed = {k: v for k, v in keys.items() if before[section].get(k, _MISSING) != v}
-        if changed:
-            result[section] = changed
-    return result
-
-
-_MISSING = object()
+    changed: dict[str, Any] = {}
+    removed = [f"{prefix}{key}" for key in base if key not in wanted]
+    for key, value in wanted.items():
+        before = base.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            inner, gone = _different(before, value, f"{prefix}{key}.")
+            removed += gone
+            if inner:
+                changed[key] = inner
+        elif key not in base or before != value:
+            changed[key] = value
+    return changed, removed

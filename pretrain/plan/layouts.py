@@ -76,7 +76,9 @@ def candidates(
 
 def _parallel_keys(config: RunConfig, gpus: int) -> Iterator[dict[str, Any]]:
     """Yield every combination of sizes, legal or not."""
-    for tensor in (n for n in _divisors(gpus) if n <= GPUS_PER_NODE):
+    # Of several nodes, each holds whole groups of tensor-parallel ranks.
+    node = gpus if gpus <= GPUS_PER_NODE else GPUS_PER_NODE
+    for tensor in _divisors(node):
         for pipeline in _divisors(gpus // tensor):
             most = config.model.num_layers // pipeline
             chunks = [None, *range(2, most + 1)] if pipeline > 1 else [None]
@@ -93,11 +95,12 @@ def _parallel_keys(config: RunConfig, gpus: int) -> Iterator[dict[str, Any]]:
 
 
 def _micro_batches(config: RunConfig, data: int) -> list[int]:
-    """Return the micro-batch sizes that divide a data-parallel rank's part of the batch."""
+    """Return the sizes that divide a data-parallel rank's part of the batch, the config's too."""
     if config.batch.global_batch_size % data:
         return []
     share = config.batch.global_batch_size // data
-    return [n for n in _divisors(share) if n <= LARGEST_MICRO_BATCH]
+    own = config.batch.micro_batch_size
+    return [n for n in _divisors(share) if n <= LARGEST_MICRO_BATCH or n == own]
 
 
 def _divisors(number: int) -> list[int]:

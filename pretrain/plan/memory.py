@@ -147,9 +147,7 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
         for number, layers in chunks
     ]
     is_tied_here = config.model.tie_word_embeddings and last == 0
-    # What a stage has received or sent last is there until the next one comes: a gradient, and in
-    # the interleaved schedule, which receives early, activations too.
-    received = (3 if layout.virtual > 1 else min(1, layout.pipeline - 1)) * a.stream
+    received = _exchanged(layout, stage) * a.stream
     # The loss has given back what it kept when the layers begin. Without a loss, the gradient of
     # the output is the one received.
     logits_size, of_loss, of_layers = a.logits(), a.loss(), a.layer_buffers()
@@ -172,3 +170,18 @@ def _moments(config: RunConfig, layout: Layout, stage: int, is_modern: bool) -> 
         if number == 0:
             found.add((kept - size[chunk], logits, in_embedding))
     return [Kept(*moment) for moment in found]
+
+
+def _exchanged(layout: Layout, stage: int) -> int:
+    """Return how many tensors from and for other stages are there when a backward pass begins.
+
+    Args:
+        layout: The layout.
+        stage: The pipeline stage.
+    """
+    if layout.virtual > 1:
+        # The interleaved schedule receives early, activations too.
+        return 3
+    # The gradient of its output, and of its input what the last backward pass has sent: Megatron's
+    # schedule keeps it until the next one.
+    return (stage < layout.pipeline - 1) + (stage > 0 and layout.num_microbatches > 1)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pretrain.config import ConfigError, Layout, RunConfig
+from pretrain.plan.activations import BIASED, WIDEST_HEAD, attention_backend
 from pretrain.plan.hardware import GPUS_PER_NODE, Device, Network
 from pretrain.plan.layouts import Refused, candidates
 from pretrain.plan.memory import Memory, memory_of_rank
@@ -103,7 +104,7 @@ def check_target(config: RunConfig, target: Target) -> None:
     Raises:
         ConfigError: With the key and the remedy.
     """
-    precision, backend = config.train.precision, config.model.attention_backend
+    precision = config.train.precision
     if target.gpus < 1:
         raise ConfigError(f"--gpus {target.gpus}: not a number of GPUs. Choose 1 or more")
     if target.gpus > GPUS_PER_NODE and target.gpus % GPUS_PER_NODE:
@@ -133,12 +134,31 @@ def check_target(config: RunConfig, target: Target) -> None:
             f"train.precision = bf16: a {target.gpu_type} has no bf16. Plan with --set "
             "train.precision=fp16"
         )
-    if backend == "reference":
-        raise ConfigError(
-            "model.attention_backend = reference: stores all scores, and is for tests. Plan with "
-            "--set model.attention_backend=auto"
-        )
+    _check_attention(config, target)
     weights_of_rank(config, 0)
+
+
+def _check_attention(config: RunConfig, target: Target) -> None:
+    """Refuse kernels of attention whose memory and time are not known; arguments as above."""
+    wanted, taken = config.model.attention_backend, attention_backend(config, target.is_modern)
+    if wanted not in ("auto", taken):
+        raise ConfigError(
+            f"model.attention_backend = {wanted}: `pretrain plan` knows memory and time of {taken} "
+            f"alone, which auto takes for this run on a {target.gpu_type}. Plan with --set "
+            "model.attention_backend=auto"
+        )
+    if config.data.per_document_attention and taken == "sdpa":
+        raise ConfigError(
+            "data.per_document_attention = true: without Triton's kernel, attention has a mask for "
+            "each text, which `pretrain plan` does not count. Plan with --set "
+            "data.per_document_attention=false for a lower bound"
+        )
+    if config.head_dim > WIDEST_HEAD and target.is_modern and config.position.method in BIASED:
+        raise ConfigError(
+            f"model.hidden_size = {config.model.hidden_size}: heads of width {config.head_dim} are "
+            f"served by {taken}, of which `pretrain plan` knows nothing on a {target.gpu_type}. "
+            "Choose more heads, of a width up to 256"
+        )
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:

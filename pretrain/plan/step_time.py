@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.model.flops import flops_per_token
+from pretrain.plan.activations import Activations
 from pretrain.plan.hardware import FAST, GPUS_PER_NODE, Device, Network
 from pretrain.plan.inputs import ELEMENTWISE, INPUTS
 
@@ -129,6 +130,11 @@ class Step:
             backward += sum(count * gemm(tokens, k, n) for k, n, count in layers)
         return forward, backward
 
+    @property
+    def uses_mask(self) -> bool:
+        """True if a bias reaches attention as a mask in memory, where products are in fp32."""
+        return Activations(self.config, not self.is_v100).uses_mask
+
     def attention_ms(self) -> tuple[float, float]:
         """Return the time of attention of a micro batch: forward, backward.
 
@@ -138,7 +144,9 @@ class Step:
         m, length = self.config.model, self.config.data.sequence_length
         width = m.hidden_size // self.tensor
         flops = 2 * length * width * self.num_layers * self.micro_batch_tokens
-        rate, backward_rate = self.device.attention_tflops[self.state]
+        # Masks in fp32 are what release 0.1.0 had for every bias on a V100.
+        state = "before" if self.uses_mask else self.state
+        rate, backward_rate = self.device.attention_tflops[state]
         forward, backward = 1e3 * flops / (rate * 1e12), 1e3 * 2.5 * flops / (backward_rate * 1e12)
         recomputed = self.config.train.recompute_granularity != "none"
         return forward, backward + recomputed * forward

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from pretrain.config import RunConfig, num_parameters
+from pretrain.config import ConfigError, RunConfig, num_parameters, rules
+from pretrain.plan.activations import Activations
 from pretrain.plan.hardware import TITLES
 from pretrain.plan.inputs import INPUTS
 from pretrain.plan.memory import Memory
@@ -40,7 +41,7 @@ def to_table(config: RunConfig, target: Target, plan: Plan, evaluations: Evaluat
         *_best(target, plan),
         *_details(config, target, plan, evaluations),
         *_reasons(target, plan),
-        *_assumptions(target),
+        *_assumptions(config, target),
     ]
     return "\n".join(parts)
 
@@ -116,7 +117,7 @@ def _details(
             f"{mfu:.1%}, {each.hours(target.gpus):,.0f} GPU-hours{verdict}"
         )
     if not own:
-        yield "\nAs configured: not a legal layout of so many GPUs"
+        yield f"\nAs configured: {_why_not_own(config, target)}"
     if plan.fits:
         yield from _evaluations(config, target, plan.fits[0], evaluations)
 
@@ -153,6 +154,19 @@ def _is_configured(each: Planned, config: RunConfig) -> bool:
     )
 
 
+def _why_not_own(config: RunConfig, target: Target) -> str:
+    """Return why the config's own layout is not among those that were planned."""
+    parallel = config.parallel.model_copy(update={"world_size": target.gpus})
+    try:
+        rules.check(config.model_copy(update={"parallel": parallel}))
+    except ConfigError as error:
+        return f"not a legal layout of so many GPUs. {str(error).splitlines()[0]}"
+    return (
+        "not planned. What is: tensor-parallel ranks within a node, and ZeRO 2 and 3 where there "
+        "are several data-parallel ranks"
+    )
+
+
 def _compared(each: Planned, plan: Plan) -> str:
     """Return how a layout compares with the best one."""
     if each in plan.too_large:
@@ -179,14 +193,17 @@ def _reasons(target: Target, plan: Plan) -> Iterator[str]:
         )
 
 
-def _assumptions(target: Target) -> Iterator[str]:
+def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield every number that is taken for granted, with its origin."""
     device, network = target.device, target.network
+    has_mask = Activations(config, target.is_modern).uses_mask
     yield "\nAssumed:"
     for name, title in TITLES.items():
         value, origin = getattr(device, name), device.origins[name]
         if name == "attention_tflops":
-            value = "{:g}, {:g}".format(*value["after"])
+            value = "{:g}, {:g}".format(*value["before" if has_mask else "after"])
+            if has_mask:
+                origin = "assumed, with a mask in memory and products in fp32"
         yield f"  {title}: {value} ({_now(origin)})"
     origin = device.origins["memory_bytes"]
     yield f"  memory of a GPU, GB: {device.memory_bytes / 1e9:.1f} ({origin})"

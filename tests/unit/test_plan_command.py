@@ -7,12 +7,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.plan.activations import Activations, attention_backend
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.command import plan_run, read_target
 from pretrain.plan.hardware import EDR, GPU_TYPES, H200, NETWORKS, V100
@@ -162,8 +165,23 @@ def test_a_slower_network_is_slower():
             "h100",
             None,
             ["model.attention_backend=reference"],
-            "model.attention_backend = reference: stores all scores",
+            "model.attention_backend = reference: `pretrain plan` knows memory and time of triton",
         ),
+        (
+            128,
+            "v100-32",
+            None,
+            ["model.attention_backend=triton"],
+            "knows memory and time of folded alone, which auto takes for this run on a v100-32",
+        ),
+        (
+            128,
+            "v100-32",
+            None,
+            ["data.per_document_attention=true"],
+            "data.per_document_attention = true: without Triton's kernel",
+        ),
+        (128, "h100", None, ["model.num_attention_heads=4"], "heads of width 512 are served by"),
     ],
 )
 def test_nonsense_is_refused(gpus, gpu_type, network, overrides, says):
@@ -209,14 +227,51 @@ def test_the_overlay_is_the_planned_run(tmp_path, gpus):
     assert text.count("base = ") == 1 and "[data]" not in text
 
 
-def test_an_overlay_does_not_replace_its_base(tmp_path):
-    with pytest.raises(ConfigError, match="is the config itself"):
-        plan_run(paper(), PAPER, read_target(8, "v100-32", None), PAPER)
+def test_an_overlay_replaces_no_file(tmp_path):
+    """Neither the config, nor a base of its bases, nor the notes of somebody."""
+    base, config, notes = (tmp_path / name for name in ("base.toml", "run.toml", "notes.txt"))
+    base.write_text(PAPER.with_name("base.toml").read_text())
+    lengths = PAPER.with_name("length_1024.toml").read_text()
+    (tmp_path / "length_1024.toml").write_text(lengths)
+    config.write_text(PAPER.read_text())
+    notes.write_text("precious")
+    (tmp_path / "link.toml").symlink_to(base)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    target = read_target(8, "v100-32", None)
+    for path, says in (
+        (config, "is a config that the overlay builds on"),
+        (base, "is a config that the overlay builds on"),
+        (tmp_path / "link.toml", "is a config that the overlay builds on"),
+        (notes, "exists, and is not replaced"),
+        (tmp_path / "none" / "plan.toml", "there is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            plan_run(load_config(config), config, target, path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def measurement(
-    config: RunConfig, device: str = H200.name, factor: float = 2.0
-) -> dict[str, object]:
+def test_the_overlay_removes_what_the_planned_run_does_not_have(tmp_path):
+    """A virtual pipeline size of the base, and what --set KEY= takes away."""
+    source, overlay = tmp_path / "run.toml", tmp_path / "planned.toml"
+    corpora = "".join(f'[data.corpora.{n}]\nsource = "text"\npaths = ["{n}"]\n' for n in "ab")
+    source.write_text(
+        f'base = "{PAPER.resolve()}"\nremove = ["data.corpora"]\n'
+        "[parallel]\nworld_size = 8\npipeline_model_parallel_size = 2\n"
+        "virtual_pipeline_model_parallel_size = 2\n"
+        f"[evaluation]\nmax_tokens = 5\n{corpora}"
+    )
+    one = 'data.corpora={a = {source = "text", paths = ["a"]}}'
+    config = load_config(source, ["evaluation.max_tokens=", one])
+    target = read_target(8, "v100-32", None)
+    plan_run(config, source, target, overlay)
+    loaded = load_config(overlay)
+    assert loaded == make_plan(config, target).fits[0].config
+    assert loaded.parallel.virtual_pipeline_model_parallel_size is None
+    assert loaded.evaluation.max_tokens is None and list(loaded.data.corpora) == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["planned.toml", "run.toml"]
+
+
+def measurement(config: RunConfig, device: str = H200.name, factor: float = 2.0) -> dict[str, Any]:
     """What bench train would write if all that is computed took `factor` as long as modelled."""
     layout = config.layout(1)
     timing = time_of_step(config, layout, stages_of(config, layout), H200, NETWORKS["8x400"])
@@ -303,3 +358,95 @@ def test_planning_leaves_torch_alone():
         "from pretrain.cli import app; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("is_modern", [False, True])
+@pytest.mark.parametrize("method", ["alibi", "trained slopes", "t5", "rotary"])
+def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
+    """`attention_backend` against the choice that training makes on such a GPU."""
+    import torch
+
+    from pretrain.kernels.call import Call
+    from pretrain.kernels.choice import choose_backend
+
+    biases = {"alibi": "slopes", "trained slopes": "trained slopes", "t5": "table"}
+    for head_dim, length, documents in product((64, 264), (1024, 61_440), (False, True)):
+        config = tiny_config(
+            model={"num_attention_heads": 2, "hidden_size": 2 * head_dim},
+            position={
+                "method": "alibi" if method == "trained slopes" else method,
+                "trainable_slopes": method == "trained slopes",
+            },
+            data={"sequence_length": length, "per_document_attention": documents},
+            train={"precision": "bf16" if is_modern else "fp16"},
+        )
+        call = Call(
+            dtype=torch.bfloat16 if is_modern else torch.float16,
+            head_dim=head_dim,
+            num_queries=length,
+            num_keys=length,
+            heads=2,
+            groups=2,
+            bias=biases.get(method, "none"),
+            causal=True,
+            dropout=False,
+            capability=(9, 0) if is_modern else (7, 0),
+            installed=frozenset({"triton"}),
+            documents=documents,
+        )
+        assert attention_backend(config, is_modern) == choose_backend(call).backend
+
+
+def test_a_mask_in_memory_is_slow():
+    """T5 on a V100: products are in fp32, of which the GPU does a fraction."""
+    alibi, t5 = (
+        plan_of(8, "v100-32", None, f"position.method={method}").fits[0].timing
+        for method in ("alibi", "t5")
+    )
+    assert t5.part("attention") > 4 * alibi.part("attention")
+    assert t5.part("GEMM") == pytest.approx(alibi.part("GEMM"), rel=0.1)
+
+
+def test_a_v100_keeps_keys_and_values_of_every_head():
+    """Its kernel has no grouped queries (`pretrain.kernels.sdpa`)."""
+    for method in ("alibi", "rotary", "t5"):
+        grouped, whole = (
+            Activations(paper(f"position.method={method}", *groups), is_modern=False).whole_layer()
+            for groups in (["model.num_query_groups=4"], [])
+        )
+        assert grouped == whole
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "says"),
+    [
+        (1, ["batch.micro_batch_size=128", "batch.global_batch_size=128"], "micro batches of 128"),
+        (1, ["parallel.zero_stage=2"], "As configured: not planned. What is: tensor-parallel"),
+        (16, ["parallel.tensor_model_parallel_size=16"], "As configured: not planned. What is"),
+        (8, ["batch.global_batch_size=64"], "of so many GPUs. batch.global_batch_size = 64: not"),
+    ],
+)
+def test_the_layout_of_the_config_is_never_called_illegal_if_it_is_not(gpus, overrides, says):
+    settings = ["train.precision=bf16", "parallel.world_size=", "batch.micro_batch_size=16"]
+    config = paper(*settings, *overrides)
+    assert says in plan_run(config, PAPER, read_target(gpus, "h200", None), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"world_size": 0}, "not a result of a measurement"),
+        ({"seconds": {"forward and backward": float("inf"), "optimizer step": 1}}, "not a result"),
+        ({"seconds": {"forward and backward": 1e-3, "optimizer step": 1}}, "less than the peak of"),
+        ({"precision": "fp32"}, "measured in fp32 with attention auto"),
+    ],
+)
+def test_an_impossible_measurement_is_refused(tmp_path, change, says):
+    config = paper("train.precision=bf16", "parallel.world_size=1", "batch.global_batch_size=16")
+    content = measurement(config) | change
+    if precision := change.get("precision"):
+        content["config"]["train"]["precision"] = precision
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=says):
+        read_calibration(file, H200, NETWORKS["8x400"])

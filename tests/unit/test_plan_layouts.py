@@ -153,6 +153,16 @@ def test_layouts_are_those_that_load():
     assert all(" = " in example for example in refused.examples.values())
 
 
+def test_tensor_parallel_ranks_stay_in_a_node():
+    """Of 24 GPUs in nodes of 8, groups of 3 or 6 would lie across two of them."""
+    heads = ["model.num_attention_heads=24", "model.hidden_size=1536"]
+    shape = ["model.ffn_hidden_size=6144", "batch.global_batch_size=1536", "parallel.world_size="]
+    config = load_config(PATH, [*heads, *shape])
+    for gpus, sizes in ((24, {1, 2, 4, 8}), (6, {1, 2, 3, 6})):
+        found = {layout.tensor for _, layout in candidates(config, gpus, Refused())}
+        assert found == sizes
+
+
 def test_a_model_with_unknown_parameters_is_refused(monkeypatch):
     from pretrain.plan import weights
 

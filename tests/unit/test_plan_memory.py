@@ -47,10 +47,17 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "as Pythia, ReLU": {
         "model": {"parallel_residual": True, "hidden_act": "relu", "embedding_layernorm": True}
     },
+    "ReLU, recompute full": {
+        "model": {"hidden_act": "relu"},
+        "train": {"recompute_granularity": "full"},
+        "data": {"sequence_length": 512},
+    },
 }
 CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
 CORE = {
     ("one rank", "alibi"),
+    ("one rank", "ReLU, recompute full"),
+    ("pp4", "recompute full"),
     ("dp4", "t5"),
     ("tp2dp2sp", "as MPT, untied"),
     ("pp2vpp2", "alibi"),
@@ -65,7 +72,7 @@ def small_run(layout: str, model: str) -> RunConfig:
     shape = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024}
     return tiny_config(
         parallel={**parallel, "world_size": world_size},
-        data={"sequence_length": 256},
+        data={"sequence_length": 256, **sections.pop("data", {})},
         batch={"micro_batch_size": 2, "global_batch_size": 16},
         train={"precision": "bf16", **sections.pop("train", {})},
         model={**shape, **sections.pop("model", {})},
