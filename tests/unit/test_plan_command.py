@@ -202,7 +202,8 @@ def test_the_table_says_what_falls_out_and_what_is_assumed():
 
 
 def test_a_model_that_fits_nowhere_names_the_nearest_miss(tmp_path):
-    words = ["--set", "model.hidden_size=262144", "--set", "model.num_layers=8"]
+    shape = ["hidden_size=262144", "num_attention_heads=2048", "num_layers=8"]
+    words = [word for key in shape for word in ("--set", f"model.{key}")]
     text = small(*words)
     assert "No layout fits" in text
     assert "nearest miss: TP" in text and "GB too much" in text
