@@ -44,7 +44,7 @@ VERSION = "lm_eval_version"
 
 @dataclass(frozen=True)
 class Tasks:
-    """What --harness names: tasks of lm-eval."""
+    """Hold the tasks of lm-eval that --harness names."""
 
     name: str
     """For lm-eval: a file, a folder, or a task's name."""

@@ -196,6 +196,7 @@ def as_fast(work: str) -> Predicate:
     """Return a judge that compares ALiBi's speed with sinusoidal positions', round by round."""
 
     def judge_speed(evidence: Evidence, ratio: float) -> Iterator[Case]:
+        """Compare the speeds of each training length, as ratios within a round."""
         for alibi, other in _rows(evidence):
             shares = [a / b for a, b in zip(alibi.speeds[work], other.speeds[work]) if b]
             length = alibi.train_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -118,17 +119,35 @@ def parse_study(values: dict[str, Any], path: Path) -> StudyFile:
     Raises:
         ConfigError: The values cannot work together.
     """
+    if {"model", "run"} & set(values):
+        raise ConfigError(
+            f"{path}: the config of a run, not a study file. A study names it: config = "
+            f'"{path.name}"; `launcher local` trains it by itself'
+        )
     try:
         study = StudyFile.model_validate(values)
         if problem := _problem(study):
             raise ConfigError(problem)
         return study.model_copy(update={"directory": expand_path("directory", study.directory)})
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {explain(e)}" for e in error.errors())) from None
+        raise ConfigError("\n".join(f"{path}: {_explain(e)}" for e in error.errors())) from None
     except ConfigError as error:
         raise ConfigError(
             "\n".join(f"{path}: {line}" for line in str(error).splitlines())
         ) from None
+
+
+def _explain(error: Any) -> str:
+    """Return a pydantic error as a line; for an unknown key, with the study key that is meant."""
+    if error["type"] != "extra_forbidden":
+        return explain(error)
+    *sections, name = map(str, error["loc"])
+    kinds = {"evaluation": StudyEvaluation, "efficiency": StudyEfficiency}
+    keys = list((kinds[sections[0]] if sections else StudyFile).model_fields)
+    near = difflib.get_close_matches(name.lower(), keys, 1)
+    key = ".".join([*sections, name])
+    meant = f", did you mean {near[0]}?" if near else f"; there are {', '.join(keys)}"
+    return f"{key}: no such key{meant}"
 
 
 def dump_study(study: StudyFile) -> str:

@@ -392,7 +392,13 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
         # The tasks of an array have one name. The command says which of them trains which run.
         assert states is not None and {states[id].name for id in ids} == {"sw-sweep"}
         assert all(f"job {id}: sw-sweep/{name}\n" in done.out for id, name in zip(ids, names))
-        explained(desk.launcher(*words), 2, "sw-sweep/alibi-64", f"job {ids[0]} (PENDING)")
+        again = desk.launcher(*words)
+        assert again.code == 0 and again.out.splitlines() == [
+            f"sw-sweep/alibi-64: job {ids[0]} (PENDING) trains it, left out",
+            f"sw-sweep/alibi-128: job {ids[1]} (PENDING) trains it, left out",
+            "sw-sweep/rotary-64: finished, left out",
+            f"sw-sweep/rotary-128: job {ids[2]} (PENDING) trains it, left out",
+        ], again.text
     finally:
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     desk.wait_until_over(*ids)
