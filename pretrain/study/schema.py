@@ -142,8 +142,11 @@ def _explain(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         return explain(error)
     *sections, name = map(str, error["loc"])
-    kinds = {"evaluation": StudyEvaluation, "efficiency": StudyEfficiency}
-    keys = list((kinds[sections[0]] if sections else StudyFile).model_fields)
+    parts: dict[str, type[Section]] = {
+        "evaluation": StudyEvaluation,
+        "efficiency": StudyEfficiency,
+    }
+    keys = list((parts[sections[0]] if sections else StudyFile).model_fields)
     near = difflib.get_close_matches(name.lower(), keys, 1)
     key = ".".join([*sections, name])
     meant = f", did you mean {near[0]}?" if near else f"; there are {', '.join(keys)}"
