@@ -15,15 +15,18 @@ of August 2026 and has not run on a GPU.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.block_lists import KEY_TILE, BlockLists, causal_lists, skipping_lists
 from pretrain.kernels.call import NO_DOCUMENTS, Call
 from pretrain.kernels.flex import compiled_flex_attention, scalar
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 MIN_SKIP_KEYS = 4096
 """Number of keys from which tiles are skipped by default. The lists are made before the kernel, by
@@ -38,6 +41,9 @@ def refusal(call: Call) -> str | None:
         return "it needs a GPU of compute capability 9.x or 10.x"
     if "flash_attn.cute" not in call.installed:
         return "the package flash-attn-4 is not installed"
+    # Imported here for the reason that pretrain.kernels.flex states.
+    from torch.nn.attention import flex_attention as torch_flex
+
     options = getattr(torch_flex, "FlexKernelOptions", None)
     if "BACKEND" not in getattr(options, "__annotations__", {}):
         return f"FlexAttention of torch {torch.__version__} has no option BACKEND"
@@ -117,7 +123,7 @@ def block_mask(
     bias: ScoreBias,
     scale: float | None,
     skip: bool | None,
-) -> torch_flex.BlockMask:
+) -> BlockMask:
     """Return the tiles to visit and the causal mask, in FlexAttention's form.
 
     Args:
@@ -142,15 +148,13 @@ def block_mask(
 @lru_cache(maxsize=8)
 def _causal_block_mask(
     num_queries: int, num_keys: int, query_tile: int, device: torch.device
-) -> torch_flex.BlockMask:
+) -> BlockMask:
     """Return the mask without skipping."""
     lists = causal_lists(num_queries, num_keys, query_tile, device)
     return _block_mask(lists, num_queries, num_keys, query_tile)
 
 
-def _block_mask(
-    lists: BlockLists, num_queries: int, num_keys: int, query_tile: int
-) -> torch_flex.BlockMask:
+def _block_mask(lists: BlockLists, num_queries: int, num_keys: int, query_tile: int) -> BlockMask:
     """Return FlexAttention's form of the lists. It derives those of the backward pass from them.
 
     Args:
@@ -159,8 +163,10 @@ def _block_mask(
         num_keys: Number of keys.
         query_tile: Queries in a tile.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     first_position = scalar(num_keys - num_queries, lists.full.device)
-    return torch_flex.BlockMask.from_kv_blocks(
+    return BlockMask.from_kv_blocks(
         lists.partial_counts,
         lists.partial,
         lists.full_counts,

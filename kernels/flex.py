@@ -1,4 +1,8 @@
-"""Attention through torch's FlexAttention, which compiles bias and mask into a CUDA kernel."""
+"""Attention through torch's FlexAttention, which compiles bias and mask into a CUDA kernel.
+
+torch.nn.attention.flex_attention is imported where it is used, because it loads the compiler,
+torch._dynamo, which runs with another attention do not need.
+"""
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
@@ -6,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.call import NO_DOCUMENTS, Call
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def refusal(call: Call) -> str | None:
@@ -57,6 +63,8 @@ def attention_flex(
     Returns:
         The output, [queries, B, H, D].
     """
+    from torch.nn.attention.flex_attention import flex_attention
+
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBGD, v_SBGD))
     num_queries, num_keys = q.shape[2], k.shape[2]
     # The queries are the last positions of the keys.
@@ -106,6 +114,8 @@ def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) ->
 
     Making it takes queries * keys bytes for a moment, hence the cache.
     """
+    from torch.nn.attention.flex_attention import create_block_mask
+
     first_position = scalar(num_keys - num_queries, device)
     return create_block_mask(
         lambda b, h, i, j: j <= first_position + i,
@@ -120,6 +130,8 @@ def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device) ->
 @lru_cache(maxsize=1)
 def compiled_flex_attention() -> Any:
     """Return torch's FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     # With fullgraph, what cannot be compiled fails. Without it, FlexAttention would silently fall
     # back to its dense implementation.
     return torch.compile(flex_attention, fullgraph=True)

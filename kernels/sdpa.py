@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pretrain.kernels.bias import ScoreBias
@@ -210,6 +209,9 @@ def causal_sdpa(
     if q.shape[2] == k.shape[2]:
         out = attend(q, k, v, is_causal=True)
     else:
+        # Imported here because it loads the compiler, torch._dynamo, which no other run needs.
+        from torch.nn.attention.bias import causal_lower_right
+
         # A mask that torch knows by its name: on CUDA it is never made
         # (torch/nn/attention/bias.py).
         mask = causal_lower_right(q.shape[2], k.shape[2])

@@ -2,6 +2,10 @@
 
 Models run in any tensor x pipeline x data-parallel layout (Megatron-core), with the optimizer state
 sharded by DeepSpeed ZeRO. The commands are `pretrain` (pretrain.cli) and `launcher`
-(pretrain.launcher.cli). This file imports nothing, so that either command can refuse a wrong config
-without waiting for torch.
+(pretrain.launcher.cli). This file imports nothing heavy, so that either command can refuse a wrong
+config without waiting for torch.
 """
+
+from pretrain.lean_imports import install
+
+install()

@@ -32,6 +32,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
+from pretrain.lean_imports import compile_when_called
 from pretrain.model.weight_gradients import add_weight_gradient
 
 ELEMENTS_AT_ONCE = 2**24
@@ -297,8 +298,8 @@ def _gradient_of_piece(
     logits.copy_(gradient)
 
 
-_compiled_statistics = torch.compile(_statistics)
-_compiled_gradient = torch.compile(_gradient)
+_compiled_statistics = compile_when_called(_statistics)
+_compiled_gradient = compile_when_called(_gradient)
 
 
 def _pieces(logits: Tensor, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

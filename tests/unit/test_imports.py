@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 # A room may import rooms of a lower floor, itself, and what is listed for it in BESIDE.
 FLOORS = [
+    {"pretrain.lean_imports"},
+    {"pretrain"},
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
     {"pretrain.devices", "pretrain.rendezvous"},
