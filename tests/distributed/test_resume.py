@@ -10,7 +10,7 @@ from pretrain.checkpoint.blocks import BLOCK_BYTES
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
-from tests.conftest import LAYOUTS, tiny_config
+from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
 
 CASES = {
@@ -54,7 +54,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *SETTINGS])
+@pytest.mark.parametrize(
+    ("case",),
+    mark_torture(
+        [(case,) for case in (*CASES, *SETTINGS)],
+        {("tp2pp2sp",), ("pp2vpp2",), ("zero3-dp2",), ("fp16",), ("bf16",)},
+    ),
+)
 def test_same_layout_is_bit_for_bit(pools, tiny_data, tmp_path, case):
     processes, parallel = CASES.get(case, LAYOUTS["dp2"])
     pool = pools(processes)
