@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from pretrain.config import RunConfig, load_config, parse_config
 
@@ -23,6 +24,23 @@ if not torch.cuda.is_available():
 # Child processes inherit this, and the tests that send signals to processes they start would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+PROCESSES = ("distributed", "end_to_end", "slurm")
+"""Folders whose tests start processes that fill a machine of two cores."""
+
+
+class OneLaneOfProcesses(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
+    """Run the tests of PROCESSES one after another, and beside them the others, file by file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return "processes" if file.split("/")[1] in PROCESSES else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneLaneOfProcesses:
+    """Choose how pytest-xdist deals tests out to its processes, where `-n` asks for several."""
+    return OneLaneOfProcesses(config, log)
 
 
 def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> list[Any]:

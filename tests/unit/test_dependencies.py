@@ -27,6 +27,7 @@ MODULES = {
     "pyyaml": "yaml",
     "tomli-w": "tomli_w",
     "pytest-timeout": "pytest_timeout",
+    "pytest-xdist": "xdist",
 }
 # Used without an import of ours: torch.utils.tensorboard imports it.
 INDIRECT = {"tensorboard"}
