@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pretrain.config.data_schema import CleaningSection, DataSection
 from pretrain.config.errors import ConfigError
 from pretrain.config.export_schema import ExportSection
+from pretrain.config.model_schema import ModelSection, PositionSection
 from pretrain.config.rampup import batch_size_at, samples_of_steps
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
@@ -23,10 +24,8 @@ from pretrain.config.schema import (
     CheckpointSection,
     EvaluationSection,
     LoggingSection,
-    ModelSection,
     OptimizerSection,
     ParallelSection,
-    PositionSection,
     RecoverySection,
     RunSection,
     ScheduleSection,
