@@ -31,14 +31,8 @@ from pretrain.train.hooks import make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
 from pretrain.train.spikes import Spike
-from pretrain.train.start import (
-    Run,
-    StartPoint,
-    evaluations_of,
-    load_run,
-    prepare,
-    take_run,
-)
+from pretrain.train.start import Run, load_run, prepare, take_run
+from pretrain.train.start_point import StartPoint, evaluations_of
 from pretrain.train.step import (
     QueuedStep,
     agree,

@@ -207,7 +207,8 @@ def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
     from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     streams, topology, checkpoint = prepare(config, resume)

@@ -257,7 +257,8 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     streams, topology, checkpoint = prepare(config, resume)
@@ -336,7 +337,8 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     from pathlib import Path
 
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     read: Counter[str] = Counter()
