@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.save import write_checkpoint
+from pretrain.checkpoint.whole import write_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import TOKENIZER

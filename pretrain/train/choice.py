@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
-from pretrain.checkpoint.store import is_url
+from pretrain.checkpoint.store_names import is_url
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.checkpoints import (
     checkpoints_to_resume,
