@@ -202,17 +202,17 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which prints, and writes what is written once per run."""
+        """Return True on rank 0, which prints, and writes what is written once per run."""
         return self.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
-        """True on the pipeline stage that holds the embedding."""
+        """Return True on the pipeline stage that holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True on the pipeline stage that holds the output layer and computes the loss."""
+        """Return True on the pipeline stage that holds the output layer and computes the loss."""
         return self.pipeline_rank == self.layout.pipeline - 1
 
 

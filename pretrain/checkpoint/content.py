@@ -1,4 +1,4 @@
-"""What the small files of a checkpoint hold: the manifest and the state of the trainer.
+"""Define the content of a checkpoint's small files: the manifest and the state of the trainer.
 
 The classes say which keys the JSON files have and what their values may be; pydantic compares them
 strictly, so that nothing a hostile or damaged file says is believed unseen.
@@ -70,7 +70,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a state comes from, as a save records it."""
+    """The history of a state, as a save records it: ancestors, data, changes and code."""
 
     parent: str | None = None
     """The id of the checkpoint that was saved or loaded before."""

@@ -78,7 +78,7 @@ class Checkpoint:
 
     @cached_property
     def index(self) -> Index:
-        """Where the tensors' values are in the files.
+        """Return the index, which says where in the files the tensors' values are.
 
         Raises:
             DamagedCheckpoint: index.json is damaged, or does not describe the files and tensors
@@ -94,7 +94,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global name of every parameter -> its global shape."""
+        """Return the global shape of every parameter by its global name."""
         prefix = f"{MASTER}/"
         return {
             name.removeprefix(prefix): tensor.shape

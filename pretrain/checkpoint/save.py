@@ -1,4 +1,4 @@
-"""Save a run beside training: every rank writes its share of one directory, which names no layout.
+"""Save a run beside training: every rank writes its share of one directory, for any layout.
 
 A save begins with a copy of the state into host memory, made while the next step computes: the
 state changes only when that step updates it. Each rank's writing process (`writer`) then writes and
@@ -102,23 +102,23 @@ class Saver:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if training goes on while a save is written; the same on every rank."""
+        """Return True if training goes on while a save is written; the same on every rank."""
         return self._memory is not None
 
     @property
     def has_problem(self) -> bool:
-        """True if this rank knows of a problem with the save that is under way."""
+        """Return True if this rank knows of a problem with the save that is under way."""
         save = self._save
         return save is not None and bool(save.problem or self._writer.problem)
 
     @property
     def is_busy(self) -> bool:
-        """True while a save is under way; the same on every rank."""
+        """Return True while a save is under way; the same on every rank."""
         return self._save is not None
 
     @property
     def published_step(self) -> int | None:
-        """On rank 0, the step of the save under way, if it has been published meanwhile."""
+        """Return on rank 0 the step of the save under way, if it has been published meanwhile."""
         save, writing = self._save, self._writing
         if save is None or not save.is_beside or writing is None or writing.is_alive():
             return None
@@ -284,7 +284,7 @@ class Saver:
         self._writing.start()
 
     def _before_change(self) -> None:
-        """Let the state change as soon as it has been copied."""
+        """Hold changes of the state back until it has been copied."""
         if self._copy is not None:
             self._copy.before_change()
 
@@ -298,7 +298,7 @@ class Saver:
         except RunFailed as error:
             save.problem = error
         except KeyboardInterrupt:
-            # A disk that is full gets its room back.
+            # Free the room on a disk that may be full.
             shutil.rmtree(save.partial, ignore_errors=True)
             raise
 
@@ -325,7 +325,7 @@ class Saver:
             self._warn("deletion", warning)
 
     def _give_up(self, save: _Save) -> None:
-        """Leave nothing of a save that failed. A disk that is full gets its room back."""
+        """Delete what a failed save has written, which frees the room on a full disk."""
         if not self._topology.is_main:
             return
         if save.is_beside:

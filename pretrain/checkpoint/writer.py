@@ -68,12 +68,12 @@ class Writer:
 
     @property
     def problem(self) -> Exception | None:
-        """The first error since the last `wait`; None if there was none."""
+        """Return the first error since the last `wait`; None if there was none."""
         return self._problem
 
     @property
     def is_idle(self) -> bool:
-        """True when every command has been carried out, without a problem."""
+        """Return True when every command has been carried out, without a problem."""
         return not self._unanswered and self._problem is None
 
     def memory(self, num_bytes: int) -> NDArray[np.float32]:

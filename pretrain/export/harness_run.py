@@ -92,7 +92,7 @@ class Scored:
 
     @property
     def export_length(self) -> int:
-        """The longest sequence in tokens that its export has to accept."""
+        """Return the longest sequence in tokens that its export has to accept."""
         return max(export_length(self.checkpoint.config), *self.windows)
 
 

@@ -42,8 +42,11 @@ class SpikeDetector:
 
     @property
     def summary(self) -> Tensor:
-        """Of the last step observed: 1 if it was a spike, and the limits of loss and norm; and the
-        number of updates skipped so far. fp64 [4], on the device."""
+        """Return the verdict on the last step observed, its limits, and the number of skips.
+
+        fp64 [4], on the device: 1 if the step was a spike, the limits of loss and norm, and the
+        updates skipped so far.
+        """
         return torch.cat([self._last, self.state[-1:]])
 
     @torch.no_grad()

@@ -104,12 +104,12 @@ class ZeroOptimizer:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer, which wraps AdamW. For pretrain/optim alone."""
+        """Return DeepSpeed's ZeRO optimizer, which wraps AdamW. For pretrain/optim alone."""
         return self.engine.optimizer
 
     @property
     def schedule_module(self) -> nn.Module | None:
-        """The module that Megatron's schedule has to call in place of a chunk; None: the chunk.
+        """Return the module that Megatron's schedule calls in place of a chunk; None: the chunk.
 
         ZeRO 2 and 3 need the engine's `forward`, which prepares their reductions for the backward
         pass. ZeRO 3's weights can be used through it alone, in evaluation too.
@@ -118,17 +118,17 @@ class ZeroOptimizer:
 
     @property
     def loss_scale(self) -> float | None:
-        """fp16: the current dynamic loss scale. None in other precisions."""
+        """Return the current dynamic loss scale of fp16; None in other precisions."""
         return float(self.zero.loss_scale) if self.is_fp16 else None
 
     @property
     def partitions_weights(self) -> bool:
-        """True under ZeRO 3, where no rank holds a whole weight."""
+        """Return True under ZeRO 3, where no rank holds a whole weight."""
         return self.stage == 3
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Global names and global shapes of the parameters of which this rank holds a part."""
+        """Return global names and shapes of the parameters of which this rank holds a part."""
         return {named.name: list(named.global_shape) for named in self.parameters}
 
     def state(self) -> OptimizerState:

@@ -124,7 +124,7 @@ class HostCopy:
         self._thread.start()
 
     def before_change(self) -> None:
-        """Have whatever changes the tensors from now on wait for the copy."""
+        """Hold changes of the tensors, which are queued from now on, back until they are copied."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         if self._thread is not None:

@@ -227,7 +227,7 @@ class AttemptRecord:
 
     @property
     def step(self) -> int:
-        """Steps done, as far as the attempt said."""
+        """Return the steps done, as far as the attempt said."""
         said = [self.progress.step] if self.progress else []
         return max([*said, *(phase.step for phase in self.phases)], default=0)
 

@@ -84,7 +84,7 @@ class Attempt:
 
     @property
     def run(self) -> Path:
-        """The run's directory."""
+        """Return the run's directory."""
         return self.directory.parents[1]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the loop calls around its steps: logging, evaluation, checks of the ranks, and saving.
+"""The hooks that the loop calls around its steps: logging, profiles, health, saving and uploads.
 
 `pretrain.train.hook` has the interface.
 """

@@ -1,4 +1,4 @@
-"""The start of a run: which checkpoint to resume from, taking the run's lock, building and loading.
+"""Start a run: check its input, take its lock, build the model and load the checkpoint.
 
 The order matters. Wrong input is refused before processes join and before anything is written;
 the run's directory is written to only by the process that has taken it; the checkpoint to resume
@@ -53,7 +53,7 @@ Streams = tuple[TokenStream, TokenStream]
 
 @dataclass
 class Run:
-    """A run in this process: what the loop works on and the hooks are given after every step."""
+    """A run in this process, which the loop works on and hands to its hooks."""
 
     config: RunConfig
     topology: Topology

@@ -1,4 +1,4 @@
-"""Decide where a run starts from: its checkpoint, its step, and the evaluations that are pending.
+"""Find the checkpoint and step that a run starts from, and the evaluations that are pending.
 
 This is decided from files alone, before anything is built.
 """
@@ -27,7 +27,7 @@ from pretrain.train.choice import Damaged, choose_checkpoint
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where a run starts from, known before anything is built."""
+    """The checkpoint, step and pending evaluations that a run starts from."""
 
     checkpoint: Checkpoint | None = None
     """The checkpoint to resume from; None to start from scratch."""

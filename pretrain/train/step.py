@@ -164,7 +164,7 @@ class QueuedStep:
 
     @property
     def end(self) -> platform.Moment:
-        """When the step ends."""
+        """Return the moment at which the device has done the step and its numbers are copied."""
         return self._readback.arrival
 
     def read(self) -> Record:
