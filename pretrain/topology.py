@@ -277,7 +277,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
 
 def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """Find the other processes, each with a device of its own; return the store they share."""
-    # Half of the limit after which the watchdog ends a start: what waits in vain says what for.
+    # Half of the limit after which the watchdog ends a start, so that the error is printed first.
     seconds = min(COLLECTIVE_TIMEOUT.total_seconds(), startup_seconds / 2)
     card = platform.own_device(host_name()).to_json()
     store = rendezvous.meet(

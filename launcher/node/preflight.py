@@ -147,7 +147,7 @@ def _step(step: Sequence[str], command: Sequence[str]) -> StepWords:
             f"--nodelist={','.join(nodes)}",
             f"--ntasks={num_tasks}",
             "--distribution=block",
-            # One that fails tells something, and so do the others after it.
+            # A process that fails does not end the others, which have findings of their own.
             "--kill-on-bad-exit=0",
             "--wait=0",
             # What is left of it on a broken node must not keep the ranks from starting.

@@ -221,7 +221,7 @@ class Saver:
             platform.unpin(self._pinned)
         self._writer.close()
         if self._save is not None and self._topology.is_main:
-            # What was published has another name by now.
+            # A published checkpoint has its final name, so only an unfinished one is removed.
             shutil.rmtree(self._save.partial, ignore_errors=True)
 
     # ---- the two ways to write ----

@@ -198,7 +198,7 @@ class Writer:
         code = process.wait()
         with self._changed:
             if self._process is not process:
-                # It was closed.
+                # `close` has ended this process on purpose.
                 return
             self._has_ended = True
             if self._unanswered:

@@ -47,7 +47,7 @@ def check(config: RunConfig) -> None:
         *_evaluation(config),
         *check_data(config),
     ]
-    # A layout that is broken by itself would only be reported twice.
+    # Not after other refusals: a layout that is broken by itself would be reported twice.
     if config.parallel.world_size is not None and not refusals:
         refusals = list(check_processes(config, config.parallel.world_size))
     _raise(refusals)

@@ -250,7 +250,7 @@ def data_differences(
         directory: The present data.directory.
     """
     changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    # Another tokenizer makes other tokens of any text, so naming the tokenizer says it all.
+    # Another tokenizer changes the tokens of both splits, so only the tokenizer is named then.
     kinds = {
         TRAINING: ("data.directory", "training split", TRAJECTORY),
         VALIDATION: ("data.directory", "validation split", FREE),

@@ -143,7 +143,7 @@ def _check_parity(folder: Path, out: Path, source: Source, checkpoint: Path) -> 
     )
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
     if source.target.family in ("opt", "mpt"):
-        # Their positions end.
+        # OPT and MPT accept no more positions than this.
         lengths = [min(length, source.max_length) for length in lengths]
     generator = torch.Generator().manual_seed(0)
     ids = [

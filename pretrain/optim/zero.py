@@ -104,7 +104,7 @@ class ZeroOptimizer:
 
     @property
     def zero(self) -> Any:
-        """Return DeepSpeed's ZeRO optimizer, which wraps AdamW. For pretrain/optim alone."""
+        """DeepSpeed's ZeRO optimizer, which wraps AdamW. For pretrain/optim alone."""
         return self.engine.optimizer
 
     @property

@@ -25,7 +25,7 @@ def free_memory() -> int:
     if not has_cuda():
         return available_memory()
     free, _ = torch.cuda.mem_get_info()
-    # What torch keeps of freed memory is given out again.
+    # torch keeps freed memory and gives it out again.
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
@@ -37,7 +37,7 @@ def available_memory() -> int:
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     with contextlib.suppress(OSError):
-        # Linux knows better; elsewhere half of the memory is taken for available.
+        # Only Linux has this file. Elsewhere, half of the machine's memory is taken for available.
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
@@ -60,7 +60,7 @@ def _cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) 
         own = "/"
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/cgroup").read_text().splitlines():
-                # Of version 1 the lines begin with other numbers.
+                # The lines of cgroup version 1 begin with other numbers.
                 own = line.removeprefix("0::") if line.startswith("0::") else own
     folder, left = root / own.lstrip("/"), []
     for group in (folder, *folder.parents):

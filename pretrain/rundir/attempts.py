@@ -205,7 +205,7 @@ class Preflight:
     faults: dict[str, str]
     """The nodes on which the run must not train, each with the cause."""
     warnings: tuple[str, ...] = ()
-    """What is odd and hinders nobody, a line each."""
+    """Findings that do not hinder the run, a line each."""
     refusal: str = ""
     """Why the run can train on none of the nodes, where the cause is the run's and not theirs."""
 

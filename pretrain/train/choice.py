@@ -64,7 +64,7 @@ def choose_checkpoint(
         except DamagedCheckpoint as damage:
             passed_over[path] = str(damage)
     if passed_over:
-        # Never from scratch: the steps that are lost may be weeks of work.
+        # Do not start from scratch, which could throw away weeks of training.
         lines = "".join(
             f"\n{path}: {first_sentence(damage)}" for path, damage in passed_over.items()
         )

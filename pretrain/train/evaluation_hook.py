@@ -38,7 +38,7 @@ class EvaluationHook(Hook):
         self.writer = writer
         self.clock = time.perf_counter
         self.metrics = RunPaths(run.config.directory).metrics
-        # Not thousands of steps later, in the first evaluation.
+        # Checked at the start, because the first evaluation may be thousands of steps later.
         check_memory(run.config, run.topology, run.start_point.evaluations)
         self.evaluator = Evaluator(
             run.chunks,

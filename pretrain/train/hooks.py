@@ -97,7 +97,7 @@ class LoggingHook(Hook):
         """Drop the records of the steps that are taken again."""
         if self.writer is not None:
             self.writer.go_back(run.state.step)
-        # Those changes are dropped too, and still hold.
+        # `go_back` has dropped the record of the changes, which still hold.
         self.at_start(run)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class CheckpointHook(Hook):
         """Save if it is due. All ranks together."""
         step, last = run.state.step, run.config.train.num_steps
         if run.requests.problem_agreed:
-            # It raises the problem on every rank.
+            # Raises the problem on every rank.
             self.saver.finish()
         if self._is_save_due(run):
             self._save(run)

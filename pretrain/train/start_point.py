@@ -121,8 +121,8 @@ def find_start_point(
     # during the evaluation, or its metrics are in another run's directory.
     if is_evaluated_after(config, step):
         done = evaluations_at(RunPaths(config.directory).metrics, step)
-        # Another line's, which are moved away when the run turns to this one. A run that is
-        # finished stays so.
+        # Records of another branch do not count: they are moved away when training goes on from
+        # this checkpoint. A finished run does not train on, so its records stay.
         if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
             done = set()
         pending = tuple(p for p in evaluations if p.key not in done)
