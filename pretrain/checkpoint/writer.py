@@ -130,7 +130,7 @@ class Writer:
         return warnings
 
     def settle(self, seconds: float) -> None:
-        """Wait until all commands have been carried out or one has failed, but no longer."""
+        """Wait for all commands or the first failure, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unanswered or self._problem, seconds)
 

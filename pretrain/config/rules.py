@@ -198,7 +198,7 @@ def _spikes(c: RunConfig) -> Iterator[Refusal]:
 
 
 def _checkpoint(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse retention keys that would keep more than everything."""
+    """Refuse keep_every and keep_best where checkpoint.keep is unset, so that all are kept."""
     checkpoint = config.checkpoint
     if checkpoint.keep is not None:
         return

@@ -33,11 +33,7 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.history import (
-    bring_back_lines,
-    recover,
-    settle,
-)
+from pretrain.rundir.history import bring_back_lines, recover, settle
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
