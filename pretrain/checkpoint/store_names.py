@@ -58,5 +58,6 @@ def split_checkpoint(url: str) -> tuple[str, str | None]:
 
 
 def stored_step(name: str) -> int:
+    """Return the step of a checkpoint by its folder's name; 0 for another name."""
     match = NAME.fullmatch(name)
     return (checkpoint_step(match[1]) or 0) if match else 0

@@ -85,7 +85,14 @@ def flush_file(path: Path) -> None:
 def replace_json(
     path: Path, content: Any, *, durable: bool = False, indent: int | None = None
 ) -> None:
-    """Write `content` to `path` as JSON in one move; see `replace_file`."""
+    """Write JSON to a file in one move, as `replace_file` does.
+
+    Args:
+        path: The file.
+        content: What is written.
+        durable: Flush the file and its name to the disk.
+        indent: Spaces of each level; None for one line.
+    """
     replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
 
 
