@@ -90,7 +90,7 @@ def replace_json(
     Args:
         path: The file.
         content: What is written.
-        durable: Flush the file and its name to the disk.
+        durable: Flush the content to the disk before the move.
         indent: Spaces of each level; None for one line.
     """
     replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
