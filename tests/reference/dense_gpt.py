@@ -62,7 +62,8 @@ class DenseGPT(nn.Module):
             )
             x = attended
             x = x + _linear(ACTIVATIONS[c.model.hidden_act](hidden), p, f"{layer}.mlp.linear_fc2")
-        x = self._norm(x, p, "decoder.final_layernorm")
+        if c.model.final_layernorm:
+            x = self._norm(x, p, "decoder.final_layernorm")
         if c.model.adaptive_cutoffs is not None:
             return self._adaptive_log_probabilities(x, p)
         output = (
@@ -282,9 +283,10 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {
                 f"decoder.layers.{i}.{name}.bias": shape[:1] for name, shape in weights.items()
             }
-    shapes["decoder.final_layernorm.weight"] = (h,)
-    if m.use_bias:
-        shapes["decoder.final_layernorm.bias"] = (h,)
+    if m.final_layernorm:
+        shapes["decoder.final_layernorm.weight"] = (h,)
+        if m.use_bias:
+            shapes["decoder.final_layernorm.bias"] = (h,)
     if not m.tie_word_embeddings and m.adaptive_cutoffs is None:
         shapes["output_layer.weight"] = (vocabulary, h)
     if config.position.method == "t5":
