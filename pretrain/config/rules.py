@@ -14,6 +14,7 @@ from pretrain.config.adaptive_rules import check_adaptive
 from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitting_batches
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
+from pretrain.config.optimizer_rules import check_optimizer, check_warmup_init
 from pretrain.config.refusal import Refusal
 from pretrain.config.slopes import check_slopes
 from pretrain.config.train_rules import check_objective, check_profile
@@ -37,7 +38,9 @@ def check(config: RunConfig) -> None:
         *_tensor_parallel(config),
         *_pipeline(config),
         *check_rampup(config),
+        *check_optimizer(config),
         *_schedule(config),
+        *check_warmup_init(config),
         *_spikes(config),
         *check_profile(config),
         *check_objective(config),

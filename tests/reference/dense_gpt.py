@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig
+from tests.reference.nag import FairseqNAG
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -346,7 +347,7 @@ def train_dense(
     batches: Iterable[Tensor],
     learning_rates: Sequence[float],
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train with torch's AdamW and the values of config.optimizer.
+    """Train with torch's AdamW, or fairseq's NAG, and the values of config.optimizer.
 
     Args:
         config: The run's config.
@@ -369,7 +370,11 @@ def train_dense(
         }
         for name, p in named.items()
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    optimizer: torch.optim.Optimizer
+    if o.name == "nag":
+        optimizer = FairseqNAG(groups, o.momentum)
+    else:
+        optimizer = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
     for ids, learning_rate in zip(batches, learning_rates, strict=True):
         for group in optimizer.param_groups:
