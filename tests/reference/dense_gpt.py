@@ -33,6 +33,10 @@ class DenseGPT(nn.Module):
     `dict(model.named_parameters())` has the global names and full shapes of a checkpoint.
     """
 
+    activation_masks: Sequence[Tensor] | None = None
+    """model.activation_dropout: what each layer's activations are multiplied with, [B, S, ffn]: 0
+    where an element is dropped, else 1 / (1 - p). None: nothing is dropped."""
+
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config = config
@@ -62,7 +66,10 @@ class DenseGPT(nn.Module):
                 self._norm(mlp_input, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1"
             )
             x = attended
-            x = x + _linear(ACTIVATIONS[c.model.hidden_act](hidden), p, f"{layer}.mlp.linear_fc2")
+            inner = ACTIVATIONS[c.model.hidden_act](hidden)
+            if self.activation_masks is not None:
+                inner = inner * self.activation_masks[i]
+            x = x + _linear(inner, p, f"{layer}.mlp.linear_fc2")
         if c.model.final_layernorm:
             x = self._norm(x, p, "decoder.final_layernorm")
         if c.model.adaptive_cutoffs is not None:

@@ -57,7 +57,7 @@ def test_any_schedule_gives_what_fairseqs_formula_gives(seed):
     for a, b in zip(ours, theirs):
         # 61 updates of 1e-16 each, grown by the momentum.
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-    assert all((a - b).abs().max() > 1e-2 for a, b in zip(ours, made(seed, torch.float64)))
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(ours, made(seed, torch.float64)))
 
 
 def test_a_constant_rate_is_torchs_sgd_bit_by_bit():
