@@ -35,7 +35,6 @@ from pretrain.config.schema import (
 from pretrain.config.section import Section
 from pretrain.config.slopes import resolve_slopes
 
-
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "nag": ("momentum_buffer",)}
 """optimizer.name -> what it keeps of each parameter beside the fp32 master, by torch's names."""
 

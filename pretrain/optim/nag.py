@@ -68,7 +68,7 @@ class NAG(torch.optim.SGD):
                 state["step"] += made
                 if group["decay"]:
                     weight.mul_(1.0 - group["lr"] * group["decay"] * made)
-        loss = super().step(closure)
+        loss: float | None = super().step(closure)
         for group in self.param_groups:
             for weight in group["params"] if group["lr"] == 0 else ():
                 if weight.grad is not None:

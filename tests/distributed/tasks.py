@@ -134,7 +134,9 @@ def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None
         seed_step(config, topology, step)
         with get_cuda_rng_tracker().fork():
             for _ in range(config.model.num_layers):
-                kept = torch.nn.functional.dropout(torch.ones(shape), config.model.activation_dropout)
+                kept = torch.nn.functional.dropout(
+                    torch.ones(shape), config.model.activation_dropout
+                )
                 own.append(kept.transpose(0, 1))
     gathered: list[Any] = [None] * topology.layout.world_size
     dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, own))
@@ -143,7 +145,9 @@ def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None
     masks = []
     for number in range(len(own)):
         rows = [
-            torch.cat([o[number] for d, _, o in sorted(gathered, key=lambda g: g[:2]) if d == rank], 2)
+            torch.cat(
+                [o[number] for d, _, o in sorted(gathered, key=lambda g: g[:2]) if d == rank], 2
+            )
             for rank in range(topology.layout.data)
         ]
         masks.append(torch.cat(rows))

@@ -15,7 +15,6 @@ from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
 from pretrain.rundir.holds import hold
 from pretrain.rundir.provenance import printable
 
-
 _OPTIMIZERS = {"adamw": "Adam", "nag": "NAG"}
 
 
@@ -54,7 +53,10 @@ def _identity(checkpoint: Checkpoint, saved_at: float) -> str:
         ("saved at", moment(saved_at)),
         ("step", f"{lineage.step:,} of {config.train.num_steps:,}"),
         ("tokens", f"{tokens:,} ({state.consumed_samples:,} samples)"),
-        ("updates", f"{checkpoint.adam_steps:,} by {_OPTIMIZERS[checkpoint.config.optimizer.name]}"),
+        (
+            "updates",
+            f"{checkpoint.adam_steps:,} by {_OPTIMIZERS[checkpoint.config.optimizer.name]}",
+        ),
         ("validation loss", "not measured at this step" if loss is None else f"{loss:.6f} nats"),
     ]
     if checkpoint.loss_scaler_state:
