@@ -1,9 +1,9 @@
 """The optimizer's state on this rank, as views into the flat buffers in which DeepSpeed keeps it.
 
 ZeRO flattens the parameters of a group, cuts the result over the data-parallel ranks and keeps the
-fp32 master weights and the optimizer's moments of one part per rank. This module finds, for each parameter,
-which range of it this rank keeps and where. The buffers' names are those of deepspeed 0.19
-(deepspeed/runtime/zero/stage_1_and_2.py and stage3.py).
+fp32 master weights and the optimizer's moments of one part per rank. This module finds, for each
+parameter, which range of it this rank keeps and where. The buffers' names are those of deepspeed
+0.19 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py).
 """
 
 from __future__ import annotations

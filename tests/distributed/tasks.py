@@ -127,30 +127,26 @@ def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None
     from pretrain.train.step import seed_step
 
     topology = initialize(config)
-    own = []
+    own, p = [], config.model.activation_dropout
     size = config.ffn_hidden_size // topology.layout.tensor
     shape = (config.data.sequence_length, config.batch.micro_batch_size, size)
     for step in range(steps):
         seed_step(config, topology, step)
         with get_cuda_rng_tracker().fork():
             for _ in range(config.model.num_layers):
-                kept = torch.nn.functional.dropout(
-                    torch.ones(shape), config.model.activation_dropout
-                )
-                own.append(kept.transpose(0, 1))
+                own.append(torch.nn.functional.dropout(torch.ones(shape), p).transpose(0, 1))
     gathered: list[Any] = [None] * topology.layout.world_size
     dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, own))
     if not topology.is_main:
         return None
-    masks = []
-    for number in range(len(own)):
-        rows = [
-            torch.cat(
-                [o[number] for d, _, o in sorted(gathered, key=lambda g: g[:2]) if d == rank], 2
-            )
-            for rank in range(topology.layout.data)
-        ]
-        masks.append(torch.cat(rows))
+    # Tensor ranks hold slices of the channels, data ranks hold rows of the batch.
+    ordered = [masks for _, _, masks in sorted(gathered, key=lambda each: each[:2])]
+    tensor = topology.layout.tensor
+    rows = [
+        [torch.cat(parts, dim=-1) for parts in zip(*ordered[i : i + tensor])]
+        for i in range(0, len(ordered), tensor)
+    ]
+    masks = [torch.cat(parts) for parts in zip(*rows)]
     layers = config.model.num_layers
     return [masks[step * layers : (step + 1) * layers] for step in range(steps)]
 

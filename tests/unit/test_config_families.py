@@ -128,9 +128,9 @@ CC100 = {
     "evaluation.max_tokens": 649_000,
 }
 # Section 2.1 and table 5; the README of the authors' repository (train.py ... --arch
-# transformer_lm_wiki103 --max-update 286000 --lr 1.0 --lr-scheduler cosine --lr-period-updates 270000
-# --warmup-updates 16000 --warmup-init-lr 1e-07 --optimizer nag --min-lr 0.0001 --clip-norm 0.1
-# --seed 1 --fp16); transformer_lm_baevski_wiki103 in transformer_lm.py and the defaults of
+# transformer_lm_wiki103 --max-update 286000 --lr 1.0 --lr-scheduler cosine --lr-period-updates
+# 270000 --warmup-updates 16000 --warmup-init-lr 1e-07 --optimizer nag --min-lr 0.0001 --clip-norm
+# 0.1 --seed 1 --fp16); transformer_lm_baevski_wiki103 in transformer_lm.py and the defaults of
 # fairseq/optim/nag.py there.
 WIKITEXT103 = {
     "run.seed": 1,
