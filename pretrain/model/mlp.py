@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
@@ -34,10 +34,14 @@ class DropoutRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Mega
         Args:
             input_: The activation's output, [S, B, this tensor rank's part of ffn_hidden_size].
         """
+        if not self.training:
+            plain: tuple[Tensor, Tensor | None] = super().forward(input_)
+            return plain
         # Tensor ranks hold different channels, and must draw different masks: see the core
         # attention's forward in `pretrain.model.attention`.
-        fork = self.training and not self.config.sequence_parallel
+        fork = not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            dropped = F.dropout(input_, self.dropout, self.training)
+            # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
+            dropped, _ = torch.native_dropout(input_, self.dropout, True)
         out: tuple[Tensor, Tensor | None] = super().forward(dropped)
         return out
