@@ -187,7 +187,7 @@ def consolidate(
         str, typer.Option(metavar="fp32|bf16|fp16", help="What the weights are written as.")
     ] = "fp32",
     with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="Also write Adam's moments, as fp32.")
+        bool, typer.Option("--with-optimizer", help="Also write the optimizer's moments, as fp32.")
     ] = False,
 ) -> None:
     """Write the weights as plain safetensors, whole and by name.

@@ -10,7 +10,6 @@ import torch
 
 from pretrain.checkpoint.content import (
     MASTER,
-    MOMENTS,
     Origin,
     TrainerState,
     lineage_content,
@@ -54,14 +53,14 @@ def write_checkpoint(
     pieces = tuple(
         Piece(f"{kind}/{name}", tuple(whole.shape), (((0,) * whole.dim(), tuple(whole.shape)),))
         for name, whole in masters.items()
-        for kind in (MASTER, *MOMENTS)
+        for kind in (MASTER, *config.moments)
     )
 
     def values() -> Iterator[Values]:
         for master in masters.values():
             flat = master.detach().float().contiguous().view(-1).numpy()
             yield flat
-            for _ in MOMENTS:
+            for _ in config.moments:
                 yield np.zeros_like(flat)
 
     with writing(final):

@@ -80,6 +80,14 @@ class ModelSection(Section):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the attention weights."""
 
+    activation_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability behind the activation of the MLP, before its second linear layer
+    (fairseq: --activation-dropout; 0.1 for WikiText-103)."""
+
+    final_layernorm: bool = True
+    """Apply a LayerNorm behind the last layer. false leaves it out, as fairseq's
+    --no-decoder-final-norm and Baevski and Auli 2019 do; no Hugging Face class holds that."""
+
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
 

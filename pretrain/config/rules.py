@@ -14,6 +14,7 @@ from pretrain.config.adaptive_rules import check_adaptive
 from pretrain.config.batch_rules import check_rampup
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
+from pretrain.config.optimizer_rules import check_optimizer, check_warmup_init
 from pretrain.config.parallel_rules import check_pipeline, check_processes, check_tensor_parallel
 from pretrain.config.refusal import Refusal
 from pretrain.config.slopes import check_slopes
@@ -38,7 +39,9 @@ def check(config: RunConfig) -> None:
         *check_tensor_parallel(config),
         *check_pipeline(config),
         *check_rampup(config),
+        *check_optimizer(config),
         *_schedule(config),
+        *check_warmup_init(config),
         *_spikes(config),
         *check_profile(config),
         *check_objective(config),

@@ -15,7 +15,7 @@ from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.rundir.checkpoints import STATE_BYTES, check_room, checkpoint_directory
+from pretrain.rundir.checkpoints import check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
@@ -252,7 +252,7 @@ class CheckpointHook(Hook):
     def _prepare(self, run: Run) -> None:
         """Check that there is room for a checkpoint, and put all numbers so far on the disk."""
         paths = RunPaths(run.config.directory)
-        check_room(paths.checkpoints, STATE_BYTES * num_parameters(run.config))
+        check_room(paths.checkpoints, run.config.state_bytes * num_parameters(run.config))
         if self.writer is not None:
             self.writer.flush()
 
