@@ -46,7 +46,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a call, for a full causal half of the scores.
+        """Return the floating-point operations of a call, for a full causal half of the scores.
 
         The forward pass has two matrix products, the backward pass five.
         """

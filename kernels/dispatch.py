@@ -86,6 +86,37 @@ def attention(
         _log_once(f"attention through {backend}: {reason}")
     elif backend in REFUSALS:
         _raise_refusal(backend, REFUSALS[backend](call))
+    if backend == "flash4":
+        _log_once(f"attention through flash4: {flash4.caveat(call)}")
+    return _attention_by(
+        backend, q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts
+    )
+
+
+def _attention_by(
+    backend: str,
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
+    skip: bool | None,
+    document_starts: Tensor | None,
+) -> Tensor:
+    """Call a backend by its name, or raise ValueError if there is none of that name.
+
+    Args:
+        backend: Its name; it does not refuse this call. "triton" may still do so.
+        q_SBHD: Queries.
+        k_SBGD: Keys.
+        v_SBGD: Values.
+        bias: Score bias and causality.
+        scale: Factor of the products q k^T.
+        dropout_p: Probability that a weight is dropped.
+        skip: As in `attention`.
+        document_starts: As in `attention`.
+    """
     if backend == "triton":
         return _attention_triton(
             q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts
@@ -93,7 +124,6 @@ def attention(
     if backend == "flash2":
         return flash2.attention_flash2(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "flash4":
-        _log_once(f"attention through flash4: {flash4.caveat(call)}")
         return flash4.attention_flash4(q_SBHD, k_SBGD, v_SBGD, bias, scale, skip)
     if backend == "flex":
         return flex.attention_flex(q_SBHD, k_SBGD, v_SBGD, bias, scale)
@@ -106,10 +136,10 @@ def attention(
             q_SBHD,
             k_SBGD,
             v_SBGD,
-            slopes=slopes,
-            relative_attention_bias=relative_attention_bias,
-            relative_attention_max_distance=relative_attention_max_distance,
-            causal=causal,
+            slopes=bias.slopes,
+            relative_attention_bias=bias.table,
+            relative_attention_max_distance=bias.max_distance,
+            causal=bias.causal,
             document_starts=document_starts,
             scale=scale,
             dropout_p=dropout_p,

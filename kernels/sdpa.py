@@ -74,6 +74,32 @@ def attention_sdpa(
         # precision cannot tell far keys apart. On a CPU it takes an fp32 mask with half-precision q
         # (torch 2.13, FlashAttentionKernel.cpp).
         q_SBHD, k_SBGD, v_SBGD = q_SBHD.float(), k_SBGD.float(), v_SBGD.float()
+    return _with_mask(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, document_starts).to(dtype)
+
+
+def _with_mask(
+    q_SBHD: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    bias: ScoreBias,
+    scale: float | None,
+    dropout_p: float,
+    document_starts: Tensor | None,
+) -> Tensor:
+    """Compute attention with the bias, causality and documents in a mask, block by block.
+
+    Args:
+        q_SBHD: Queries, [queries, B, H, D].
+        k_SBGD: Keys, [keys, B, G, D], where G divides H.
+        v_SBGD: Values, [keys, B, G, D].
+        bias: Bias of this rank's heads, and whether attention is causal.
+        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
+
+    Returns:
+        The output, [queries, B, H, D].
+    """
     heads = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
     q, k, v = (x.permute(1, 2, 0, 3) for x in heads)
     attend = partial(
@@ -97,7 +123,7 @@ def attention_sdpa(
         # Reversing so small a mask, which copies it, is cheaper than reversing queries and output.
         mask = added.unfold(-1, num_keys, 1).flip(-2)[None]
         mask = _within_documents(mask, document_starts)
-        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(dtype)
+        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
     reversed_q, blocks = q.flip(2), []
     for start in range(0, num_queries, QUERY_BLOCK):
         queries = min(QUERY_BLOCK, num_queries - start)
@@ -112,7 +138,7 @@ def attention_sdpa(
             mask = mask.contiguous()
         block = reversed_q[:, :, start : start + queries]
         blocks.append(attend(block, k[:, :, :keys], v[:, :, :keys], attn_mask=mask))
-    return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3).to(dtype)
+    return torch.cat(blocks, dim=2).flip(2).permute(2, 0, 1, 3)
 
 
 def _within_documents(mask_BHSS: Tensor, document_starts: Tensor | None) -> Tensor:

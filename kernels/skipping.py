@@ -113,7 +113,7 @@ LOG2E = math.log2(math.e)
 
 
 class Visits(NamedTuple):
-    """Which tiles of keys are visited."""
+    """The tiles of keys that are visited."""
 
     tiles_BHTK: Tensor
     """By each tile of queries, bool [B, H, query tiles, key tiles]."""

@@ -91,7 +91,7 @@ def read_plan(run: Path) -> Plan:
     """
     path = RunPaths(run).evaluation_plan
     try:
-        # The site in it says what is executed.
+        # Commands of the site in this file are executed, so its owner must be trusted.
         check_trusted(run)
         values = json.loads(read_trusted(path))
         lengths, job = values["lengths"], values["job"]

@@ -22,7 +22,7 @@ def main() -> None:
     """
     # Files that the launcher and its jobs write are readable by their owner and group only.
     os.umask(0o027)
-    # What a terminal's encoding lacks is no reason to end.
+    # Characters that the terminal's encoding lacks are escaped, in place of an error.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -17,6 +17,12 @@ from pretrain.study.contestants import parse_lengths, with_lengths, with_methods
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
+Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant takes its turn.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+]
+
 
 @bench.command("train")
 def bench_train(
@@ -58,16 +64,11 @@ def bench_methods(
             "a micro batch keep their tokens. Default: data.sequence_length.",
         ),
     ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="How often each contestant takes its turn.")
-    ] = 5,
+    rounds: Rounds = 5,
     nproc: Annotated[
         int, typer.Option(min=1, help="Processes of each contestant, on this machine.")
     ] = 1,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
-    ] = None,
+    json_file: JsonFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Time training and evaluation of position methods in turns, with their memory.
@@ -112,17 +113,12 @@ def bench_generate(
         int, typer.Option(min=2, help="Tokens that are generated behind each prompt.")
     ] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="How often each contestant takes its turn.")
-    ] = 5,
+    rounds: Rounds = 5,
     nproc: Annotated[
         int,
         typer.Option(min=1, help="Processes of each contestant: its tensor-parallel size."),
     ] = 1,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
-    ] = None,
+    json_file: JsonFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Time generation with a cache of keys and values, by length of the context and method.
@@ -216,9 +212,7 @@ def bench_attention(
 def bench_checkpoint(
     config: Config,
     overrides: Overrides = [],  # noqa: B006
-    rounds: Annotated[
-        int, typer.Option(min=1, help="How often each contestant takes its turn.")
-    ] = 5,
+    rounds: Rounds = 5,
     directory: Annotated[
         Path, typer.Option(metavar="DIR", help="Where to write; all is removed again.")
     ] = Path(),

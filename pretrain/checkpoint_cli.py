@@ -47,7 +47,7 @@ def list_(
     Example:
       pretrain checkpoint list runs/demo/alibi
     """
-    from pretrain.checkpoint.store import is_url
+    from pretrain.checkpoint.store_names import is_url
     from pretrain.checkpoint.tools import listing
 
     if is_url(run):
@@ -102,7 +102,7 @@ def verify(
     Example:
       pretrain checkpoint verify runs/demo/alibi
     """
-    from pretrain.checkpoint.store import is_url
+    from pretrain.checkpoint.store_names import is_url
     from pretrain.checkpoint.tools.verify import verify_sources
 
     good = verify_sources([Path(source) for source in sources if not is_url(source)])
@@ -187,7 +187,7 @@ def consolidate(
         str, typer.Option(metavar="fp32|bf16|fp16", help="What the weights are written as.")
     ] = "fp32",
     with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="Also write Adam's moments, as fp32.")
+        bool, typer.Option("--with-optimizer", help="Also write the optimizer's moments, as fp32.")
     ] = False,
 ) -> None:
     """Write the weights as plain safetensors, whole and by name.

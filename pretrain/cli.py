@@ -29,6 +29,7 @@ from pretrain.config.arguments import (
     AllowChanged,
     Config,
     Overrides,
+    Sources,
     print_and_exit,
     version_of,
 )
@@ -251,13 +252,7 @@ def train(
 
 @app.command()
 def evaluate(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN|CHECKPOINT...",
-            help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
-        ),
-    ],
+    sources: Sources,
     lengths: Annotated[
         str | None,
         typer.Option(

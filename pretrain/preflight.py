@@ -73,7 +73,7 @@ def preflight(
 ) -> None:
     """Check the place of one rank for the launcher, which reads what this prints."""
     place = Place(node, rank, local_rank, token, precision)
-    # What was found is in the printed lines, so the exit code is 0 whatever it is.
+    # The printed lines hold the findings, so the exit code is always 0.
     check(place, _Speaker(place))
     leave(0)
 
@@ -91,7 +91,7 @@ def check(place: Place, say: _Speaker) -> None:
         say.stage = stage
         try:
             say(stage, **try_out())
-        # Any error at all is a finding.
+        # Every kind of error is reported as a finding.
         except Exception as error:
             say(stage, error=_words(error), number=getattr(error, "errno", None))
             return

@@ -202,17 +202,17 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which prints, and writes what is written once per run."""
+        """Return True on rank 0, which prints, and writes what is written once per run."""
         return self.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
-        """True on the pipeline stage that holds the embedding."""
+        """Return True on the pipeline stage that holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True on the pipeline stage that holds the output layer and computes the loss."""
+        """Return True on the pipeline stage that holds the output layer and computes the loss."""
         return self.pipeline_rank == self.layout.pipeline - 1
 
 
@@ -277,7 +277,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
 
 def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """Find the other processes, each with a device of its own; return the store they share."""
-    # Half of the limit after which the watchdog ends a start: what waits in vain says what for.
+    # Half of the limit after which the watchdog ends a start, so that the error is printed first.
     seconds = min(COLLECTIVE_TIMEOUT.total_seconds(), startup_seconds / 2)
     card = platform.own_device(host_name()).to_json()
     store = rendezvous.meet(

@@ -1,4 +1,4 @@
-"""What was counted before and after release 0.1.0, for the tables of docs/performance.md.
+"""The counts before and after release 0.1.0, for the tables of docs/performance.md.
 
 The inputs of the model stand in `pretrain.plan.inputs` and `pretrain.plan.hardware`.
 """

@@ -63,7 +63,7 @@ SCHEDULES_80 = SCHEDULES_90 | {
 
 def choose_schedule(q_SBHD: Tensor) -> Schedule:
     """Return the schedule for the dtype and head width of `q_SBHD` on its GPU."""
-    # The interpreter has no shared memory to run out of; it takes the larger blocks.
+    # The interpreter has no limit of shared memory, so it takes the larger blocks.
     large_shared_memory = not q_SBHD.is_cuda or (
         torch.cuda.get_device_capability(q_SBHD.device)[0] in (9, 10)
     )

@@ -19,8 +19,6 @@ from pretrain.launcher.login.allocation import TrainingRun
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.states import Outcome, Phase
 
-BYTES_PER_PARAMETER = 12
-"""Size of a checkpoint: an fp32 master weight and two fp32 Adam moments per parameter."""
 BYTES_PER_SECOND = 200e6
 """Assumed bandwidth of a modest shared file system."""
 EARLY_SECONDS = 60
@@ -52,7 +50,7 @@ def signal_seconds(run: TrainingRun) -> int:
     It is 2 x save + step + 60 s: the signal may arrive during a regular save or a step, which are
     completed first, the checkpoint itself has to be written, and Slurm may signal early. The
     times are the longest that the run's attempts have recorded. Before any were, a checkpoint is
-    assumed to have 12 bytes per parameter written at 200 MB/s, and a step to take a minute.
+    assumed to be written at 200 MB/s, and a step to take a minute.
     """
     saves, steps = [], []
     for attempt in read_attempts(run.directory):
@@ -89,7 +87,7 @@ def start_seconds(run: TrainingRun) -> tuple[int, bool]:
 
 def _checkpoint_seconds(run: TrainingRun) -> float:
     """Return the estimated time in which a checkpoint is written or read."""
-    return num_parameters(run.config) * BYTES_PER_PARAMETER / BYTES_PER_SECOND
+    return num_parameters(run.config) * run.config.state_bytes / BYTES_PER_SECOND
 
 
 def check_times(runs: Sequence[TrainingRun], time_limit: str | None, lead_seconds: int) -> None:

@@ -67,7 +67,7 @@ def show(given: Sequence[Path], watch: bool) -> None:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
     records = Records()
-    # Once, and not for each page: what is no run is named there.
+    # Called once and not for each page, because it prints which folders are no runs.
     given = find_runs(given) if given else given
     text = _page(given, records)
     if not watch:

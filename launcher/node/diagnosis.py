@@ -1,7 +1,7 @@
 """Judge what the processes of a preflight have said: which nodes must not train, and why.
 
 Only what is sure to be a node's own fault excludes it, because a preflight must not stop a run that
-could train. What all nodes have in common is the run's, or nobody's; what is only slow is a
+could train. A fault that all nodes have in common excludes none of them; what is only slow is a
 warning.
 """
 
@@ -300,7 +300,7 @@ def _judge_clocks(readings: Readings, expected: Expected, diagnosis: Diagnosis) 
     """Warn of clocks that differ from the others'."""
     offsets = {node: readings.offsets[node] for node in expected.nodes if node in readings.offsets}
     if len(offsets) < LEAST_NODES:
-        # Of two clocks nobody knows which one is wrong: compared with this side's.
+        # Two clocks do not show which of them is wrong, so both are compared with this process's.
         middle = 0.0
     else:
         middle = statistics.median(offsets.values())

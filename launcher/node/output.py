@@ -144,12 +144,12 @@ class _PlainLines:
             self._write(rest)
 
     def _write(self, line: bytes) -> None:
-        # What was drawn over is not what a reader has seen.
+        # Of a progress bar, keep the last state: each one is drawn over the one before.
         text = line.rstrip(b"\r").rpartition(b"\r")[2]
         try:
             self._log.write(plain_output(_STEERING.sub(b"", text).rstrip(b" ")) + b"\n")
         except OSError as error:
-            # A full disk is no reason for the terminal to get nothing, or for the run to end.
+            # On a full disk the terminal still gets the line, and the run goes on.
             if not self._is_refused:
                 say(f"{self._log.name}: cannot be written ({error.strerror}); lines are missing")
             self._is_refused = True

@@ -22,7 +22,7 @@ from pretrain.launcher.node.diagnosis import Diagnosis, Expected
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import PREFLIGHT, Preflight
-from pretrain.rundir.checkpoints import STATE_BYTES, check_room
+from pretrain.rundir.checkpoints import check_room
 from pretrain.rundir.files import replace_json
 from pretrain.rundir.jobs import LaunchRecord
 from pretrain.rundir.lock import Attempt
@@ -69,7 +69,7 @@ def check_nodes(
         return {}
     began = time.monotonic()
     paths = RunPaths(attempt.run)
-    checkpoint = STATE_BYTES * num_parameters(config)
+    checkpoint = config.state_bytes * num_parameters(config)
     _check_room(paths.checkpoints, checkpoint)
     token = attempt.directory / f".preflight-{secrets.token_hex(8)}"
     with writing(token):
@@ -147,7 +147,7 @@ def _step(step: Sequence[str], command: Sequence[str]) -> StepWords:
             f"--nodelist={','.join(nodes)}",
             f"--ntasks={num_tasks}",
             "--distribution=block",
-            # One that fails tells something, and so do the others after it.
+            # A process that fails does not end the others, which have findings of their own.
             "--kill-on-bad-exit=0",
             "--wait=0",
             # What is left of it on a broken node must not keep the ranks from starting.

@@ -55,7 +55,7 @@ def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: b
     if code == ExitCode.FINISHED:
         if has_finished(record, num_steps):
             return Verdict(Outcome.FINISHED, code, f"at step {num_steps}")
-        # Not a code that anything takes for success.
+        # Exit code 0 would be taken for success.
         code = ExitCode.FAILED
         failure = f"the ranks ended with exit code 0, but {_missing(record, num_steps)}"
     if code == ExitCode.BAD_INPUT:

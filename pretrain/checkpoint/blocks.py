@@ -72,7 +72,7 @@ class BlockHasher:
         return FileRecord(name, self._bytes, tuple(self._digests))
 
     def _take(self, part: memoryview) -> None:
-        """Do with a part of a block, which is in the processor's cache, what a subclass wants."""
+        """Receive a part of a block just hashed, still in the processor's cache; for subclasses."""
 
     def _end_block(self) -> None:
         self._digests.append(self._block.hexdigest())

@@ -1,4 +1,4 @@
-"""What the small files of a checkpoint hold: the manifest and the state of the trainer.
+"""Define the content of a checkpoint's small files: the manifest and the state of the trainer.
 
 The classes say which keys the JSON files have and what their values may be; pydantic compares them
 strictly, so that nothing a hostile or damaged file says is believed unseen.
@@ -33,8 +33,8 @@ FORMAT = 2
 STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
 REQUIRED = (INDEX, STATE, CONFIG)
 """Every checkpoint has these small files. Most have a tokenizer too: one of TOKENIZER_FILES."""
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
-"""What is saved of every parameter: fp32 weights and Adam's moments, by torch's names."""
+MASTER = "master"
+"""The fp32 weights; of every parameter they are saved, and the moments of `RunConfig.moments`."""
 
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -70,7 +70,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a state comes from, as a save records it."""
+    """The history of a state, as a save records it: ancestors, data, changes and code."""
 
     parent: str | None = None
     """The id of the checkpoint that was saved or loaded before."""
@@ -183,7 +183,7 @@ def state_content(
 
     Args:
         trainer_state: How far training has come.
-        adam_steps: Updates made by Adam.
+        adam_steps: Updates made by the optimizer.
         loss_scaler_state: fp16: the dynamic loss scaler's fields.
         origin: Where the state comes from.
     """

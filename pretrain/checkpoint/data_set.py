@@ -36,7 +36,7 @@ def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
         return config
     root = _started_in(checkpoint)
     if root is None or root == Path.cwd():
-        # Whoever opens it says what is wrong with it.
+        # If there is none, opening it raises the error that says so.
         return config
     for place in (str(root / given), given):
         if os.path.isfile(os.path.join(place, "validation", MANIFEST)):

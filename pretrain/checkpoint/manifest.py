@@ -31,7 +31,6 @@ from pretrain.checkpoint.content import (
     FORMAT,
     INDEX,
     MASTER,
-    MOMENTS,
     REQUIRED,
     STATE,
     Change,
@@ -62,7 +61,7 @@ class Checkpoint:
     """The config of the run that saved it."""
     trainer_state: TrainerState
     adam_steps: int
-    """Updates made by Adam; fewer than steps where fp16 skipped some."""
+    """Updates made by the optimizer; fewer than steps where fp16 skipped some."""
     loss_scaler_state: dict[str, float] | None
     """fp16: the dynamic loss scaler's fields. None in other precisions."""
     lineage: Lineage
@@ -78,7 +77,7 @@ class Checkpoint:
 
     @cached_property
     def index(self) -> Index:
-        """Where the tensors' values are in the files.
+        """Return the index, which says where in the files the tensors' values are.
 
         Raises:
             DamagedCheckpoint: index.json is damaged, or does not describe the files and tensors
@@ -94,7 +93,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global name of every parameter -> its global shape."""
+        """Return the global shape of every parameter by its global name."""
         prefix = f"{MASTER}/"
         return {
             name.removeprefix(prefix): tensor.shape
@@ -147,13 +146,14 @@ class Checkpoint:
         listed = {name: size for name, size in self.files.items() if FILE_NAME.fullmatch(name)}
         if {file.name: file.bytes for file in index.files} != listed:
             raise DamagedCheckpoint("its files are not the manifest's")
-        shapes: dict[str, dict[str, tuple[int, ...]]] = {kind: {} for kind in (MASTER, *MOMENTS)}
+        moments = self.config.moments
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {kind: {} for kind in (MASTER, *moments)}
         for name, tensor in index.tensors.items():
             kind, _, parameter = name.partition("/")
             if kind not in shapes or not parameter:
-                raise DamagedCheckpoint(f"{name}: not {MASTER}, {' or '.join(MOMENTS)}")
+                raise DamagedCheckpoint(f"{name}: not {MASTER}, {' or '.join(moments)}")
             shapes[kind][parameter] = tensor.shape
-        if not shapes[MASTER] or any(shapes[kind] != shapes[MASTER] for kind in MOMENTS):
+        if not shapes[MASTER] or any(shapes[kind] != shapes[MASTER] for kind in moments):
             raise DamagedCheckpoint("weights and moments are not of the same parameters")
 
 

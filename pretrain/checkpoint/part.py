@@ -75,4 +75,5 @@ _KINDS = {
     "master": "fp32 weights",
     "exp_avg": "first Adam moment",
     "exp_avg_sq": "second Adam moment",
+    "momentum_buffer": "momentum",
 }

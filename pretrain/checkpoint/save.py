@@ -1,4 +1,4 @@
-"""Save a run beside training: every rank writes its share of one directory, which names no layout.
+"""Save a run beside training: every rank writes its share of one directory, for any layout.
 
 A save begins with a copy of the state into host memory, made while the next step computes: the
 state changes only when that step updates it. Each rank's writing process (`writer`) then writes and
@@ -12,11 +12,10 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,8 +23,6 @@ from pretrain import platform
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.content import (
-    MASTER,
-    MOMENTS,
     Origin,
     TrainerState,
     lineage_content,
@@ -34,6 +31,7 @@ from pretrain.checkpoint.content import (
 from pretrain.checkpoint.index import Part, Piece
 from pretrain.checkpoint.part import Values, write_part
 from pretrain.checkpoint.publish import Publication, publish
+from pretrain.checkpoint.tokenizer import put_tokenizer
 from pretrain.checkpoint.writer import Writer
 from pretrain.config import RunConfig, RunFailed, dump_config, writing
 from pretrain.data.tokenizers.base import Tokenizer
@@ -41,7 +39,6 @@ from pretrain.optim.state import Fragment
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
 from pretrain.rundir.fence import check_still_holds
-from pretrain.rundir.files import replace_file
 from pretrain.rundir.lineage import new_id
 from pretrain.rundir.warn import WarnOnce
 from pretrain.topology import Topology, on_main, ranks_here
@@ -105,23 +102,23 @@ class Saver:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if training goes on while a save is written; the same on every rank."""
+        """Return True if training goes on while a save is written; the same on every rank."""
         return self._memory is not None
 
     @property
     def has_problem(self) -> bool:
-        """True if this rank knows of a problem with the save that is under way."""
+        """Return True if this rank knows of a problem with the save that is under way."""
         save = self._save
         return save is not None and bool(save.problem or self._writer.problem)
 
     @property
     def is_busy(self) -> bool:
-        """True while a save is under way; the same on every rank."""
+        """Return True while a save is under way; the same on every rank."""
         return self._save is not None
 
     @property
     def published_step(self) -> int | None:
-        """On rank 0, the step of the save under way, if it has been published meanwhile."""
+        """Return on rank 0 the step of the save under way, if it has been published meanwhile."""
         save, writing = self._save, self._writing
         if save is None or not save.is_beside or writing is None or writing.is_alive():
             return None
@@ -224,7 +221,7 @@ class Saver:
             platform.unpin(self._pinned)
         self._writer.close()
         if self._save is not None and self._topology.is_main:
-            # What was published has another name by now.
+            # A published checkpoint has its final name, so only an unfinished one is removed.
             shutil.rmtree(self._save.partial, ignore_errors=True)
 
     # ---- the two ways to write ----
@@ -287,7 +284,7 @@ class Saver:
         self._writing.start()
 
     def _before_change(self) -> None:
-        """Let the state change as soon as it has been copied."""
+        """Hold changes of the state back until it has been copied."""
         if self._copy is not None:
             self._copy.before_change()
 
@@ -301,7 +298,7 @@ class Saver:
         except RunFailed as error:
             save.problem = error
         except KeyboardInterrupt:
-            # A disk that is full gets its room back.
+            # Free the room on a disk that may be full.
             shutil.rmtree(save.partial, ignore_errors=True)
             raise
 
@@ -328,7 +325,7 @@ class Saver:
             self._warn("deletion", warning)
 
     def _give_up(self, save: _Save) -> None:
-        """Leave nothing of a save that failed. A disk that is full gets its room back."""
+        """Delete what a failed save has written, which frees the room on a full disk."""
         if not self._topology.is_main:
             return
         if save.is_beside:
@@ -342,7 +339,7 @@ class Saver:
             prepare()
         with writing(checkpoint_directory(self._config.directory, step)):
             partial = begin_partial(self._config.directory, step, self._attempt)
-            _put_tokenizer(self._tokenizer, partial)
+            put_tokenizer(self._tokenizer, partial)
             return partial
 
 
@@ -368,70 +365,6 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
             pieces.append(Piece(f"{kind}/{named.name}", tuple(named.global_shape), boxes))
             tensors.append(flat)
     return Part(rank, tuple(pieces)), tensors
-
-
-def write_checkpoint(
-    run: Path,
-    config: RunConfig,
-    masters: Mapping[str, torch.Tensor],
-    trainer_state: TrainerState,
-    origin: Origin,
-    tokenizer: Tokenizer | None = None,
-) -> Path:
-    """Write a checkpoint from whole weights, in this process alone. The moments are zero.
-
-    Args:
-        run: The run's directory.
-        config: What is saved as the checkpoint's config.
-        masters: Global name -> weights of every parameter.
-        trainer_state: How far training has come.
-        origin: Where the state comes from.
-        tokenizer: The model's tokenizer, if it is known.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        RunFailed: The disk refused, or a weight is not finite.
-    """
-    final = checkpoint_directory(run, trainer_state.step)
-    pieces = tuple(
-        Piece(f"{kind}/{name}", tuple(whole.shape), (((0,) * whole.dim(), tuple(whole.shape)),))
-        for name, whole in masters.items()
-        for kind in (MASTER, *MOMENTS)
-    )
-
-    def values() -> Iterator[Values]:
-        for master in masters.values():
-            flat = master.detach().float().contiguous().view(-1).numpy()
-            yield flat
-            for _ in MOMENTS:
-                yield np.zeros_like(flat)
-
-    with writing(final):
-        partial = begin_partial(run, trainer_state.step, None)
-        _put_tokenizer(tokenizer, partial)
-        write_part(partial, Part(0, pieces), values())
-        publish(
-            Publication(
-                partial=str(partial),
-                final=str(final),
-                attempt=None,
-                keep=(None, None, 0),
-                world_size=1,
-                lineage=lineage_content(new_id(), trainer_state.step, origin),
-                state=state_content(trainer_state, 0, None, origin),
-                config=dump_config(config),
-                tokenizer=tokenizer.file_name if tokenizer else None,
-            )
-        )
-    return final
-
-
-def _put_tokenizer(tokenizer: Tokenizer | None, partial: Path) -> None:
-    """Write the tokenizer to a checkpoint's hidden directory; `publish` flushes it to the disk."""
-    if tokenizer is not None:
-        replace_file(partial / tokenizer.file_name, tokenizer.content)
 
 
 def _host_values(tensors: list[torch.Tensor]) -> Iterator[Values]:

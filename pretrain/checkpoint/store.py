@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -32,8 +31,9 @@ from pretrain.checkpoint.blocks import (
 from pretrain.checkpoint.content import FORMAT, INDEX, REQUIRED, is_manifest, small_files
 from pretrain.checkpoint.index import FILE_NAME, Index
 from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.store_names import NAME, check_protocol, stored_name, stored_step
 from pretrain.config import ConfigError, RunFailed
-from pretrain.rundir.checkpoints import MANIFEST, checkpoint_name, checkpoint_step
+from pretrain.rundir.checkpoints import MANIFEST
 from pretrain.rundir.files import flush_directory, parse_json, replace_file
 from pretrain.rundir.lineage import Lineage, parse_lineage
 
@@ -42,16 +42,10 @@ NUM_THREADS = 4
 """Files that are sent or received at once."""
 PIECE_BYTES = 16 * BLOCK_BYTES
 """About as much of each of them is in memory."""
-_NAME = re.compile(r"(step-\d{8,})-([0-9a-f]{16})")
 
 
 class StoreError(RunFailed):
     """A store cannot be reached, or refuses; the message names the URL and what it said."""
-
-
-def is_url(text: str) -> bool:
-    """Return True for what names a store: "s3://bucket/prefix"."""
-    return "://" in text
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class Store:
             except FileNotFoundError:
                 return []
         names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
-        return sorted((n for n in names if _NAME.fullmatch(n)), key=lambda n: (_step(n), n))
+        return sorted((n for n in names if NAME.fullmatch(n)), key=lambda n: (stored_step(n), n))
 
     def stored(self, name: str) -> Stored | None:
         """Return a checkpoint by its name, or None when it is not complete, or damaged."""
@@ -135,9 +129,9 @@ class Store:
             StoreError: The store cannot be read.
         """
         named = parse_json(self._read(NEWEST) or b"").get("checkpoint")
-        if isinstance(named, str) and _NAME.fullmatch(named) and (found := self.stored(named)):
+        if isinstance(named, str) and NAME.fullmatch(named) and (found := self.stored(named)):
             return found
-        if isinstance(named, str) and _NAME.fullmatch(named):
+        if isinstance(named, str) and NAME.fullmatch(named):
             self._check_format(named)
         complete = self.checkpoints()
         if not complete:
@@ -348,47 +342,6 @@ class Store:
             raise StoreError(f"{where}: cannot {what} ({said})") from error
 
 
-def stored_name(lineage: Lineage) -> str:
-    """Return the name of a checkpoint's folder in a store: two lines may have the same step."""
-    return f"{checkpoint_name(lineage.step)}-{lineage.id}"
-
-
-def check_protocol(url: str) -> None:
-    """Check that fsspec speaks a URL's protocol and that the package for it is installed.
-
-    Raises:
-        ConfigError: It is not, and names the package; or the URL holds a password.
-    """
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    protocol, _, rest = url.partition("://")
-    if ":" in rest.partition("/")[0].rpartition("@")[0]:
-        raise ConfigError(
-            f"{protocol}://***@...: holds a password, which would be copied to logs. Leave it "
-            f"out, and give it to the package for {protocol}:// by its own settings"
-        )
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        known = known_implementations.get(protocol, {})
-        package = str(known.get("class", protocol)).partition(".")[0]
-        raise ConfigError(
-            f"{url}: {protocol}:// needs the Python package {package}, which is not installed "
-            f"({error}). Run: pip install {package}"
-        ) from None
-    except ValueError:
-        raise ConfigError(
-            f"{url}: fsspec knows no protocol {protocol}://. Use one like s3://, gs:// or file://"
-        ) from None
-
-
-def split_checkpoint(url: str) -> tuple[str, str | None]:
-    """Return the URL of a store, and the name of one checkpoint if the URL goes on to it."""
-    parent, _, name = url.rstrip("/").rpartition("/")
-    return (parent, name) if _NAME.fullmatch(name) else (url.rstrip("/"), None)
-
-
 def _are_files(files: Any) -> bool:
     """Return True if a manifest's "files" lists what a checkpoint has, and nothing else."""
     return (
@@ -397,8 +350,3 @@ def _are_files(files: Any) -> bool:
         and all(FILE_NAME.fullmatch(name) for name in files.keys() - set(small_files(files)))
         and all(isinstance(e, dict) and type(e.get("bytes")) is int for e in files.values())
     )
-
-
-def _step(name: str) -> int:
-    match = _NAME.fullmatch(name)
-    return (checkpoint_step(match[1]) or 0) if match else 0

@@ -1,4 +1,4 @@
-"""Load the tokenizer that a checkpoint was trained with: its own copy, or its data set's."""
+"""Write a checkpoint's tokenizer, and load it: the checkpoint's own copy, or its data set's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError
 from pretrain.config.trajectory import DIGITS, TOKENIZER
 from pretrain.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from pretrain.rundir.files import replace_file
 from pretrain.topology import Process
 
 
@@ -40,3 +41,9 @@ def tokenizer_of(checkpoint: Checkpoint, data_directory: Path) -> Tokenizer:
         said = f"{checkpoint.path}: carries no tokenizer, so {path} is used"
         print(said, file=sys.stderr, flush=True)
     return tokenizer
+
+
+def put_tokenizer(tokenizer: Tokenizer | None, partial: Path) -> None:
+    """Write the tokenizer to a checkpoint's hidden directory; `publish` flushes it to the disk."""
+    if tokenizer is not None:
+        replace_file(partial / tokenizer.file_name, tokenizer.content)

@@ -80,7 +80,7 @@ class Uploader:
                 out, _ = self._process.communicate(command, timeout=1.0)
                 break
             except subprocess.TimeoutExpired:
-                # What is sent once need not be sent again.
+                # The command has been sent; from the second call on, only wait.
                 command = None
                 if not may_wait():
                     self.close()

@@ -68,12 +68,12 @@ class Writer:
 
     @property
     def problem(self) -> Exception | None:
-        """The first error since the last `wait`; None if there was none."""
+        """Return the first error since the last `wait`; None if there was none."""
         return self._problem
 
     @property
     def is_idle(self) -> bool:
-        """True when every command has been carried out, without a problem."""
+        """Return True when every command has been carried out, without a problem."""
         return not self._unanswered and self._problem is None
 
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
@@ -130,7 +130,7 @@ class Writer:
         return warnings
 
     def settle(self, seconds: float) -> None:
-        """Wait until all commands have been carried out or one has failed, but no longer."""
+        """Wait for all commands or the first failure, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unanswered or self._problem, seconds)
 
@@ -198,7 +198,7 @@ class Writer:
         code = process.wait()
         with self._changed:
             if self._process is not process:
-                # It was closed.
+                # `close` has ended this process on purpose.
                 return
             self._has_ended = True
             if self._unanswered:

@@ -38,7 +38,7 @@ def with_earlier_values(values: dict[str, Any]) -> dict[str, Any]:
         return values
     width = model.get("hidden_size")
     if not isinstance(width, int) or width < 1:
-        # Refused later, by name.
+        # The schema refuses it, and names the key.
         return values
     is_sinusoidal = position["method"] == "sinusoidal"
     # Only sinusoidal positions scaled the embeddings, behind an embedding LayerNorm too.

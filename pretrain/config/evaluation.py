@@ -121,7 +121,7 @@ class EvaluationRequest:
         if self.lengths is not None:
             section["lengths"] = list(self.lengths)
         if self.shortened_stride(config) is not None:
-            # The default follows the lengths.
+            # Without the key, the stride is the shortest of the new lengths.
             del section["stride"]
         asked = {"stride": self.stride, "max_tokens": self.max_tokens}
         section |= {key: value for key, value in asked.items() if value is not None}

@@ -205,6 +205,13 @@ def _refusals(config: RunConfig, found: ExportClass) -> Iterator[Refusal]:
             f"{name} has one key and value head for each query head",
             f"Train with {m.num_attention_heads}, or leave it out",
         )
+    if not m.final_layernorm:
+        yield Refusal(
+            "model.final_layernorm",
+            False,
+            f"{name} has a LayerNorm behind its last layer",
+            "Train with it; `pretrain evaluate` measures this model here",
+        )
     if m.embedding_layernorm and found.family != "bloom":
         yield Refusal(
             "model.embedding_layernorm",

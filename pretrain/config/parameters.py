@@ -17,7 +17,7 @@ def num_parameters(config: RunConfig) -> int:
     """
     c, m = config, config.model
     embedding = c.padded_vocab_size * m.hidden_size
-    total = m.num_layers * _layer(c, tensor=1) + _norm(c)
+    total = m.num_layers * _layer(c, tensor=1) + _final_norm(c)
     total += _adaptive(c) or embedding * (1 if m.tie_word_embeddings else 2)
     return total + _embedding_norm(c) + _position_table(c) + _score_positions(c, tensor=1)
 
@@ -43,7 +43,7 @@ def num_parameters_of_rank(config: RunConfig, pipeline_rank: int) -> int:
     copies = int(first) + int(last and not (first and m.tie_word_embeddings))
     words = _adaptive(c) or copies * embedding
     total = layers * _layer(c, tensor) + words + _score_positions(c, tensor)
-    return total + first * (_embedding_norm(c) + _position_table(c)) + last * _norm(c)
+    return total + first * (_embedding_norm(c) + _position_table(c)) + last * _final_norm(c)
 
 
 def _layer(c: RunConfig, tensor: int) -> int:
@@ -72,6 +72,11 @@ def _adaptive(c: RunConfig) -> int:
 def _norm(c: RunConfig) -> int:
     """Return the parameters of one LayerNorm, which no layout splits."""
     return (1 + c.model.use_bias) * c.model.hidden_size
+
+
+def _final_norm(c: RunConfig) -> int:
+    """Return the parameters of the LayerNorm behind the last layer, which the last stage holds."""
+    return _norm(c) if c.model.final_layernorm else 0
 
 
 def _embedding_norm(c: RunConfig) -> int:

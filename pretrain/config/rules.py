@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pretrain.config.adaptive_rules import check_adaptive
-from pretrain.config.batch_rules import check_rampup, check_rampup_layout, fitting_batches
+from pretrain.config.batch_rules import check_rampup
 from pretrain.config.data_rules import check_data
 from pretrain.config.errors import ConfigError
+from pretrain.config.optimizer_rules import check_optimizer, check_warmup_init
+from pretrain.config.parallel_rules import check_pipeline, check_processes, check_tensor_parallel
 from pretrain.config.refusal import Refusal
 from pretrain.config.slopes import check_slopes
 from pretrain.config.train_rules import check_objective, check_profile
@@ -34,10 +36,12 @@ def check(config: RunConfig) -> None:
         *check_adaptive(config),
         *_positions(config),
         *check_slopes(config),
-        *_tensor_parallel(config),
-        *_pipeline(config),
+        *check_tensor_parallel(config),
+        *check_pipeline(config),
         *check_rampup(config),
+        *check_optimizer(config),
         *_schedule(config),
+        *check_warmup_init(config),
         *_spikes(config),
         *check_profile(config),
         *check_objective(config),
@@ -46,9 +50,9 @@ def check(config: RunConfig) -> None:
         *_evaluation(config),
         *check_data(config),
     ]
-    # A layout that is broken by itself would only be reported twice.
+    # Not after other refusals: a layout that is broken by itself would be reported twice.
     if config.parallel.world_size is not None and not refusals:
-        refusals = list(_layout(config, config.parallel.world_size))
+        refusals = list(check_processes(config, config.parallel.world_size))
     _raise(refusals)
 
 
@@ -64,7 +68,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         reason = f"the run was started with {started}"
         remedy = f"Start {planned}, or change the plan with --set parallel.world_size={world_size}"
         _raise([Refusal("parallel.world_size", planned, reason, remedy)])
-    _raise(list(_layout(config, world_size)))
+    _raise(list(check_processes(config, world_size)))
 
 
 def _raise(refusals: list[Refusal]) -> None:
@@ -150,132 +154,6 @@ def _positions(c: RunConfig) -> Iterator[Refusal]:
         )
 
 
-def _tensor_parallel(c: RunConfig) -> Iterator[Refusal]:
-    """Check that tensor-parallel ranks can split heads, MLP, vocabulary and sequence evenly."""
-    m, tp = c.model, c.parallel.tensor_model_parallel_size
-    size = f"parallel.tensor_model_parallel_size = {tp}"
-    divisible = {
-        "model.num_attention_heads": m.num_attention_heads,
-        "model.num_query_groups": c.num_query_groups,
-        "model.ffn_hidden_size": c.ffn_hidden_size,
-    }
-    for key, value in divisible.items():
-        if value % tp:
-            yield Refusal(
-                key,
-                value,
-                f"not divisible by {size}",
-                "Choose a tensor-parallel size that divides it",
-            )
-    if c.padded_vocab_size % tp:
-        yield Refusal(
-            "model.make_vocab_size_divisible_by",
-            m.make_vocab_size_divisible_by,
-            f"the padded vocabulary of {c.padded_vocab_size} is not divisible by {size}",
-            f"Choose a multiple of {tp}",
-        )
-    if not c.parallel.sequence_parallel:
-        return
-    if tp == 1:
-        yield Refusal(
-            "parallel.sequence_parallel",
-            True,
-            "there is one tensor-parallel rank, and nothing to split the sequence over",
-            "Remove the key, or raise parallel.tensor_model_parallel_size",
-        )
-    if c.data.sequence_length % tp:
-        yield Refusal(
-            "data.sequence_length",
-            c.data.sequence_length,
-            f"not divisible by the {tp} ranks of sequence parallelism",
-            f"Choose a multiple of {tp}",
-        )
-
-
-def _pipeline(c: RunConfig) -> Iterator[Refusal]:
-    """Check that every pipeline chunk has a layer, and that ZeRO works with pipeline stages."""
-    p = c.parallel
-    pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
-    if p.gradient_reduce_dtype != "fp32" and p.zero_stage > 1:
-        yield Refusal(
-            "parallel.gradient_reduce_dtype",
-            p.gradient_reduce_dtype,
-            f"at ZeRO {p.zero_stage} DeepSpeed would also add up in it, over all ranks",
-            'Set parallel.gradient_reduce_dtype = "fp32", or parallel.zero_stage = 1',
-        )
-    if p.gradient_reduce_dtype == "fp16" and c.train.precision != "fp16":
-        yield Refusal(
-            "parallel.gradient_reduce_dtype",
-            p.gradient_reduce_dtype,
-            f"gradients of train.precision = {c.train.precision} are not scaled to the range of "
-            "fp16",
-            'Choose "fp32" or "bf16"',
-        )
-    if pp > 1 and p.zero_stage > 1:
-        yield Refusal(
-            "parallel.zero_stage",
-            p.zero_stage,
-            f"ZeRO {p.zero_stage} does not work with pipeline stages "
-            f"(parallel.pipeline_model_parallel_size = {pp})",
-            "Set parallel.zero_stage = 1, or parallel.pipeline_model_parallel_size = 1",
-        )
-    if vpp is not None and pp == 1:
-        yield Refusal(
-            "parallel.virtual_pipeline_model_parallel_size",
-            vpp,
-            "the interleaved schedule needs more than one pipeline stage",
-            "Remove the key, or raise parallel.pipeline_model_parallel_size",
-        )
-    chunks = pp * (vpp or 1)
-    if chunks > c.model.num_layers:
-        yield Refusal(
-            "model.num_layers",
-            c.model.num_layers,
-            f"fewer than the {chunks} pipeline chunks",
-            "Lower parallel.pipeline_model_parallel_size"
-            + (" or parallel.virtual_pipeline_model_parallel_size" if vpp else ""),
-        )
-
-
-def _layout(c: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Check that the processes divide into the layout, and the batch into micro batches."""
-    p, b = c.parallel, c.batch
-    model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
-    if world_size % model:
-        yield Refusal(
-            "parallel.tensor_model_parallel_size x parallel.pipeline_model_parallel_size",
-            model,
-            f"does not divide the {world_size} process{'es' * (world_size > 1)}",
-            f"Start a multiple of {model} processes, or lower one of the two sizes",
-        )
-        return
-    data = world_size // model
-    at_once = b.micro_batch_size * data
-    if b.global_batch_size % at_once:
-        yield Refusal(
-            "batch.global_batch_size",
-            b.global_batch_size,
-            f"not divisible by batch.micro_batch_size = {b.micro_batch_size} x {data} "
-            "data-parallel ranks",
-            fitting_batches(b.global_batch_size, b.micro_batch_size, data, model),
-        )
-        return
-    if b.rampup_batch_size is not None:
-        yield from check_rampup_layout(c, data)
-    micro = b.global_batch_size // at_once
-    # Megatron's interleaved schedule passes micro batches on in groups of the pipeline size.
-    if p.virtual_pipeline_model_parallel_size and micro % p.pipeline_model_parallel_size:
-        group = at_once * p.pipeline_model_parallel_size
-        yield Refusal(
-            "batch.global_batch_size",
-            b.global_batch_size,
-            f"gives {micro} micro batches on each data-parallel rank, and the interleaved schedule "
-            f"needs a multiple of the {p.pipeline_model_parallel_size} pipeline stages",
-            f"Choose a multiple of {group}, or remove "
-            "parallel.virtual_pipeline_model_parallel_size",
-        )
-
-
 def _schedule(c: RunConfig) -> Iterator[Refusal]:
     """Check that the learning rate can rise and fall within the run."""
     s, steps = c.schedule, c.train.num_steps
@@ -323,7 +201,7 @@ def _spikes(c: RunConfig) -> Iterator[Refusal]:
 
 
 def _checkpoint(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse retention keys that would keep more than everything."""
+    """Refuse keep_every and keep_best where checkpoint.keep is unset, so that all are kept."""
     checkpoint = config.checkpoint
     if checkpoint.keep is not None:
         return

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pretrain.config.data_schema import CleaningSection, DataSection
 from pretrain.config.errors import ConfigError
 from pretrain.config.export_schema import ExportSection
+from pretrain.config.model_schema import ModelSection, PositionSection
 from pretrain.config.rampup import batch_size_at, samples_of_steps
 from pretrain.config.rules import check_layout
 from pretrain.config.schema import (
@@ -23,10 +24,8 @@ from pretrain.config.schema import (
     CheckpointSection,
     EvaluationSection,
     LoggingSection,
-    ModelSection,
     OptimizerSection,
     ParallelSection,
-    PositionSection,
     RecoverySection,
     RunSection,
     ScheduleSection,
@@ -34,6 +33,9 @@ from pretrain.config.schema import (
 )
 from pretrain.config.section import Section
 from pretrain.config.slopes import resolve_slopes
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "nag": ("momentum_buffer",)}
+"""optimizer.name -> what it keeps of each parameter beside the fp32 master, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,16 @@ class RunConfig(Section):
                 "runs that read it"
             )
         return Path(self.data.directory)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Return what the optimizer keeps of each parameter beside its fp32 master, fp32 too."""
+        return MOMENTS[self.optimizer.name]
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a parameter in a checkpoint: the fp32 master and the moments."""
+        return 4 * (1 + len(self.moments))
 
     @property
     def num_query_groups(self) -> int:

@@ -1,8 +1,8 @@
 """Find the example configs and site files that are installed with the package.
 
 `pretrain/configs` and `pretrain/slurm` lie beside the code. In a clone they are links to the
-folders of those names at its root; in an installed wheel they are folders in site-packages, which
-nobody would find without being told.
+folders of those names at its root; in an installed wheel they are folders in site-packages, where
+users do not look for them.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ EFFECTS: dict[str, Effect] = {
     "model.hidden_dropout": TRAJECTORY,
     "model.attention_dropout": TRAJECTORY,
     "model.adaptive_dropout": TRAJECTORY,
+    "model.activation_dropout": TRAJECTORY,
     # Acts at step 0 only.
     "model.init_method_std": FREE,
     "model.embedding_init_method_std": FREE,
@@ -88,6 +89,8 @@ EFFECTS: dict[str, Effect] = {
     "data.per_document_attention": TRAJECTORY,
     "data.num_workers": FREE,
     "optimizer": TRAJECTORY,
+    # A checkpoint has the moments of one optimizer.
+    "optimizer.name": FIXED,
     # The scale at step 0; the present one is in the checkpoint.
     "optimizer.initial_loss_scale_power": FREE,
     "schedule": TRAJECTORY,
@@ -211,10 +214,15 @@ AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.
 
 
 _EARLIER = {
+    "model.activation_dropout": 0.0,
     "model.adaptive_cutoffs": None,
     "model.adaptive_dropout": 0.0,
     "model.adaptive_factor": 4,
+    "model.final_layernorm": True,
+    "optimizer.momentum": 0.99,
+    "optimizer.name": "adamw",
     "position.slopes": "published",
+    "schedule.lr_warmup_init": 0.0,
     "train.objective": "next_token",
 }
 """Keys that earlier releases did not have -> what they trained. Runs of both have one hash."""
@@ -250,7 +258,7 @@ def data_differences(
         directory: The present data.directory.
     """
     changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    # Another tokenizer makes other tokens of any text, so naming the tokenizer says it all.
+    # Another tokenizer changes the tokens of both splits, so only the tokenizer is named then.
     kinds = {
         TRAINING: ("data.directory", "training split", TRAJECTORY),
         VALIDATION: ("data.directory", "validation split", FREE),

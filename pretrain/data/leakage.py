@@ -156,12 +156,12 @@ class HeldOut:
 
     @property
     def sequences(self) -> int:
-        """The number of different sequences in the held-out documents."""
+        """Return the number of different sequences in the held-out documents."""
         return len(self._sequences)
 
     @property
     def leakage(self) -> float:
-        """The share of the held-out sequences that also stand in a noted document."""
+        """Return the share of the held-out sequences that also stand in a noted document."""
         return float(self._seen.mean()) if len(self._seen) else 0.0
 
     def _shared(self, text: str) -> tuple[int, npt.NDArray[np.intp]]:

@@ -114,7 +114,7 @@ class _Samples(Dataset[torch.Tensor]):
         try:
             return self.read(self.first_tokens(np.asarray(consumed)))
         except (ConfigError, RunFailed) as error:
-            # Without its cause, which may hold what cannot be sent to another process.
+            # The cause is left out, because it may hold objects that cannot be sent to a process.
             return type(error)(*error.args)
 
 

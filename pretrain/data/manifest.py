@@ -197,7 +197,7 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
         raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
     for problem in _contradictions(manifest):
         raise ConfigError(f"{path}: damaged: {problem}. {advice}")
-    # One spelling, to the byte: then no change at all can pass.
+    # The manifest has one spelling, to the byte, so any change of it is found.
     if content != manifest.text().encode():
         raise ConfigError(
             f"{path}: damaged: its content is not the one whose SHA-256 it names "

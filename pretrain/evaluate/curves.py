@@ -44,7 +44,7 @@ class Value(NamedTuple):
     high: float
 
 
-# Curves are told apart by which they are, not by what they hold.
+# Curves with equal values are different curves, so they are compared by identity.
 @dataclass(frozen=True, eq=False)
 class Curve:
     """The values of one source, or the mean of several that differ in the seed alone."""

@@ -212,7 +212,7 @@ def _weights(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
         return {word: {"linewidth": 1.6, "markersize": 5} for word in words}
     shares = [i / max(1, len(words) - 1) for i in range(len(words))]
     return {
-        # The widest lie below, so that they hide nothing.
+        # The widest lines are drawn first, so that they do not hide others.
         word: {"linewidth": 0.9 + 1.8 * share, "markersize": 4 + 3 * share, "zorder": 3 - share / 2}
         for word, share in zip(words, shares)
     }

@@ -142,7 +142,7 @@ def _table(
         heads.insert(1, "L")
         for row, curve in zip(words, curves):
             row.insert(1, _or_dash(curve.train_length))
-    # A checkpoint of half of the training beside one of all of it is no comparison of methods.
+    # Checkpoints of different steps are no fair comparison of methods, so the table shows steps.
     if with_steps and len(steps_of(curves)) > 1:
         heads.insert(-1, "step")
         for row, curve in zip(words, curves):

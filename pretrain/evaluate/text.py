@@ -46,7 +46,7 @@ class ScoredText:
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
             tokenizer = load_tokenizer(stream.tokenizer_path)
             if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
-                # What these words are is not predicted, so no number of bits gives back the text.
+                # Unknown words are not predicted, so the loss does not give the bits of the text.
                 self.bytes = 0
             else:
                 self.bytes = text_bytes(tokenizer, self._ids[1:])

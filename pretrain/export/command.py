@@ -143,7 +143,7 @@ def _export(
     )
     print(f"{checkpoint} -> {out} ({name})")
     if documents:
-        # Whoever publishes the folder publishes the text.
+        # Said because publishing the folder also publishes this text.
         print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
     report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
     with writing(out):

@@ -141,6 +141,11 @@ def not_restored(
 
     That is so where the factor is no power of two (sqrt(hidden_size): of two neighbouring numbers,
     both may round to the same product), or where the product leaves fp32's normal range.
+
+    Args:
+        target: The class that is exported to.
+        config: The run.
+        state: Our fp32 masters by global name.
     """
     lost = {}
     factors = target.factors(config, state[EMBEDDING])

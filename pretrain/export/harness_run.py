@@ -92,7 +92,7 @@ class Scored:
 
     @property
     def export_length(self) -> int:
-        """The longest sequence in tokens that its export has to accept."""
+        """Return the longest sequence in tokens that its export has to accept."""
         return max(export_length(self.checkpoint.config), *self.windows)
 
 
@@ -192,7 +192,7 @@ def _prepare(source: Path, request: EvaluationRequest) -> Scored:
     checkpoint = open_checkpoint(find_checkpoint(source))
     config = checkpoint.config
     export_class(config)
-    # A learned table of positions ends where it ends, for one.
+    # Refuses, for example, lengths beyond a learned table of positions.
     request.applied_to(config, str(checkpoint.path))
     run = run_of(checkpoint.path)
     if run is not None and checkpoint.path.absolute().parent != RunPaths(run).checkpoints:

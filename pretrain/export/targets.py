@@ -177,7 +177,7 @@ def _mpt_slopes_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 # ---- OPT: learned and sinusoidal positions (models/opt/modeling_opt.py) --------------------------
 # OPT adds a learned table of positions to its embeddings, which needs no algebra. With sinusoidal
-# positions the table is filled with the sinusoids, which gives it an end.
+# positions the table is filled with the sinusoids of the first max_length positions.
 def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of OPTConfig."""
     m = config.model

@@ -35,7 +35,7 @@ _OF_EARLIER_RELEASES = (
 
 @dataclass(frozen=True)
 class MadeFrom:
-    """What an export was made from, once the comparison with the trained model has passed."""
+    """The source of an export, recorded once the comparison with the trained model has passed."""
 
     checkpoint: str
     """The id of the checkpoint."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.save import write_checkpoint
+from pretrain.checkpoint.whole import write_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.config.run import is_url
 from pretrain.config.trajectory import TOKENIZER
@@ -143,7 +143,7 @@ def _check_parity(folder: Path, out: Path, source: Source, checkpoint: Path) -> 
     )
     lengths = [config.data.sequence_length, 4 * config.data.sequence_length]
     if source.target.family in ("opt", "mpt"):
-        # Their positions end.
+        # OPT and MPT accept no more positions than this.
         lengths = [min(length, source.max_length) for length in lengths]
     generator = torch.Generator().manual_seed(0)
     ids = [

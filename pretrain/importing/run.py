@@ -28,7 +28,7 @@ MAY_DIFFER = {
 """Keys of [model] that do not change what the imported weights compute."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    # Small enough for any memory; a user who trains on sets what fits.
+    # The smallest micro batch, because the memory is not known here.
     "batch": {"micro_batch_size": 1, "global_batch_size": 8},
     # Low, because the weights are trained already.
     "optimizer": {"learning_rate": 1e-5},

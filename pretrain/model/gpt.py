@@ -41,6 +41,7 @@ from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, SelfAttention
 from pretrain.model.fusion import Fusion, choose_fusion
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
+from pretrain.model.mlp import DropoutRowParallelLinear
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.model.positions import METHODS, PositionMethod
 
@@ -211,7 +212,10 @@ def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
         q_layernorm=IdentityOp,
         k_layernorm=IdentityOp,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    second: type | ModuleSpec = RowParallelLinear
+    if dropout := config.model.activation_dropout:
+        second = ModuleSpec(DropoutRowParallelLinear, params={"dropout": dropout})
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=second)
     return ModuleSpec(
         ParallelResidualLayer if config.model.parallel_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -242,7 +246,9 @@ def _build_chunk(
         virtual_stage: Number of the chunk on this rank under the interleaved schedule, else None.
     """
     num_layers = get_num_layers_to_build(transformer, vp_stage=virtual_stage)
-    spec = TransformerBlockSubmodules([_layer_spec(config, position)] * num_layers, LayerNorm)
+    # Without a class Megatron's block has no norm behind its last layer.
+    final_norm = LayerNorm if config.model.final_layernorm else None
+    spec = TransformerBlockSubmodules([_layer_spec(config, position)] * num_layers, final_norm)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
     fusion = choose_fusion(config)

@@ -22,7 +22,7 @@ Settings = tuple[float, float]
 
 @dataclass(frozen=True)
 class Piece:
-    """What decides in which bucket a parameter of a rank stands."""
+    """The properties of a rank's parameter from which `cut` chooses its bucket."""
 
     name: str
     """The global name, by which no two are alike."""

@@ -12,7 +12,7 @@ with a model that is no longer one. What must be equal, bit for bit:
     the tied embedding: weights, state        the embedding group       1
     the position method's parameters          the pipeline group        1
 
-"State" is the part of the fp32 masters and Adam's moments that this data-parallel rank keeps.
+"State" is the part of the fp32 masters and the moments that this data-parallel rank keeps.
 Copies are laid out alike on all ranks (pretrain/optim/buckets.py), so these parts cover the same
 elements.
 """
@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from pretrain.model.parameters import TIED, Named
-from pretrain.optim.state import MOMENTS, flat_masters, read_fragments
+from pretrain.optim.state import flat_masters, read_fragments
 
 if TYPE_CHECKING:
     from pretrain.optim.zero import ZeroOptimizer
@@ -142,7 +142,7 @@ def _holds_tied_embedding(optimizer: ZeroOptimizer) -> bool:
 
 
 def _state_of(optimizer: ZeroOptimizer, flat: Tensor) -> Iterator[Tensor]:
-    """Yield a flat master tensor and its moments, as far as Adam has made them."""
+    """Yield a flat master tensor and its moments, as far as the optimizer has made them."""
     yield flat.detach()
     state = optimizer.zero.optimizer.state[flat]
-    yield from (state[moment] for moment in MOMENTS if moment in state)
+    yield from (state[moment] for moment in optimizer.moments if moment in state)

@@ -66,7 +66,7 @@ class GradientReducer:
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's part of every bucket's gradients, fp32 [padded elements / ranks].
+        """Return this rank's part of every bucket's gradients, fp32 [padded elements / ranks].
 
         After `finish`, they are the sums (not the means) over the ranks.
         """

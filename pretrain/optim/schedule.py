@@ -15,7 +15,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
     fairseq). The first update therefore takes the rate of 0 updates done, and the last one that of
     train.num_steps - 1: schedule.min_learning_rate would be reached by the update after it.
 
-    The warm-up is linear from 0: the first update has the rate 0, and the one after
+    The warm-up is linear: the first update has the rate lr_warmup_init, and the one after
     lr_warmup_steps updates the peak. Without a warm-up the first update has the peak. From there
     the rate falls:
 
@@ -34,7 +34,8 @@ def learning_rate(config: RunConfig, step: int) -> float:
     """
     schedule, peak = config.schedule, config.optimizer.learning_rate
     if step < schedule.lr_warmup_steps:
-        return peak * step / schedule.lr_warmup_steps
+        first = schedule.lr_warmup_init
+        return first + (peak - first) * step / schedule.lr_warmup_steps
     if schedule.lr_decay_style == "constant":
         return peak
     end = config.train.num_steps

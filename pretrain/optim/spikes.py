@@ -7,8 +7,8 @@ enters the window as the limit that it exceeded: with its own value, a single on
 detector for as long as it stays in the window, and left out, a loss that has risen for good would
 be a spike for ever. So the limit widens by about a tenth with each spike in a row.
 
-Everything is computed on the device from numbers that all ranks have alike, so all ranks decide
-alike and nobody waits.
+Everything is computed on the device from numbers that are equal on all ranks. So all ranks decide
+the same, and neither the host nor another rank is waited for.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ class SpikeDetector:
 
     @property
     def summary(self) -> Tensor:
-        """Of the last step observed: 1 if it was a spike, and the limits of loss and norm; and the
-        number of updates skipped so far. fp64 [4], on the device."""
+        """Return the verdict on the last step observed, its limits, and the number of skips.
+
+        fp64 [4], on the device: 1 if the step was a spike, the limits of loss and norm, and the
+        updates skipped so far.
+        """
         return torch.cat([self._last, self.state[-1:]])
 
     @torch.no_grad()

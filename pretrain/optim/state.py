@@ -1,9 +1,9 @@
 """The optimizer's state on this rank, as views into the flat buffers in which DeepSpeed keeps it.
 
 ZeRO flattens the parameters of a group, cuts the result over the data-parallel ranks and keeps the
-fp32 master weights and Adam's moments of one part per rank. This module finds, for each parameter,
-which range of it this rank keeps and where. The buffers' names are those of deepspeed 0.19
-(deepspeed/runtime/zero/stage_1_and_2.py and stage3.py).
+fp32 master weights and the optimizer's moments of one part per rank. This module finds, for each
+parameter, which range of it this rank keeps and where. The buffers' names are those of deepspeed
+0.19 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from pretrain.model.parameters import Named
 
 if TYPE_CHECKING:
     from pretrain.optim.zero import ZeroOptimizer
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch.optim.AdamW's names for the first and the second moment."""
 
 MASTER_BUFFERS = (
     # ZeRO 3.
@@ -45,7 +42,7 @@ class Fragment:
     start: int
     """The range's first element, in this tensor rank's part of the parameter, flattened by rows."""
     tensors: dict[str, Tensor]
-    """"master", "exp_avg" and "exp_avg_sq", each fp32 [n]: the range is [start, start + n). The
+    """"master" and the optimizer's moments, each fp32 [n]: the range is [start, start + n). The
     tensors are views, so writing to them changes the optimizer's state."""
 
 
@@ -63,13 +60,13 @@ class OptimizerState:
 def read_fragments(optimizer: ZeroOptimizer) -> Iterator[Fragment]:
     """Yield this rank's fragments, in the order of its parameters.
 
-    torch's AdamW creates its moments at the first update. There may have been none: the optimizer
-    is new, or every step so far has overflowed in fp16. Zero moments are created then, as Adam
-    itself would start from, so that a state can always be saved and loaded into.
+    Optimizers create their moments at the first update. There may have been none: the optimizer is
+    new, or every step so far has overflowed in fp16. Zero moments are created then, as it would
+    start from itself, so that a state can always be saved and loaded into.
     """
     if not all(optimizer.zero.optimizer.state[flat] for flat in flat_masters(optimizer)):
         for flat in flat_masters(optimizer):
-            moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
+            moments = {moment: torch.zeros_like(flat) for moment in optimizer.moments}
             step = torch.zeros((), device=flat.device)
             optimizer.zero.optimizer.state[flat] = {"step": step, **moments}
     find = _stage3_range if optimizer.stage == 3 else _stage12_range
@@ -83,12 +80,15 @@ def adam_steps(optimizer: ZeroOptimizer) -> int:
     """Return the number of updates made so far; fp16 skips those that overflow."""
     states = [optimizer.zero.optimizer.state[flat] for flat in flat_masters(optimizer)]
     steps = {int(state["step"]) for state in states if "step" in state}
-    assert len(steps) <= 1, f"Adam's groups disagree on their steps: {steps}"
+    assert len(steps) <= 1, f"the optimizer's groups disagree on their steps: {steps}"
     return steps.pop() if steps else 0
 
 
 def set_adam_steps(optimizer: ZeroOptimizer, steps: int) -> None:
-    """Set the number of updates made so far, which Adam's bias correction depends on."""
+    """Set the number of updates made so far, which Adam's bias correction depends on.
+
+    The name is that of the entry of checkpoints. NAG counts its updates too.
+    """
     for flat in flat_masters(optimizer):
         # On the device, where the fused AdamW keeps it.
         step = torch.tensor(float(steps), device=flat.device)
@@ -147,7 +147,7 @@ def _stage12_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[st
         return None
     flat = flat_masters(optimizer)[mapping.param_group_index]
     state = optimizer.zero.optimizer.state[flat]
-    buffers = {"master": flat.detach(), **{moment: state[moment] for moment in MOMENTS}}
+    buffers = {"master": flat.detach(), **{moment: state[moment] for moment in optimizer.moments}}
     address = mapping.hp_fragment_address
     tensors = {
         key: buffer.narrow(0, address.start, address.numel) for key, buffer in buffers.items()
@@ -168,8 +168,9 @@ def _stage3_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str
     if count <= 0:
         return None
     tensors = {}
-    # DeepSpeed returns the master when no key of Adam's state is asked for.
-    for key, state_key in {"master": None, **{moment: moment for moment in MOMENTS}}.items():
+    # DeepSpeed returns the master when no key of the optimizer's state is asked for.
+    for key in ("master", *optimizer.moments):
+        state_key = None if key == "master" else key
         part, _ = optimizer.zero._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=state_key
         )

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW whose state DeepSpeed ZeRO shards, under Megatron's schedule.
+"""The optimizer, AdamW or NAG, whose state DeepSpeed ZeRO shards, under Megatron's schedule.
 
 Megatron runs forward and backward passes, DeepSpeed owns the optimizer's state. How they meet
 depends on the ZeRO stage:
@@ -35,6 +35,7 @@ from pretrain.model.fusion import choose_fusion
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.optim.buckets import Bucket, plan_buckets, plan_groups
 from pretrain.optim.gradients import reduce_sequence_parallel_on_accumulation
+from pretrain.optim.nag import NAG
 from pretrain.optim.sharded_step import ShardedStep, Veto
 from pretrain.optim.state import (
     OptimizerState,
@@ -52,7 +53,7 @@ DEFAULT_BUCKET_SIZE = 500_000_000
 
 
 class ZeroOptimizer:
-    """AdamW whose state ZeRO shards over the data-parallel ranks."""
+    """AdamW or NAG, whose state ZeRO shards over the data-parallel ranks."""
 
     def __init__(
         self, config: RunConfig, topology: Topology, chunks: list[GPTModel], overlap: bool = True
@@ -71,6 +72,8 @@ class ZeroOptimizer:
         self.before_change: Callable[[], None] = _nothing
         """Called before the state changes. A save that still copies the state waits here."""
         self.is_fp16 = config.train.precision == "fp16"
+        self.moments = config.moments
+        """What the optimizer keeps of each parameter beside the master, by torch's names."""
         # Listed before DeepSpeed is given the model: afterwards ZeRO 3's parameters are empty.
         self.parameters: list[Named] = list(named_parameters(chunks))
         if self.stage == 1:
@@ -104,12 +107,12 @@ class ZeroOptimizer:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer, which wraps AdamW. For pretrain/optim alone."""
+        """DeepSpeed's ZeRO optimizer, which wraps AdamW or NAG. For pretrain/optim alone."""
         return self.engine.optimizer
 
     @property
     def schedule_module(self) -> nn.Module | None:
-        """The module that Megatron's schedule has to call in place of a chunk; None: the chunk.
+        """Return the module that Megatron's schedule calls in place of a chunk; None: the chunk.
 
         ZeRO 2 and 3 need the engine's `forward`, which prepares their reductions for the backward
         pass. ZeRO 3's weights can be used through it alone, in evaluation too.
@@ -118,17 +121,17 @@ class ZeroOptimizer:
 
     @property
     def loss_scale(self) -> float | None:
-        """fp16: the current dynamic loss scale. None in other precisions."""
+        """Return the current dynamic loss scale of fp16; None in other precisions."""
         return float(self.zero.loss_scale) if self.is_fp16 else None
 
     @property
     def partitions_weights(self) -> bool:
-        """True under ZeRO 3, where no rank holds a whole weight."""
+        """Return True under ZeRO 3, where no rank holds a whole weight."""
         return self.stage == 3
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Global names and global shapes of the parameters of which this rank holds a part."""
+        """Return global names and shapes of the parameters of which this rank holds a part."""
         return {named.name: list(named.global_shape) for named in self.parameters}
 
     def state(self) -> OptimizerState:
@@ -181,7 +184,7 @@ class ZeroOptimizer:
         """Clip the reduced gradients by their global norm, and update the weights.
 
         Args:
-            learning_rate: AdamW's learning rate for this step, before a bucket's factor on it.
+            learning_rate: The learning rate of this step, before a bucket's factor on it.
             veto: Stage 1: decides from the norm if the update is left out; alike on all ranks.
 
         Returns:
@@ -294,6 +297,10 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
         },
     }
+    if config.optimizer.name != "adamw":
+        # DeepSpeed lists the optimizers that it was tested with (zero/utils.py). It asks of one
+        # that it updates each element by itself; tests/distributed/test_nag.py tests ours.
+        result["zero_allow_untested_optimizer"] = True
     if config.train.precision == "bf16":
         # Stages 2 and 3 add gradients up in hooks on each backward pass, because of
         # immediate_grad_update. Otherwise the engine's backward pass would do it, which never runs.
@@ -316,7 +323,7 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
 def _build_engine(
     config: RunConfig, topology: Topology, chunks: list[GPTModel], buckets: list[Bucket]
 ) -> Any:
-    """Return DeepSpeed's engine over AdamW and this rank's chunks.
+    """Return DeepSpeed's engine over the optimizer and this rank's chunks.
 
     Args:
         config: The run.
@@ -328,17 +335,6 @@ def _build_engine(
     # `platform.prepare` has set.
     import deepspeed
 
-    adam = torch.optim.AdamW(
-        [
-            {"params": b.parameters, "weight_decay": b.weight_decay, "lr_mult": b.lr_mult}
-            for b in buckets
-        ],
-        lr=config.optimizer.learning_rate,
-        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        eps=config.optimizer.adam_eps,
-        # One launch a group, on the CPU as well.
-        fused=True,
-    )
     # The bf16 optimizer prints the memory in use for every group (deepspeed/runtime/
     # bf16_optimizer.py calls `see_memory_usage` with force=True).
     with contextlib.redirect_stdout(io.StringIO()):
@@ -346,12 +342,26 @@ def _build_engine(
             # Several chunks are wrapped only so that the engine finds their parameters: a
             # ModuleList has no forward, and at stage 1 the engine's is never called.
             model=chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
-            optimizer=adam,
+            optimizer=_build_optimizer(config, buckets),
             config=deepspeed_config(config, topology),
             mpu=_ModelParallelUnit(),
             dist_init_required=False,
         )
     return engine
+
+
+def _build_optimizer(config: RunConfig, buckets: list[Bucket]) -> torch.optim.Optimizer:
+    """Return the optimizer of one process, which DeepSpeed gives this rank's flat masters."""
+    o = config.optimizer
+    groups = [
+        {"params": b.parameters, "weight_decay": b.weight_decay, "lr_mult": b.lr_mult}
+        for b in buckets
+    ]
+    if o.name == "nag":
+        return NAG(groups, lr=o.learning_rate, momentum=o.momentum)
+    betas = (o.adam_beta1, o.adam_beta2)
+    # Fused: one launch a group, on the CPU as well.
+    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=betas, eps=o.adam_eps, fused=True)
 
 
 class _ModelParallelUnit:

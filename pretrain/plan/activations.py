@@ -125,6 +125,9 @@ class Activations:
         dropout = 2 * self.stream // self.item if m.hidden_dropout else 0
         # ReLU's backward pass reads its output, which the second product keeps anyway.
         mlp = self.inner if m.hidden_act == "relu" else 2 * self.inner
+        if m.activation_dropout:
+            # The mask, of a byte an element; and ReLU's output is no longer the product's input.
+            mlp += self.inner // self.item + (self.inner if m.hidden_act == "relu" else 0)
         return norms + dropout + mlp + self._attention(keeps_core)
 
     def _attention(self, keeps_core: bool) -> int:
@@ -196,6 +199,9 @@ class Activations:
         # Input and output of the norm, of which the output layer has gathered all tokens; labels,
         # and three statistics a token.
         norm = self.stream + 8 * self.stream_tokens + self.whole
+        if not self.config.model.final_layernorm:
+            # What the last layer puts out is the output layer's input.
+            norm = self.whole
         return norm + (8 + 3 * 4) * self.tokens
 
     def loss_buffers(self, is_tied_here: bool) -> int:

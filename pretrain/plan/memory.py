@@ -32,7 +32,7 @@ class Memory:
     wire: int
     """Copies of gradients in the form in which they travel, and DeepSpeed's buffers of them."""
     optimizer: int
-    """fp32 masters and Adam's moments."""
+    """fp32 masters and moments."""
     activations: int
     logits: int
     buffers: int
@@ -83,8 +83,8 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
     """
     item, data = ITEM[config.train.precision], layout.data
     padded = sum(bucket.num_elements for bucket in stage.buckets)
-    # Master, mean and mean square; and a count of steps for each group.
-    optimizer = 12 * padded // data + 4 * len(stage.buckets)
+    # Masters and moments; and a count of steps for each group.
+    optimizer = config.state_bytes * padded // data + 4 * len(stage.buckets)
     zero = zero_stage(config, layout)
     if zero == 1:
         wire = 0

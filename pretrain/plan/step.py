@@ -28,7 +28,8 @@ from pretrain.plan.simulation import simulated_rank
 from pretrain.topology import Topology
 from pretrain.train import loop, step
 from pretrain.train.reporter import AttemptReporter
-from pretrain.train.start import Run, StartPoint
+from pretrain.train.start import Run
+from pretrain.train.start_point import StartPoint
 from pretrain.train.stopping import Requests
 
 

@@ -64,7 +64,8 @@ def weights_of_rank(config: RunConfig, stage: int) -> list[Weight]:
         for layer in range(first, first + layers):
             weights += _layer(config, f"decoder.layers.{layer}")
         if number == last:
-            weights += _norm(config, "decoder.final_layernorm")
+            if config.model.final_layernorm:
+                weights += _norm(config, "decoder.final_layernorm")
             if last or not config.model.tie_word_embeddings:
                 name = TIED if config.model.tie_word_embeddings else "output_layer.weight"
                 weights.append(Weight(name, _vocabulary(config), True, False))

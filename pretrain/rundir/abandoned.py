@@ -1,4 +1,4 @@
-"""What a run has turned away from: RUN/abandoned/####, out of the way and never deleted.
+"""Move what a run has turned away from to RUN/abandoned/####, where nothing is deleted.
 
 A run that goes on from another checkpoint than its newest one, or whose newest one is damaged,
 leaves checkpoints, evaluations and lines of metrics.jsonl that are not part of its history any

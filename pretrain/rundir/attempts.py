@@ -205,7 +205,7 @@ class Preflight:
     faults: dict[str, str]
     """The nodes on which the run must not train, each with the cause."""
     warnings: tuple[str, ...] = ()
-    """What is odd and hinders nobody, a line each."""
+    """Findings that do not hinder the run, a line each."""
     refusal: str = ""
     """Why the run can train on none of the nodes, where the cause is the run's and not theirs."""
 
@@ -227,7 +227,7 @@ class AttemptRecord:
 
     @property
     def step(self) -> int:
-        """Steps done, as far as the attempt said."""
+        """Return the steps done, as far as the attempt said."""
         said = [self.progress.step] if self.progress else []
         return max([*said, *(phase.step for phase in self.phases)], default=0)
 

@@ -35,8 +35,6 @@ from pretrain.rundir.lineage import MANIFEST as MANIFEST
 from pretrain.rundir.lineage import Lineage, read_lineage
 from pretrain.rundir.paths import RunPaths, check_version
 
-STATE_BYTES = 12
-"""Bytes of a parameter in a checkpoint: the fp32 master and Adam's two moments."""
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(rf"\.step-\d{{8,}}\.(\d{{4,}})-[0-9a-f]{{16}}{re.escape(PARTIAL)}")
 """The hidden name of a save that is under way, with the number of the attempt that makes it."""

@@ -85,7 +85,14 @@ def flush_file(path: Path) -> None:
 def replace_json(
     path: Path, content: Any, *, durable: bool = False, indent: int | None = None
 ) -> None:
-    """Write `content` to `path` as JSON in one move; see `replace_file`."""
+    """Write JSON to a file in one move, as `replace_file` does.
+
+    Args:
+        path: The file.
+        content: What is written.
+        durable: Flush the content to the disk before the move.
+        indent: Spaces of each level; None for one line.
+    """
     replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
 
 
@@ -152,7 +159,7 @@ def remove_directory(path: Path) -> None:
     # Killed half-way through, the rest of the folder must not still have its name. The new name is
     # unique, so it meets nothing that somebody else put there.
     hidden = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}"))
-    # Nor may a power cut keep the removal of a file and lose the new name.
+    # Flush the new name first: after a power cut, files must not be missing under the old one.
     flush_directory(path.parent)
     remove(hidden)
 
@@ -380,7 +387,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) is tuple:
         return isinstance(value, list) and all(_has_type(v, get_args(hint)[0]) for v in value)
     if hint is float:
-        # Times are computed with, so nan and infinity are no times.
+        # Such a number is a time, and code that adds times up could not use nan or infinity.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and abs(value) < MAX_NUMBER and math.isfinite(value)
     if hint is int:

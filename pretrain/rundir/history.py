@@ -263,7 +263,7 @@ def _removed_name(partial: Path) -> str:
 
 
 def _remove_later(path: Path) -> None:
-    """Remove what is hidden and wanted by nobody; what cannot be removed is tried next time."""
+    """Remove a hidden folder that is not needed; if that fails, the next call tries again."""
     shutil.rmtree(path, ignore_errors=True)
 
 

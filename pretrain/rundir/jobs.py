@@ -101,7 +101,7 @@ def read_launch(run: Path) -> LaunchRecord:
             put it there.
     """
     path = RunPaths(run).launch_record
-    # What this returns is executed.
+    # The commands in this file are executed, so its owner must be trusted.
     check_trusted(run)
     try:
         content = parse_json(read_trusted(path))

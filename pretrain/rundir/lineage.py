@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: its id, the checkpoint before it, and the branches it lies on.
+"""Identify a checkpoint: its id, the checkpoint before it, and the branches it lies on.
 
 A run that goes on from its newest checkpoint stays on its branch. A run that goes back to an
 earlier checkpoint, or begins with another run's, begins a branch. A checkpoint lists the branches

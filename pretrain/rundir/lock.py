@@ -84,7 +84,7 @@ class Attempt:
 
     @property
     def run(self) -> Path:
-        """The run's directory."""
+        """Return the run's directory."""
         return self.directory.parents[1]
 
     @staticmethod
@@ -158,8 +158,8 @@ class Attempt:
         except FileNotFoundError:
             return False
         except OSError:
-            # The file server is away. Whoever comes back to it checks below whether it lost the
-            # run.
+            # The file server is away. When it answers again, the check below finds out whether
+            # another attempt has taken the run.
             return True
         return not self.superseded()
 

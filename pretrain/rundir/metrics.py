@@ -142,7 +142,13 @@ def _is_whole(record: Record) -> bool:
 
 
 def copy_after(path: Path, step: int, copy: Path) -> None:
-    """Write the records after `step` to the file `copy`, in one move; nothing without any."""
+    """Write the records after a step to another file, in one move; without records, no file.
+
+    Args:
+        path: The metrics.jsonl.
+        step: The last step whose records stay out.
+        copy: The file to write.
+    """
     records = (record for record in read_metrics(path) if record["step"] > step)
     _write_all(copy, records, even_empty=False)
 

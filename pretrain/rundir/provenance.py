@@ -136,7 +136,7 @@ def _working_directory() -> str:
     try:
         return _text(os.getcwd())
     except OSError:
-        # It was removed.
+        # The working directory has been removed.
         return ""
 
 

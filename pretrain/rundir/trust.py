@@ -132,7 +132,7 @@ def _check(path: Path) -> None:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{path}: is a link that leads to itself. Remove it") from None
-        # It is not there, or cannot be used either: whoever does says why.
+        # It is not there or cannot be read; opening it raises the error that says so.
         return
     _check_status(path, found)
 

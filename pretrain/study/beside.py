@@ -78,7 +78,7 @@ def _at_multiple(
         if (number.method, number.protocol) != (of.method, of.protocol):
             continue
         is_multiple = number.length * of.train_length == of.length * number.train_length
-        # At L itself the ratio is 1, whoever has measured it.
+        # At L itself the ratio is 1 by definition.
         is_multiple = is_multiple and number.length > number.train_length
         at_l = numbers.get(number._replace(length=number.train_length))
         if is_multiple and at_l is not None:
@@ -150,7 +150,7 @@ def _costs(row: Row, base: Row) -> Iterator[Cost]:
         if quantity == "memory":
             measured = [row.memory / base.memory] if row.memory and base.memory else []
         else:
-            # Round by round: what hit one of a round hit the other.
+            # Compared round by round, because both of a round ran under the same load.
             rounds = zip(row.speeds[quantity], base.speeds[quantity])
             measured = [mine / other for mine, other in rounds if other]
         if measured:

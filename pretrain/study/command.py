@@ -232,7 +232,7 @@ def _train(work: Work, left: list[StudyRun], finished: int) -> None:
         trained += before - _tokens_left(run)
         _stop_if_asked(work)
         if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
-            # Somebody stopped the run and not this command; the next run would be none of theirs.
+            # Somebody stopped the run from outside, so the next run is not begun either.
             raise Stopped
         if code:
             work.launched[run.name] = f"launcher local ended with exit code {code}"

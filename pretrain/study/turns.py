@@ -57,7 +57,7 @@ def interleave(
     taken: list[list[T]] = [[] for _ in names]
     failed: dict[int, str] = {}
     for number in range(1, rounds + 1):
-        # Back and forth, so that what drifts during the job favours nobody.
+        # Back and forth, so that a drift during the job favours no contestant.
         order = range(len(names)) if number % 2 else reversed(range(len(names)))
         for contestant in order:
             if contestant in failed:

@@ -263,7 +263,7 @@ def _write_raw(directory: Path, rank: int, tensors: dict[str, Tensor]) -> None:
 
 
 def _read_raw(directory: Path, rank: int, tensors: dict[str, Tensor]) -> None:
-    """Read them back."""
+    """Read what `_write_raw` has written into the tensors."""
     with open(directory / f"{rank}", "rb", buffering=0) as file:
         for tensor in tensors.values():
             host = torch.empty(tensor.shape) if tensor.is_cuda else tensor.detach()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
-from pretrain.checkpoint.store import is_url
+from pretrain.checkpoint.store_names import is_url
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.checkpoints import (
     checkpoints_to_resume,
@@ -64,7 +64,7 @@ def choose_checkpoint(
         except DamagedCheckpoint as damage:
             passed_over[path] = str(damage)
     if passed_over:
-        # Never from scratch: the steps that are lost may be weeks of work.
+        # Do not start from scratch, which could throw away weeks of training.
         lines = "".join(
             f"\n{path}: {first_sentence(damage)}" for path, damage in passed_over.items()
         )

@@ -20,7 +20,8 @@ from pretrain.rundir.states import Phase
 from pretrain.topology import on_main
 from pretrain.train.hook import Hook
 from pretrain.train.metrics import MetricsWriter
-from pretrain.train.start import Run, is_evaluated_after
+from pretrain.train.start import Run
+from pretrain.train.start_point import is_evaluated_after
 from pretrain.train.step import agree
 from pretrain.train.stopping import Interrupted
 from pretrain.train.time_share import SECONDS, SHARE, Spent, refusal
@@ -37,7 +38,7 @@ class EvaluationHook(Hook):
         self.writer = writer
         self.clock = time.perf_counter
         self.metrics = RunPaths(run.config.directory).metrics
-        # Not thousands of steps later, in the first evaluation.
+        # Checked at the start, because the first evaluation may be thousands of steps later.
         check_memory(run.config, run.topology, run.start_point.evaluations)
         self.evaluator = Evaluator(
             run.chunks,

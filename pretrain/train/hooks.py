@@ -1,4 +1,4 @@
-"""What the loop calls around its steps: logging, evaluation, checks of the ranks, and saving.
+"""The hooks that the loop calls around its steps: logging, profiles, health, saving and uploads.
 
 `pretrain.train.hook` has the interface.
 """
@@ -15,7 +15,7 @@ from pretrain.checkpoint.uploader import Uploader
 from pretrain.config import num_parameters
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.rundir.checkpoints import STATE_BYTES, check_room, checkpoint_directory
+from pretrain.rundir.checkpoints import check_room, checkpoint_directory
 from pretrain.rundir.metrics import Record
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import Phase
@@ -97,7 +97,7 @@ class LoggingHook(Hook):
         """Drop the records of the steps that are taken again."""
         if self.writer is not None:
             self.writer.go_back(run.state.step)
-        # Those changes are dropped too, and still hold.
+        # `go_back` has dropped the record of the changes, which still hold.
         self.at_start(run)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class CheckpointHook(Hook):
         """Save if it is due. All ranks together."""
         step, last = run.state.step, run.config.train.num_steps
         if run.requests.problem_agreed:
-            # It raises the problem on every rank.
+            # Raises the problem on every rank.
             self.saver.finish()
         if self._is_save_due(run):
             self._save(run)
@@ -252,7 +252,7 @@ class CheckpointHook(Hook):
     def _prepare(self, run: Run) -> None:
         """Check that there is room for a checkpoint, and put all numbers so far on the disk."""
         paths = RunPaths(run.config.directory)
-        check_room(paths.checkpoints, STATE_BYTES * num_parameters(run.config))
+        check_room(paths.checkpoints, run.config.state_bytes * num_parameters(run.config))
         if self.writer is not None:
             self.writer.flush()
 

@@ -31,14 +31,8 @@ from pretrain.train.hooks import make_hooks
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.rollback import roll_back
 from pretrain.train.spikes import Spike
-from pretrain.train.start import (
-    Run,
-    StartPoint,
-    evaluations_of,
-    load_run,
-    prepare,
-    take_run,
-)
+from pretrain.train.start import Run, load_run, prepare, take_run
+from pretrain.train.start_point import StartPoint, evaluations_of
 from pretrain.train.step import (
     QueuedStep,
     agree,
@@ -129,7 +123,7 @@ def _train_steps(run: Run) -> None:
                 is_over = True
             except Spike as spike:
                 roll_back(run, spike, hooks)
-        # The processes part after this. No message may still be on its way then.
+        # No message may still be on its way when the processes go their own ways after this.
         run.optimizer.wait_for_weights()
         run.requests.on_interrupt = None
         run.reporter.phase(Phase.ENDING, run.state.step)
@@ -282,7 +276,7 @@ def _end(run: Run) -> int:
     reason = f"{'SIGINT' if run.requests.is_interrupted else request.name}{when}"
     if run.topology.is_main:
         goes_on = "the same command goes on from there"
-        # With several processes, or a supervisor, the user has typed another command.
+        # With several processes or a supervisor, this process's command is not the user's.
         is_alone = run.topology.layout.world_size == 1 and supervised_attempt() is None
         if run.requests.command is not None and is_alone:
             goes_on = f"go on with:\n  {run.requests.command}"

@@ -163,7 +163,13 @@ class Recording:
 
 
 def describe(paths: list[Path], first: int, last: int) -> str:
-    """Return what is printed of files that were written, and how to open them."""
+    """Return the lines that name the written files and say how to open them.
+
+    Args:
+        paths: The trace, then the snapshots of memory.
+        first: The first recorded step.
+        last: The last recorded step.
+    """
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     lines = [f"profile of {steps}: {paths[0]}; open it at {TRACE_VIEWER}"]
     lines += [

@@ -25,7 +25,7 @@ from pretrain.rundir.warn import WarnOnce
 
 
 class AttemptReporter:
-    """Reports to one attempt, after `join` or `begin`; before that it reports to nobody.
+    """Reports to one attempt, after `join` or `begin`; before that it reports nothing.
 
     So the same code runs on ranks other than 0, and in tests that train a run in parts.
     """
@@ -40,7 +40,7 @@ class AttemptReporter:
 
     @property
     def attempt(self) -> Path | None:
-        """Return RUN/attempts/#### of the attempt; None on ranks that report to nobody."""
+        """Return RUN/attempts/#### of the attempt; None on ranks that do not report."""
         return self._attempt.directory if self._attempt is not None else None
 
     def join(self, directory: Path, hang_seconds: float = math.inf) -> None:

@@ -31,7 +31,7 @@ class Spike(Exception):
 
 
 class SpikeWatch:
-    """What this run has seen of spikes, and done about them. The same on every rank."""
+    """Judges every step of a run and counts its rollbacks; the same on every rank."""
 
     def __init__(self, config: RunConfig, saved: dict[str, list[float]] | None) -> None:
         """Go on from what a checkpoint holds.

@@ -1,4 +1,4 @@
-"""The start of a run: which checkpoint to resume from, taking the run's lock, building and loading.
+"""Start a run: check its input, take its lock, build the model and load the checkpoint.
 
 The order matters. Wrong input is refused before processes join and before anything is written;
 the run's directory is written to only by the process that has taken it; the checkpoint to resume
@@ -19,105 +19,37 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
-from pretrain.checkpoint.changes import changes_of, check_training, data_hashes
+from pretrain.checkpoint.changes import check_training, data_hashes
 from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.manifest import Checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
-from pretrain.config.trajectory import Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluate.protocols import choose_protocols
 from pretrain.evaluate.windows import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.history import (
-    begins_branch,
-    bring_back_lines,
-    keeps_lines_of,
-    recover,
-    settle,
-)
-from pretrain.rundir.lineage import Branch, new_id
-from pretrain.rundir.metrics import evaluations_at
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.provenance import Provenance
+from pretrain.rundir.history import bring_back_lines, recover, settle
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
 from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
 from pretrain.train.provenance import record_provenance
 from pretrain.train.reporter import AttemptReporter
 from pretrain.train.spikes import SpikeWatch
+from pretrain.train.start_point import StartPoint, evaluations_of, find_start_point
 from pretrain.train.stopping import Requests
 
 Streams = tuple[TokenStream, TokenStream]
 """The training and the validation split."""
 
 
-@dataclass(frozen=True)
-class StartPoint:
-    """Where a run starts from, known before anything is built."""
-
-    checkpoint: Checkpoint | None = None
-    """The checkpoint to resume from; None to start from scratch."""
-    step: int = 0
-    """Optimizer steps done."""
-    evaluations: tuple[Protocol, ...] = ()
-    """What every evaluation of this run measures."""
-    pending_evaluations: tuple[Protocol, ...] = ()
-    """Evaluations due after `step` that this run has not completed. They may have been left out on
-    purpose (`pretrain.train.time_share`), which is decided again, and alike."""
-    saved_step: int | None = 0
-    """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
-    when the checkpoint belongs to another run."""
-    data: dict[str, str] = field(default_factory=dict)
-    """The hashes of the run's data; see `data_hashes` in checkpoint/changes.py."""
-    differences: tuple[Difference, ...] = ()
-    """What differs from the checkpoint's config and data; all of it is free or was allowed."""
-    allowed: tuple[str, ...] = ()
-    """Keys that may change although they change training."""
-    begins_branch: bool = False
-    """What is saved from here on belongs to a branch of its own."""
-    is_automatic: bool = False
-    """The checkpoint was found by `auto`, so an earlier one may take its place."""
-    damaged: Damaged = ()
-    """Newer checkpoints that cannot be used, and why."""
-    provenance: Provenance | None = None
-    """What this attempt is made with; None if there is nothing left to do."""
-    provenance_changes: tuple[str, ...] = ()
-    """Lines that say what of it changed since the last start."""
-
-    def origin(self) -> Origin:
-        """Return what the next save records about where its state comes from."""
-        if self.checkpoint is None:
-            branch = Branch(new_id(), 0)
-            return Origin(branches=(branch,), data=self.data, provenance=self.provenance)
-        before, lineage = self.checkpoint.origin, self.checkpoint.lineage
-        branches = lineage.branches
-        if self.begins_branch:
-            branches = (*branches, Branch(new_id(), lineage.step))
-        return dataclasses.replace(
-            before,
-            parent=lineage.id,
-            branches=branches,
-            data=self.data,
-            changes=(*before.changes, *changes_of(self.differences, self.checkpoint.trainer_state)),
-            validation_loss_nats=None,
-            provenance=self.provenance,
-        )
-
-    def is_finished(self, config: RunConfig) -> bool:
-        """Return True if there is no step to take and nothing to evaluate."""
-        return self.step >= config.train.num_steps and not self.pending_evaluations
-
-
 @dataclass
 class Run:
-    """A run in this process: what the loop works on and the hooks are given after every step."""
+    """A run in this process, which the loop works on and hands to its hooks."""
 
     config: RunConfig
     topology: Topology
@@ -348,89 +280,6 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
             file=sys.stderr,
             flush=True,
         )
-
-
-def find_start_point(
-    config: RunConfig,
-    resume: str,
-    opened: Checkpoint | None,
-    data: dict[str, str],
-    allowed: Collection[str] = (),
-    damaged: Damaged = (),
-    evaluations: tuple[Protocol, ...] = (),
-) -> StartPoint:
-    """Find where the run starts from.
-
-    Args:
-        config: The run.
-        resume: "auto", "none" or a path; see `choose_checkpoint`.
-        opened: A checkpoint that `choose_checkpoint` has returned before.
-        data: The hashes of the run's data; see `data_hashes`.
-        allowed: Keys that may change although they change training.
-        damaged: Checkpoints that `auto` must pass over, and why.
-        evaluations: What every evaluation of this run measures; see `evaluations_of`.
-
-    Raises:
-        ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
-            checkpoint has done more steps than train.num_steps.
-    """
-    checkpoint, damaged = choose_checkpoint(config, resume, opened, damaged)
-    if checkpoint is None:
-        return StartPoint(data=data, allowed=tuple(allowed), evaluations=evaluations)
-    step, last = checkpoint.trainer_state.step, config.train.num_steps
-    if step > last:
-        raise ConfigError(
-            f"train.num_steps = {last}: {checkpoint.path} has done {step} steps already. Set "
-            f"{step} or more, or --resume an earlier checkpoint"
-        )
-    differences = check_training(config, data, checkpoint, allowed)
-    pending: tuple[Protocol, ...] = ()
-    # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
-    # during the evaluation, or its metrics are in another run's directory.
-    if is_evaluated_after(config, step):
-        done = evaluations_at(RunPaths(config.directory).metrics, step)
-        # Another line's, which are moved away when the run turns to this one. A run that is
-        # finished stays so.
-        if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
-            done = set()
-        pending = tuple(p for p in evaluations if p.key not in done)
-    own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
-    is_own = checkpoint.path.resolve().parent == own_checkpoints
-    return StartPoint(
-        checkpoint,
-        step,
-        evaluations,
-        pending,
-        step if is_own else None,
-        data,
-        differences,
-        tuple(allowed),
-        begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
-        resume == "auto",
-        damaged,
-    )
-
-
-def evaluations_of(
-    config: RunConfig, validation: TokenStream
-) -> tuple[tuple[Protocol, ...], list[str]]:
-    """Return what every evaluation of a run measures, and lines that say what is left out.
-
-    Raises:
-        ConfigError: The validation text is shorter than one window.
-    """
-    total = len(validation)
-    tokens = min(total, config.evaluation.max_tokens or total)
-    return choose_protocols(config, config.evaluation.protocols, tokens, total)
-
-
-def is_evaluated_after(config: RunConfig, step: int) -> bool:
-    """Return True every evaluation.interval_steps steps and after the last step.
-
-    In between, `pretrain.train.time_share` may leave an evaluation out.
-    """
-    last = config.train.num_steps
-    return 0 < step <= last and (step % config.evaluation_interval_steps == 0 or step == last)
 
 
 def _show_log(name: str) -> None:

@@ -164,7 +164,7 @@ class QueuedStep:
 
     @property
     def end(self) -> platform.Moment:
-        """When the step ends."""
+        """Return the moment at which the device has done the step and its numbers are copied."""
         return self._readback.arrival
 
     def read(self) -> Record:
@@ -221,7 +221,7 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
         step: The step about to be taken, counted from 0.
     """
     m = config.model
-    if not (m.hidden_dropout or m.attention_dropout or m.adaptive_dropout):
+    if not (m.hidden_dropout or m.attention_dropout or m.activation_dropout or m.adaptive_dropout):
         return
     key = f"{config.run.seed}/{step}/{topology.data_rank}/{topology.pipeline_rank}"
     digest = hashlib.sha256(key.encode()).digest()

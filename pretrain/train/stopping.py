@@ -80,7 +80,7 @@ class Requests:
         return [*noted, float(self.has_problem())]
 
     def settle(self, votes: Sequence[float]) -> None:
-        """Decide. `votes` is the sum over all ranks of what `votes` returned on each."""
+        """Record what all ranks agree on. `votes` sums what the method `votes` returned on each."""
         *requests, problems = votes
         self.agreed = next((number for number, count in zip(EXIT_CODES, requests) if count), None)
         self.problem_agreed = problems > 0

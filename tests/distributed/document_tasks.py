@@ -48,7 +48,8 @@ def eos_id_in_a_step(config: RunConfig) -> list[int | None]:
     """Start a run on real data, take a step, and return the end-of-document token it was given."""
     from pretrain.train import loop
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import StartPoint, load_run, prepare
+    from pretrain.train.start import load_run, prepare
+    from pretrain.train.start_point import StartPoint
     from pretrain.train.stopping import Requests
 
     def forward_backward(chunks: Any, optimizer: Any, batches: Any, eos_id: int | None) -> Any:

@@ -167,7 +167,8 @@ def build_run(config: RunConfig) -> Any:
     from pretrain.topology import initialize
     from pretrain.train.reporter import AttemptReporter
     from pretrain.train.spikes import SpikeWatch
-    from pretrain.train.start import Run, StartPoint
+    from pretrain.train.start import Run
+    from pretrain.train.start_point import StartPoint
     from pretrain.train.stopping import Requests
 
     topology = initialize(config)
@@ -268,7 +269,8 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
 
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     streams, topology, checkpoint = prepare(config, resume)

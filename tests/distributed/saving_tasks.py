@@ -32,12 +32,13 @@ def digests_of_saves(
     """
     from pretrain import platform
     from pretrain.checkpoint.save import Saver
+    from pretrain.platform import queue
     from pretrain.rundir.checkpoints import complete_checkpoints
     from pretrain.train import loop
 
     seen = {"overlap": 0}
     copies: list[Any] = []
-    copy_all, queue_step = platform._copy_all, loop.queue_step
+    copy_all, queue_step = queue._copy_all, loop.queue_step
     start, before_change = platform.HostCopy.__init__, Saver._before_change
 
     def slowly(pairs: Any) -> None:
@@ -52,14 +53,14 @@ def digests_of_saves(
         seen["overlap"] += bool(copies) and copies[-1].is_alive()
         return queue_step(*args)
 
-    platform._copy_all, loop.queue_step = slowly, counted
+    queue._copy_all, loop.queue_step = slowly, counted
     platform.HostCopy.__init__ = noted  # type: ignore[method-assign]
     if not protect:
         Saver._before_change = lambda self: None  # type: ignore[method-assign]
     try:
         assert loop.train(config) == 0
     finally:
-        platform._copy_all, loop.queue_step = copy_all, queue_step
+        queue._copy_all, loop.queue_step = copy_all, queue_step
         platform.HostCopy.__init__ = start  # type: ignore[method-assign]
         Saver._before_change = before_change  # type: ignore[method-assign]
     if dist.get_rank():
@@ -206,7 +207,8 @@ def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
     from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     streams, topology, checkpoint = prepare(config, resume)

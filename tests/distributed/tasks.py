@@ -111,6 +111,63 @@ def train_steps(
     return {"losses": losses, "norms": norms, "weights": weights} if topology.is_main else None
 
 
+def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None:
+    """Draw what model.activation_dropout multiplies a micro batch with, as each layer does.
+
+    Args:
+        config: The run's config. Its only dropout is that of the activations, there is one pipeline
+            stage and a step has one micro batch a rank.
+        steps: Number of steps.
+
+    Returns:
+        On rank 0 the masks of every step and layer, [global batch, S, ffn]; None elsewhere.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from pretrain.train.step import seed_step
+
+    topology = initialize(config)
+    own, p = [], config.model.activation_dropout
+    size = config.ffn_hidden_size // topology.layout.tensor
+    shape = (config.data.sequence_length, config.batch.micro_batch_size, size)
+    for step in range(steps):
+        seed_step(config, topology, step)
+        with get_cuda_rng_tracker().fork():
+            for _ in range(config.model.num_layers):
+                own.append(torch.nn.functional.dropout(torch.ones(shape), p).transpose(0, 1))
+    gathered: list[Any] = [None] * topology.layout.world_size
+    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, own))
+    if not topology.is_main:
+        return None
+    # Tensor ranks hold slices of the channels, data ranks hold rows of the batch.
+    ordered = [masks for _, _, masks in sorted(gathered, key=lambda each: each[:2])]
+    tensor = topology.layout.tensor
+    rows = [
+        [torch.cat(parts, dim=-1) for parts in zip(*ordered[i : i + tensor])]
+        for i in range(0, len(ordered), tensor)
+    ]
+    masks = [torch.cat(parts) for parts in zip(*rows)]
+    layers = config.model.num_layers
+    return [masks[step * layers : (step + 1) * layers] for step in range(steps)]
+
+
+def second_linear_layers(config: RunConfig) -> list[str]:
+    """Return the name of the class of each MLP's second linear layer."""
+    from pretrain.model.gpt import build_model
+
+    initialize(config)
+    layers = [layer for chunk in build_model(config) for layer in chunk.decoder.layers]
+    return [type(layer.mlp.linear_fc2).__name__ for layer in layers]
+
+
+def evaluated_logits(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Return the logits of token ids [B, S] in evaluation. On one process."""
+    _, chunks = _build_model_with(config, state)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        return chunks[0].eval()(tokens, positions, None)
+
+
 def train_steps_in_fp16_on_cpu(
     config: RunConfig, state: dict[str, Tensor], steps: list[Tensor]
 ) -> Any:
@@ -257,7 +314,8 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     streams, topology, checkpoint = prepare(config, resume)
@@ -336,7 +394,8 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     from pathlib import Path
 
     from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
+    from pretrain.train.start import data_hashes, load_run, prepare
+    from pretrain.train.start_point import find_start_point
     from pretrain.train.stopping import Requests
 
     read: Counter[str] = Counter()

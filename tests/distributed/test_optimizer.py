@@ -111,7 +111,7 @@ def test_recomputing_replays_the_same_dropout(pools, layout):
     """Recomputed activations give the same bits, so the same dropout masks were drawn again."""
     processes, parallel = LAYOUTS[layout]
     state, batches, *_ = _expected("alibi")
-    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
     results = {}
     for granularity in ("none", "selective", "full"):
         config = tiny_config(

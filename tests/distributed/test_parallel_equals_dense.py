@@ -43,6 +43,8 @@ VARIANTS = {
     # GPT-2's embeddings, and the sinusoids of earlier releases.
     "t5-unscaled": {"model": {"embedding_scale": 1.0}},
     "sinusoidal-vaswani": {"position": {"sinusoidal_table": "vaswani"}},
+    # The residual stream reaches the output layer as it is.
+    "alibi-no-final-norm": {"model": {"final_layernorm": False}},
     "rotary-parallel": {
         "model": {"parallel_residual": True, "tie_word_embeddings": False},
         "position": {"rotary_percent": 0.5},

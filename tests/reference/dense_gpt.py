@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig
+from tests.reference.nag import FairseqNAG
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -31,6 +32,10 @@ class DenseGPT(nn.Module):
 
     `dict(model.named_parameters())` has the global names and full shapes of a checkpoint.
     """
+
+    activation_masks: Sequence[Tensor] | None = None
+    """model.activation_dropout: what each layer's activations are multiplied with, [B, S, ffn]: 0
+    where an element is dropped, else 1 / (1 - p). None: nothing is dropped."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -61,8 +66,12 @@ class DenseGPT(nn.Module):
                 self._norm(mlp_input, p, f"{layer}.pre_mlp_layernorm"), p, f"{layer}.mlp.linear_fc1"
             )
             x = attended
-            x = x + _linear(ACTIVATIONS[c.model.hidden_act](hidden), p, f"{layer}.mlp.linear_fc2")
-        x = self._norm(x, p, "decoder.final_layernorm")
+            inner = ACTIVATIONS[c.model.hidden_act](hidden)
+            if self.activation_masks is not None:
+                inner = inner * self.activation_masks[i]
+            x = x + _linear(inner, p, f"{layer}.mlp.linear_fc2")
+        if c.model.final_layernorm:
+            x = self._norm(x, p, "decoder.final_layernorm")
         if c.model.adaptive_cutoffs is not None:
             return self._adaptive_log_probabilities(x, p)
         output = (
@@ -282,9 +291,10 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {
                 f"decoder.layers.{i}.{name}.bias": shape[:1] for name, shape in weights.items()
             }
-    shapes["decoder.final_layernorm.weight"] = (h,)
-    if m.use_bias:
-        shapes["decoder.final_layernorm.bias"] = (h,)
+    if m.final_layernorm:
+        shapes["decoder.final_layernorm.weight"] = (h,)
+        if m.use_bias:
+            shapes["decoder.final_layernorm.bias"] = (h,)
     if not m.tie_word_embeddings and m.adaptive_cutoffs is None:
         shapes["output_layer.weight"] = (vocabulary, h)
     if config.position.method == "t5":
@@ -344,7 +354,7 @@ def train_dense(
     batches: Iterable[Tensor],
     learning_rates: Sequence[float],
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train with torch's AdamW and the values of config.optimizer.
+    """Train with torch's AdamW, or fairseq's NAG, and the values of config.optimizer.
 
     Args:
         config: The run's config.
@@ -367,7 +377,11 @@ def train_dense(
         }
         for name, p in named.items()
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    optimizer: torch.optim.Optimizer
+    if o.name == "nag":
+        optimizer = FairseqNAG(groups, o.momentum)
+    else:
+        optimizer = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
     for ids, learning_rate in zip(batches, learning_rates, strict=True):
         for group in optimizer.param_groups:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.content import (
     MASTER,
-    MOMENTS,
     Origin,
     TrainerState,
     lineage_content,
@@ -28,6 +27,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.rundir.lineage import Branch, new_id
 from tests.conftest import tiny_config
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"embedding.weight": (300, 700), "layer.bias": (7,), "layer.weight": (4, 3, 2)}
 Values = Mapping[str, NDArray[np.float32]]
 

@@ -25,7 +25,6 @@ from pretrain.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, Da
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.content import (
     MASTER,
-    MOMENTS,
     Origin,
     TrainerState,
     checksum,
@@ -79,6 +78,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_block_and_by_nobody_else(tm
 
 
 # ---- a small checkpoint, written as two ranks would ----------------------------------------------
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"embedding.weight": (10, 6), "layer.bias": (7,), "layer.weight": (4, 3, 2)}
 
 

@@ -105,6 +105,26 @@ REFUSALS = [
         "Remove the key, or set model.adaptive_cutoffs",
     ),
     (
+        ["optimizer.momentum=0.9"],
+        "optimizer.momentum = 0.9",
+        'Remove the key, or set optimizer.name = "nag"',
+    ),
+    (
+        ["optimizer.name=nag", "optimizer.adam_beta2=0.99"],
+        "optimizer.adam_beta2 = 0.99",
+        'Remove the key, or set optimizer.name = "adamw"',
+    ),
+    (
+        ["schedule.lr_warmup_steps=0", "schedule.lr_warmup_init=1e-7"],
+        "schedule.lr_warmup_init = 1e-07",
+        "there is no warm-up. Remove the key",
+    ),
+    (
+        ["schedule.lr_warmup_steps=2", "schedule.lr_warmup_init=5"],
+        "schedule.lr_warmup_init = 5.0",
+        "Choose 0.001 or less",
+    ),
+    (
         ["model.adaptive_cutoffs=[9,99]", "parallel.tensor_model_parallel_size=2"],
         "parallel.tensor_model_parallel_size = 2",
         "Set parallel.tensor_model_parallel_size = 1; data parallelism and parallel.zero_stage",

@@ -10,9 +10,7 @@ import torch
 
 from pretrain.config.data_rules import DOCUMENT_BACKENDS
 from pretrain.config.describe import describe
-from pretrain.config.schema import (
-    ModelSection,
-)
+from pretrain.config.model_schema import ModelSection
 from pretrain.export.card import ExportExtras, model_card
 from pretrain.export.targets import TARGETS
 from pretrain.kernels.call import Call

@@ -13,6 +13,7 @@ import torch
 from pretrain import platform
 from pretrain.config import RunFailed, load_config
 from pretrain.evaluate.memory import explained_memory, forward_bytes
+from pretrain.platform.memory import _cgroup_memory
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -76,7 +77,7 @@ def test_every_cgroup_on_the_way_up_counts(tmp_path, own, expected):
     (step.parent / "memory.current").write_text("550\n")
     (step.parent / "memory.stat").write_text("anon 550\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert platform._cgroup_memory(tmp_path, own) == expected
+    assert _cgroup_memory(tmp_path, own) == expected
 
 
 def test_torchs_own_error_is_explained_and_others_pass():

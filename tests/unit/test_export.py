@@ -274,6 +274,13 @@ REFUSED = {
         make_config("rotary", embedding_layernorm=True),
         "embedding_layernorm = true: GPTNeoX.* does not normalise .*alibi .BloomForCausalLM",
     ),
+    **{
+        f"final_norm_{method}": (
+            make_config(method, final_layernorm=False),
+            f"final_layernorm = false: {name}.*has a LayerNorm behind its last layer. Train with",
+        )
+        for method, name in (("alibi", "Bloom"), ("rotary", "GPTNeoX"), ("learned", "OPT"))
+    },
     "parallel": (
         make_config("alibi", parallel_residual=True),
         "parallel_residual = true: in Bloom.*reads what attention has added to",

@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 
-from pretrain import platform
 from pretrain.model.fusion import Fusion, _log_once, choose_fusion
 from tests.conftest import tiny_config
 
@@ -18,7 +17,7 @@ def gpu(monkeypatch):
     """Return a function that lets a GPU of a compute capability, and a torch version, appear."""
 
     def appear(capability, version="2.13.0+cu130"):
-        monkeypatch.setattr(platform, "has_cuda", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -27,7 +26,7 @@ def gpu(monkeypatch):
 
 
 def test_a_cpu_is_left_alone_unless_asked(monkeypatch):
-    monkeypatch.setattr(platform, "has_cuda", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/" + name)
     assert choose_fusion(tiny_config()) == NOTHING
     assert choose_fusion(tiny_config(train={"fusion": "off"})) == NOTHING

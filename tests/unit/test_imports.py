@@ -74,7 +74,7 @@ LAUNCHER_FLOORS = [
 ]
 LINKED = ("kernels", "launcher")  # folders at the top level, which pretrain/ links to
 READS_ENVIRONMENT = (
-    "pretrain/platform.py",
+    "pretrain/platform/",
     "pretrain/topology.py",
     "launcher/",
     # $VARIABLE in a path, which the user wrote; nothing is read that no config names.

@@ -41,6 +41,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
     "grouped queries": {"model": {"num_query_groups": 4}},
     "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    "NAG, dropped activations, no final norm": {
+        "model": {"hidden_act": "relu", "activation_dropout": 0.1, "final_layernorm": False},
+        "optimizer": {"name": "nag"},
+    },
+    "dropped GELU": {"model": {"activation_dropout": 0.1}},
     "as MPT, untied": {
         "model": {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
     },
@@ -57,6 +62,7 @@ CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
 CORE = {
     ("one rank", "alibi"),
     ("one rank", "ReLU, recompute full"),
+    ("one rank", "NAG, dropped activations, no final norm"),
     ("pp4", "recompute full"),
     ("dp4", "t5"),
     ("tp2dp2sp", "as MPT, untied"),

@@ -463,17 +463,19 @@ def test_a_wrong_binding_is_refused_on_all_ranks_with_one_message(tmp_path):
 
 def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):
     """deepspeed/runtime/engine.py calls set_device(LOCAL_RANK)."""
-    from pretrain import platform
+    import torch
+
+    from pretrain.platform import process
 
     chosen: list[int] = []
-    monkeypatch.setattr(platform, "has_cuda", lambda: True)
-    monkeypatch.setattr(platform.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(platform.torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    platform._select_device(3)
+    process._select_device(3)
     assert chosen == [0] and os.environ["LOCAL_RANK"] == "0"
-    monkeypatch.setattr(platform, "has_cuda", lambda: False)
-    platform._select_device(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    process._select_device(3)
     assert chosen == [0] and os.environ["LOCAL_RANK"] == "3"
 
 

@@ -21,7 +21,6 @@ import torch
 from pretrain.checkpoint.boxes import global_boxes
 from pretrain.checkpoint.content import (
     MASTER,
-    MOMENTS,
     Origin,
     TrainerState,
     lineage_content,
@@ -44,6 +43,7 @@ from pretrain.rundir.lineage import Branch
 from tests.conftest import mark_torture, tiny_config
 from tests.unit.disk import Disk, Killed, build
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"embedding.weight": (9, 4), "layer.bias": (5,)}
 STEPS = (2, 4)
 WORLD_SIZE = 2

@@ -1,5 +1,6 @@
 """The learning rate against Megatron's and transformers' own schedulers, and hand numbers."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_scheduler
 
-from pretrain.config import RunConfig, parse_config
+from pretrain.config import RunConfig, load_config, parse_config
 from pretrain.optim.schedule import learning_rate
 
 # Relative to the peak of 1: a dozen double-precision operations, 1e-16 each.
@@ -16,7 +17,12 @@ ROUND_OFF = 1e-12
 
 
 def make_config(
-    style: str, steps: int, warmup: int = 0, minimum: float = 0.0, decay: int = 0
+    style: str,
+    steps: int,
+    warmup: int = 0,
+    minimum: float = 0.0,
+    decay: int = 0,
+    first: float = 0.0,
 ) -> RunConfig:
     schedule = {"lr_decay_style": style, "lr_warmup_steps": warmup, "min_learning_rate": minimum}
     return parse_config(
@@ -26,7 +32,7 @@ def make_config(
             "batch": {"micro_batch_size": 1, "global_batch_size": 1},
             "data": {"directory": "data", "source": "shakespeare", "sequence_length": 8},
             "optimizer": {"learning_rate": 1.0},
-            "schedule": {**schedule, "lr_wsd_decay_steps": decay},
+            "schedule": {**schedule, "lr_wsd_decay_steps": decay, "lr_warmup_init": first},
             "train": {"num_steps": steps},
         },
         "test",
@@ -55,7 +61,7 @@ def megatron_rates(config: RunConfig) -> list[float]:
     def make(optimizer):
         return OptimizerParamScheduler(
             optimizer,
-            init_lr=0.0,
+            init_lr=schedule.lr_warmup_init,
             max_lr=config.optimizer.learning_rate,
             min_lr=schedule.min_learning_rate,
             lr_warmup_steps=schedule.lr_warmup_steps * batch,
@@ -80,7 +86,8 @@ def random_config(style: str, generator: random.Random) -> RunConfig:
     if style == "warmup_stable_decay":
         decay = generator.choice([1, steps - warmup, generator.randint(1, steps - warmup)])
     minimum = generator.choice([0.0, 1.0, generator.random()])
-    return make_config(style, steps, warmup, minimum, decay)
+    first = generator.choice([0.0, 1e-7, generator.random()]) if warmup else 0.0
+    return make_config(style, steps, warmup, minimum, decay, first)
 
 
 MEGATRONS = {"warmup_stable_decay": "WSD"}
@@ -107,6 +114,34 @@ def test_the_rates_are_those_of_transformers(style):
         config = make_config(style, steps, warmup)
         expected = stepped(lambda o, w=warmup, n=steps: get_scheduler(style, o, w, n), steps)
         assert rates(config) == pytest.approx(expected, rel=ROUND_OFF, abs=ROUND_OFF)
+
+
+def fairseq_rate(updates: int) -> float:
+    """fairseq's cosine with the arguments of the published runs of WikiText-103, closed form.
+
+    --lr 1.0 --warmup-updates 16000 --warmup-init-lr 1e-07 --min-lr 0.0001 --lr-period-updates
+    270000 --t-mult 2 --lr-shrink 0.75, after `updates` updates (fairseq/optim/lr_scheduler/
+    cosine_lr_scheduler.py). Period i is 2^i times as long as the first, and begins where the
+    2^i - 1 periods' worth of steps before it end.
+    """
+    peak, minimum, warmup, first, period = 1.0, 1e-4, 16_000, 1e-7, 270_000
+    if updates < warmup:
+        return first + updates * (peak - first) / warmup
+    done, i = updates - warmup, 0
+    while done >= 2**i * period:
+        done, i = done - 2**i * period, i + 1
+    share = (1 + math.cos(math.pi * done / (2**i * period))) / 2
+    return 0.75**i * (minimum + (peak - minimum) * share)
+
+
+def test_the_published_schedule_of_wikitext_103_is_one_period_of_ours():
+    """Every one of the 286,000 updates; the restart would be the one after them."""
+    config = load_config("configs/wikitext103/alibi_512.toml")
+    steps = config.train.num_steps
+    rates = [learning_rate(config, step) for step in range(steps)]
+    assert rates == pytest.approx([fairseq_rate(n) for n in range(steps)], rel=1e-12, abs=0)
+    assert (steps, rates[0], max(rates)) == (286_000, 1e-7, rates[16_000])
+    assert fairseq_rate(steps) == 0.75, "the second period begins where the run ends"
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -43,6 +43,9 @@ def test_the_table_names_no_other_keys():
     assert {entry for entry in EFFECTS if "." not in entry} == listed
 
 
+FIXED = ("model.num_layers", "model.final_layernorm", "optimizer.name", "data.vocab_size")
+
+
 def test_the_classes_are_those_that_the_documentation_promises():
     changes_training = {
         "run.seed",
@@ -54,13 +57,14 @@ def test_the_classes_are_those_that_the_documentation_promises():
         "data.per_document_attention",
         "train.precision",
         *(key for key in KEYS if key.startswith(("optimizer.", "schedule."))),
-    } - {"optimizer.initial_loss_scale_power"}
+        "model.activation_dropout",
+    } - {"optimizer.initial_loss_scale_power", "optimizer.name"}
     sections = ("checkpoint.", "evaluation.", "logging.")
     free = {"batch.micro_batch_size", "train.num_steps", "run.directory", "data.num_workers"}
     free |= {key for key in KEYS if key.startswith(sections)}
     assert {effect_of(key) for key in changes_training} == {Effect.TRAJECTORY}
     assert {effect_of(key) for key in free} == {Effect.FREE}
-    assert {effect_of(key) for key in ("model.num_layers", "data.vocab_size")} == {Effect.FIXED}
+    assert {effect_of(key) for key in FIXED} == {Effect.FIXED}
     assert {effect_of(key) for key in ("data.directory", "data.tokenizer")} == {Effect.CONTENT}
 
 

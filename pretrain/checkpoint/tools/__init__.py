@@ -1,1 +1,1 @@
-"""What `pretrain checkpoint` does: list, show, verify, diff, prune and consolidate."""
+"""The subcommands of `pretrain checkpoint`: list, show, verify, diff, prune and consolidate."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.content import MASTER, MOMENTS
+from pretrain.checkpoint.content import MASTER
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.checkpoint.tools.table import table
@@ -18,7 +18,12 @@ from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.holds import hold
 from pretrain.rundir.lineage import Lineage
 
-_WORDS = {MASTER: "weights", MOMENTS[0]: "first moments", MOMENTS[1]: "second moments"}
+_WORDS = {
+    MASTER: "weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "momentum_buffer": "momentum",
+}
 
 
 @dataclass
@@ -168,6 +173,8 @@ def _tensor_summary(found: Comparison) -> list[str]:
     lines: list[str] = []
     for kind, words in _WORDS.items():
         own = [t for name, t in found.tensors.items() if name.startswith(f"{kind}/")]
+        if not own:
+            continue
         equal = sum(t.is_equal for t in own)
         text = f"{words}: {equal} of {len(own)} bit-equal"
         if differing := [t for t in own if not t.is_equal and not t.problem]:
@@ -193,7 +200,7 @@ def _data(a: Checkpoint, b: Checkpoint) -> list[str]:
 def _state(a: Checkpoint, b: Checkpoint) -> list[str]:
     values: dict[str, list[Any]] = {
         "samples": [c.trainer_state.consumed_samples for c in (a, b)],
-        "updates by Adam": [c.adam_steps for c in (a, b)],
+        "updates": [c.adam_steps for c in (a, b)],
         "loss scaler": [c.loss_scaler_state for c in (a, b)],
     }
     return [f"{name}: {x} -> {y}" for name, (x, y) in values.items() if x != y]

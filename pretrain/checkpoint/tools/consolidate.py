@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.content import CONFIG, MASTER, MOMENTS
+from pretrain.checkpoint.content import CONFIG, MASTER
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
@@ -59,7 +59,7 @@ def consolidate(
         source: The checkpoint, or a run, which means its newest one.
         out: The directory to make.
         dtype: A key of DTYPES, for the weights. The moments stay fp32.
-        with_optimizer: Also write Adam's moments, to files named optimizer*.
+        with_optimizer: Also write the optimizer's moments, to files named optimizer*.
         max_shard_bytes: Most bytes of tensors in a file.
 
     Returns:
@@ -83,7 +83,8 @@ def consolidate(
         with new_directory(out) as partial:
             _write_set(checkpoint, partial, "model", [MASTER], dtype, max_shard_bytes)
             if with_optimizer:
-                _write_set(checkpoint, partial, "optimizer", list(MOMENTS), "fp32", max_shard_bytes)
+                moments = checkpoint.config.moments
+                _write_set(checkpoint, partial, "optimizer", moments, "fp32", max_shard_bytes)
             if checkpoint.tokenizer_file is not None:
                 content = (path / checkpoint.tokenizer_file).read_bytes()
                 replace_file(partial / checkpoint.tokenizer_file, content, durable=True)
@@ -106,14 +107,14 @@ def _write_set(
         checkpoint: The checkpoint.
         directory: Where to.
         stem: The files' name begins with it.
-        kinds: Of MASTER and MOMENTS. A key names its kind unless there is only one.
+        kinds: MASTER, or moments, whose keys name their kind.
         dtype: A key of DTYPES.
         max_shard_bytes: Most bytes of tensors in a file.
     """
     item = DTYPES[dtype][0].itemsize
     entries = [
         _Entry(
-            name if len(kinds) == 1 else f"{kind}/{name}",
+            name if kind == MASTER else f"{kind}/{name}",
             f"{kind}/{name}",
             shape,
             item * math.prod(shape),

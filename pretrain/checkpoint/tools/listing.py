@@ -70,7 +70,7 @@ def list_run(run: Path) -> list[Row]:
 
 
 def format_rows(run: Path | str, rows: Sequence[Row]) -> str:
-    """Return the list for people.
+    """Return the list as text.
 
     Args:
         run: The run's directory or URL.

@@ -82,7 +82,7 @@ def plan(run: Path, policy: Policy) -> Plan:
 
 
 def describe(plan: Plan) -> str:
-    """Return the plan for people."""
+    """Return the plan as text."""
     if not plan.delete:
         return f"nothing to delete; {len(plan.stay)} checkpoints stay"
     lines = [f"delete {path}  {size(_bytes(path))}" for path in plan.delete]

@@ -6,7 +6,7 @@ import math
 import shlex
 from pathlib import Path
 
-from pretrain.checkpoint.content import MASTER, MOMENTS
+from pretrain.checkpoint.content import MASTER
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.checkpoint.tools.slabs import read_slabs, slabs
 from pretrain.checkpoint.tools.table import moment, size, table
@@ -14,6 +14,8 @@ from pretrain.config.describe import describe
 from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
 from pretrain.rundir.holds import hold
 from pretrain.rundir.provenance import printable
+
+_OPTIMIZERS = {"adamw": "Adam", "nag": "NAG"}
 
 
 def show_source(source: Path, tensors: bool = False) -> str:
@@ -51,7 +53,10 @@ def _identity(checkpoint: Checkpoint, saved_at: float) -> str:
         ("saved at", moment(saved_at)),
         ("step", f"{lineage.step:,} of {config.train.num_steps:,}"),
         ("tokens", f"{tokens:,} ({state.consumed_samples:,} samples)"),
-        ("updates", f"{checkpoint.adam_steps:,} by Adam"),
+        (
+            "updates",
+            f"{checkpoint.adam_steps:,} by {_OPTIMIZERS[checkpoint.config.optimizer.name]}",
+        ),
         ("validation loss", "not measured at this step" if loss is None else f"{loss:.6f} nats"),
     ]
     if checkpoint.loss_scaler_state:
@@ -95,7 +100,7 @@ def _made_with(checkpoint: Checkpoint) -> str:
 def _tensors(checkpoint: Checkpoint, norms: dict[str, float]) -> str:
     shapes = checkpoint.shapes
     elements = sum(math.prod(shape) for shape in shapes.values())
-    kinds = (MASTER, *MOMENTS)
+    kinds = (MASTER, *checkpoint.config.moments)
     header = ["parameter", "shape", *(f"norm of {kind}" for kind in kinds if norms)]
     rows = [
         [
@@ -105,9 +110,9 @@ def _tensors(checkpoint: Checkpoint, norms: dict[str, float]) -> str:
         ]
         for name, shape in shapes.items()
     ]
+    kept = "both moments of Adam" if len(kinds) > 2 else "the momentum of NAG"
     summary = (
-        f"{len(shapes)} parameters with {elements:,} elements; of each fp32 weights and both "
-        "moments of Adam"
+        f"{len(shapes)} parameters with {elements:,} elements; of each fp32 weights and {kept}"
     )
     return f"{summary}\n{table(header, rows, left=2)}"
 

@@ -72,7 +72,7 @@ def _rows(name: str, shape: tuple[int, ...]) -> Iterator[Slab]:
         return
     row_bytes = ITEM_BYTES * math.prod(shape[1:])
     if not row_bytes:
-        # However many rows: nothing is in them.
+        # The rows have no elements.
         return
     at_once = max(1, SLAB_BYTES // max(1, row_bytes))
     rest = (0,) * (len(shape) - 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from pretrain.checkpoint.store import Store, Stored, split_checkpoint
+from pretrain.checkpoint.store import Store, Stored
+from pretrain.checkpoint.store_names import split_checkpoint
 from pretrain.checkpoint.tools.listing import Row
 from pretrain.checkpoint.tools.table import size
 from pretrain.checkpoint.uploader import Rounds

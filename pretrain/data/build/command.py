@@ -98,7 +98,7 @@ def build(config: RunConfig, workers: int = 1, run_stage: RunStage | None = None
             if not folder.finish.exists():
                 _do_tasks(folder, plan, tokenizer, run_stage or run_here)
         except ConfigError:
-            # The mend changes the config or the text, and then the build cannot go on from here.
+            # After the config or the text has been corrected, the build cannot go on from here.
             if sum(task_sizes(plan)) < KEPT_BYTES:
                 remove_build(folder)
             raise

@@ -177,7 +177,7 @@ def remove_build(folder: BuildFolder) -> None:
     """
     for path in own_files(folder):
         if path.name != FINISH:
-            # A worker that outlives its builder may still add files; they are nobody's.
+            # A worker that outlives its builder may still add files, which are not needed.
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     folder.finish.unlink(missing_ok=True)
     (folder.path / LOCK).unlink(missing_ok=True)

@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of UTF-8."""
+        """Return the bytes in UTF-8."""
         return len(self.text.encode())
 
 

@@ -60,12 +60,12 @@ class Work:
 
     @property
     def planned(self) -> int:
-        """The task of the plan whose documents are read."""
+        """Return the task of the plan whose documents are read."""
         return self.rank if self.stage == "scan" else self.token_task.planned
 
     @property
     def holds_out(self) -> bool:
-        """True for a task whose documents the merge has held out of a corpus."""
+        """Return True for a task whose documents the merge has held out of a corpus."""
         return self.stage == "tokenize" and self.token_task.holds_out
 
     def leave_out(self, reason: str, text: str) -> None:

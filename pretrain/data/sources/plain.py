@@ -17,7 +17,7 @@ from pretrain.data.sources.found import Found, decoded, too_long
 from pretrain.data.sources.streams import compression_of, end_of, open_piece, shrunk
 
 _BLANK = b" \t\r\n"
-"""A line of these bytes alone is blank: it looks so to whoever wrote it."""
+"""A line of these bytes alone is blank."""
 
 _CHUNK_BYTES = 2**20
 

@@ -82,7 +82,7 @@ class WordTokenizer(Tokenizer):
         return "\n".join(map(" ".join, lines))
 
     def check_trainable(self) -> None:
-        """Do nothing: who counts words wants to compare perplexities of words, and not to export.
+        """Do nothing: models of whole words are trained to be compared, not to be exported.
 
         `pretrain config` says that such a run is not exported.
         """

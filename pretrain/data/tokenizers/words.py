@@ -35,7 +35,7 @@ MAX_WORD_CHARACTERS = 64
 
 
 class Cut(NamedTuple):
-    """Where a text is cut into words."""
+    """Two patterns by which a text is cut into words."""
 
     words: re.Pattern[str]
     """Matches word after word, without gaps."""

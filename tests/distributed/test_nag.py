@@ -1,0 +1,192 @@
+"""The published recipe of WikiText-103: NAG, dropout of activations and no final LayerNorm.
+
+NAG's updates are linear in the gradients, so weights are compared within the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from pretrain.checkpoint.load import load_global_state
+from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.optim.schedule import learning_rate
+from pretrain.rundir.checkpoints import find_checkpoint
+from tests.conftest import LAYOUTS, mark_torture, tiny_config
+from tests.distributed import tasks
+from tests.reference.dense_gpt import DenseGPT, is_decayed, random_state, train_dense
+from tests.reference.nag import FairseqNAG
+
+STEPS = 20
+NAG = {"name": "nag", "learning_rate": 0.05, "momentum": 0.9, "clip_grad": 0.1}
+WARMUP = {"lr_decay_style": "cosine", "lr_warmup_steps": 4, "lr_warmup_init": 1e-7}
+RECIPE = {
+    "model": {"final_layernorm": False, "hidden_act": "relu"},
+    "optimizer": NAG,
+    "schedule": {**WARMUP, "min_learning_rate": 1e-4},
+}
+NAG_LAYOUTS = {
+    **LAYOUTS,
+    "zero2-dp2": (2, {"zero_stage": 2}),
+    "zero3-dp2": (2, {"zero_stage": 3}),
+    "zero3-tp2sp-dp2": (
+        4,
+        {"zero_stage": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+}
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    """Sequences that each count up by a stride, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(13)
+    start = torch.randint(0, 500, (count, 8, 1), generator=generator)
+    stride = torch.randint(1, 4, (count, 8, 1), generator=generator)
+    return list((start + stride * torch.arange(33)) % 500)
+
+
+@functools.cache
+def _expected():
+    config = tiny_config(**RECIPE)
+    state = random_state(config, seed=11)
+    rates = [learning_rate(config, step) for step in range(STEPS)]
+    return state, *train_dense(config, state, batches(STEPS), rates)
+
+
+CORE = {("dp2",), ("tp2pp2sp",), ("zero2-dp2",), ("zero3-dp2",)}
+
+
+@pytest.mark.parametrize(("layout",), mark_torture([(name,) for name in NAG_LAYOUTS], CORE))
+def test_twenty_steps_equal_fairseqs_formula(pools, layout):
+    processes, parallel = NAG_LAYOUTS[layout]
+    state, losses, norms, weights = _expected()
+    config = tiny_config(parallel=parallel, **RECIPE)
+    actual = pools(processes).run(tasks.train_steps, config, state, batches(STEPS))[0]
+    assert actual["losses"] == pytest.approx(losses, rel=2e-5)
+    assert actual["norms"] == pytest.approx(norms, rel=2e-4)
+    assert losses[-1] < losses[0] - 0.2, "nothing was learned, so nothing was compared"
+    assert max(norms) > config.optimizer.clip_grad, "nothing was clipped"
+    assert actual["weights"].keys() == weights.keys()
+    assert "decoder.final_layernorm.weight" not in weights
+    for name, expected in weights.items():
+        torch.testing.assert_close(
+            actual["weights"][name], expected, rtol=0, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+DROPPED = [(layout, r) for layout in ("tp2", "tp2sp", "dp2") for r in ("none", "full")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    mark_torture(DROPPED, {("tp2", "none"), ("tp2", "full"), ("tp2sp", "full"), ("dp2", "none")}),
+)
+def test_activations_are_dropped_by_the_masks_of_each_rank(pools, layout, recompute):
+    """The dense reference with the masks that the ranks' generators give: losses and updates."""
+    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    processes, parallel = {**NAG_LAYOUTS, "tp2sp": (2, sequence)}[layout]
+    data = 1 if layout.startswith("tp2") else 2
+    model = {**RECIPE["model"], "activation_dropout": 0.3}
+    config = tiny_config(
+        parallel=parallel,
+        **{**RECIPE, "model": model},
+        batch={"micro_batch_size": 8 // data},
+        train={"recompute_granularity": recompute},
+    )
+    state, given = random_state(config, seed=11), batches(3)
+    masks = pools(processes).run(tasks.activation_masks, config, 3)[0]
+    actual = pools(processes).run(tasks.train_steps, config, state, given)[0]
+    dense = DenseGPT(config).load_global_state(state)
+    named = dict(dense.named_parameters())
+    groups = [
+        {"params": [p], "weight_decay": config.optimizer.weight_decay * is_decayed(name, p)}
+        for name, p in named.items()
+    ]
+    optimizer = FairseqNAG(groups, config.optimizer.momentum)
+    losses = []
+    for step, ids in enumerate(given):
+        dense.activation_masks = masks[step]
+        optimizer.zero_grad()
+        loss = dense.loss(ids)
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(named.values(), config.optimizer.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+    assert actual["losses"] == pytest.approx(losses, rel=2e-6)
+    for name, expected in named.items():
+        torch.testing.assert_close(actual["weights"][name], expected, rtol=0, atol=2e-6)
+    _check_statistics(masks, config.model.activation_dropout)
+
+
+def _check_statistics(masks: list[list[torch.Tensor]], p: float) -> None:
+    """Masks keep a share of 1 - p, and those of two steps, layers, halves of ranks are unrelated.
+
+    Each bound is five standard errors of a mean of independent draws.
+    """
+    every = torch.stack([mask for step in masks for mask in step])
+    kept = (every != 0).double()
+    assert torch.equal(every, (kept / (1 - p)).float())
+    assert abs(kept.mean() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    agreement = p**2 + (1 - p) ** 2
+    channels, rows = kept.shape[-1] // 2, kept.shape[1] // 2
+    pairs = [
+        (kept[..., :channels], kept[..., channels:]),
+        (kept[:, :rows], kept[:, rows:]),
+        (kept[:-1], kept[1:]),
+    ]
+    for a, b in pairs:
+        bound = 5 * (agreement * (1 - agreement) / a.numel()) ** 0.5
+        assert abs((a == b).double().mean() - agreement) < bound
+
+
+def test_without_dropout_the_layer_is_megatrons(pools):
+    """So neither bits nor launches of other models change; and evaluation drops nothing."""
+    plain, dropping = tiny_config(), tiny_config(model={"activation_dropout": 0.5})
+    [kinds] = pools(1).run(tasks.second_linear_layers, plain)
+    assert set(kinds) == {"RowParallelLinear"}
+    [kinds] = pools(1).run(tasks.second_linear_layers, dropping)
+    assert set(kinds) == {"DropoutRowParallelLinear"}
+    state, tokens = random_state(plain, seed=3), batches(1)[0]
+    with_it, without = (
+        pools(1).run(tasks.evaluated_logits, config, state, tokens)[0]
+        for config in (dropping, plain)
+    )
+    assert torch.equal(with_it, without)
+
+
+def test_layouts_may_change_between_starts(pools, tiny_data, tmp_path):
+    """ZeRO 3 on two ranks -> tp2 x pp2 -> ZeRO 2 follows one undisturbed run."""
+
+    def config(name, parallel):
+        return tiny_config(
+            run={"directory": str(tmp_path / name)},
+            data={"directory": str(tiny_data)},
+            parallel=parallel,
+            **RECIPE,
+        )
+
+    expected = pools(2).run(tasks.continue_run, config("whole", {}), "auto", 9)[0]
+    losses = []
+    for layout, until in (("zero3-dp2", 3), ("tp2pp2sp", 6), ("zero2-dp2", 9)):
+        processes, parallel = NAG_LAYOUTS[layout]
+        moving = config("moving", parallel)
+        part = pools(processes).run(tasks.continue_run, moving, "auto", until)[0]
+        assert part["began"] == until - 3
+        losses += part["losses"]
+    assert losses == pytest.approx(expected["losses"], rel=1e-5)
+    whole, moved = (
+        open_checkpoint(find_checkpoint(tmp_path / name)) for name in ("whole", "moving")
+    )
+    assert whole.adam_steps == moved.adam_steps == 9
+    a, b = load_global_state(whole), load_global_state(moved)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-6)
+    # One moment: 8 bytes a parameter.
+    kinds = {name.partition("/")[0] for name in moved.index.tensors}
+    assert kinds == {"master", "momentum_buffer"}
+    tensors = sum(size for name, size in moved.files.items() if name.endswith(".safetensors"))
+    elements = sum(tensor.numel() for tensor in b.values())
+    assert 8 * elements <= tensors < 8 * elements + 32_768
