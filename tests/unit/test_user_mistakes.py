@@ -26,6 +26,7 @@ global_batch_size = 32
 
 [data]
 directory = "data/small"
+source = "shakespeare"
 sequence_length = 64
 
 [optimizer]
