@@ -72,6 +72,7 @@ def load_with_origins(
         ConfigError: As for `load_config`.
     """
     layered = read_layers(Path(path))
+    _check_kind(layered.values, path)
     values = overridden(layered.values | dict(sections or {}), overrides)
     elsewhere = {key_of(override): SET for override in overrides}
     elsewhere |= {key: GIVEN for key in sections or {}}
@@ -156,6 +157,22 @@ def dump_config(config: RunConfig) -> str:
 
 def _dumped(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def _check_kind(values: Mapping[str, Any], path: str | Path) -> None:
+    """Refuse a file of another kind by its name, where each of its keys would be unknown."""
+    if {"run", "model", "train"} & set(values):
+        return
+    if {"title", "methods", "training_lengths", "configs", "config"} & set(values):
+        raise ConfigError(
+            f"{path}: a study file, not the config of a run. Its runs are trained by "
+            f"`pretrain study {path}`"
+        )
+    if {"nodes", "cpus_per_node", "partition"} & set(values):
+        raise ConfigError(
+            f"{path}: a site file, not the config of a run. Give it as --site {path}, beside the "
+            "config"
+        )
 
 
 def _check_integers(values: Mapping[str, Any]) -> None:

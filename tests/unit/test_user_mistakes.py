@@ -7,6 +7,12 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config, parse_config
+from pretrain.data.sources.locations import find
+from pretrain.data.sources.plain import parse_json
+from pretrain.data.tokenizers.base import read_tokenizer
+from pretrain.launcher.cluster import load_site
+
+ROOT = Path(__file__).parents[2]
 
 TEXT = """\
 [run]
@@ -142,3 +148,29 @@ def test_a_file_of_any_editor_is_the_same_config(path, encoding, end):
     expected = load_config(path)
     path.write_bytes(TEXT.replace("\n", end).replace("num_", "\tnum_").encode(encoding))
     assert load_config(path) == expected
+
+
+def test_a_study_or_a_site_file_is_no_config_and_the_reverse(path, tmp_path):
+    study = tmp_path / "study.toml"
+    study.write_text('title = "x"\nconfig = "small.toml"\n[evaluation]\nlengths = [64]\n')
+    assert message(study).startswith(f"{study}: a study file, not the config of a run. Its runs")
+    site = ROOT / "slurm" / "site.v100.toml"
+    assert message(site).startswith(f"{site}: a site file, not the config of a run. Give it as")
+    with pytest.raises(ConfigError, match="the config of a run, not a site file"):
+        load_site(path)
+
+
+def test_sources_and_tokenizers_that_are_not_there_say_what_to_give(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    with pytest.raises(ConfigError, match=r'a directory\. Name its files: "text/\*\*/\*\.txt"'):
+        find("data.paths", ("text",))
+    fault = parse_json(0, b'{"content": "hello"}', "text").fault
+    assert 'no key "text". Set text_field to the key that holds the text' in fault
+    with pytest.raises(ConfigError, match="models on the Hub are not looked up by name"):
+        read_tokenizer(Path("gpt2"))
+
+
+def test_a_run_does_not_move_into_its_data(path):
+    said = message(path, "run.directory=data//small/")
+    assert f"{path}: --set run.directory = data//small/: is data.directory, too. Give" in said
