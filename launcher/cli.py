@@ -286,7 +286,7 @@ def status(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN ...]", help="Directories of runs. Default: all runs below runs/."
+            metavar="RUN", help="Directories of runs. Default: all runs below runs/."
         ),
     ] = None,
     watch: Annotated[

@@ -258,7 +258,7 @@ def evaluate(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN|CHECKPOINT...",
+            metavar="RUN|CHECKPOINT",
             help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
         ),
     ],
@@ -355,7 +355,7 @@ def report(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN|FILE.json...",
+            metavar="RUN|FILE.json",
             help="Directories of runs whose checkpoints were evaluated, or curve.json files of "
             "reports.",
         ),

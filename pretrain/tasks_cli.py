@@ -14,7 +14,7 @@ def evaluate_tasks(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN|CHECKPOINT...",
+            metavar="RUN|CHECKPOINT",
             help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
         ),
     ],
