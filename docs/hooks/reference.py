@@ -31,7 +31,11 @@ FILES: dict[str, tuple[str, type[BaseModel]]] = {
 """Other TOML files than a run's config: name of the page -> its title, and the file's keys."""
 _WORDS = {str: "text", bool: "true or false", int: "integer", float: "number", dict: "table"}
 _BOUNDS = {"gt": "greater than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
-_SHAPES = {"min_length": "not empty", "max_length": "at most {} of them", "pattern": "matching `{}`"}
+_SHAPES = {
+    "min_length": "not empty",
+    "max_length": "at most {} of them",
+    "pattern": "matching `{}`",
+}
 _ON_RESUME = {
     Effect.FIXED: "cannot change",
     Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",

@@ -33,7 +33,7 @@ class ModelSection(Section):
     """[model]: the shape of the GPT (pre-LayerNorm decoder) and its initialisation."""
 
     num_layers: int = Field(gt=0)
-    """Transformer layers."""
+    """Transformer layers. More layers make a larger model, which pipeline stages can split."""
 
     hidden_size: int = Field(gt=0)
     """Width of the residual stream; a multiple of num_attention_heads."""
@@ -42,8 +42,9 @@ class ModelSection(Section):
     """Query heads of each layer. Tensor parallelism splits them, so its size must divide them."""
 
     num_query_groups: int | None = Field(default=None, gt=0)
-    """Key/value heads (grouped-query attention). Default: one per query head. 1 is multi-query
-    attention."""
+    """Key/value heads (grouped-query attention), a divisor of num_attention_heads. Default: one per
+    query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; such a
+    model has no export."""
 
     ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner width of the MLP. Default: 4 x hidden_size."""
@@ -65,10 +66,10 @@ class ModelSection(Section):
     adaptive_cutoffs: tuple[PositiveInt, ...] | None = Field(default=None, strict=False)
     """[20000, 60000]: adaptive inputs and an adaptive softmax, as in Baevski and Auli 2019 and in
     fairseq. Token ids below the first cutoff are the head; the ids from each cutoff to the next one
-    are a tail, whose embeddings are narrower. Ids are to be ordered by frequency, as those of
-    data.tokenizer = "words" are. With tie_word_embeddings the softmax has the words and the tails'
-    projections of the input. Not split by tensor or pipeline parallelism, and no Hugging Face class
-    holds it. Default: one embedding of hidden_size for all tokens."""
+    are a tail, whose embeddings are narrower. Ids have to be ordered by frequency, as those of
+    data.tokenizer = "words" are. With tie_word_embeddings the softmax shares the input's embeddings
+    and the projections of its tails. Tensor and pipeline parallelism cannot split it, and it cannot
+    be exported. Default: one embedding of hidden_size for all tokens."""
 
     adaptive_factor: int = Field(default=4, gt=0)
     """adaptive_cutoffs: tail i has embeddings of hidden_size / adaptive_factor^i channels, i from 1
@@ -79,9 +80,9 @@ class ModelSection(Section):
     (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
 
     embedding_scale: AutoOrPositive = "auto"
-    """Factor on the word embeddings, alike for every position method. auto: sqrt(hidden_size), as
-    in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long", which makes no
-    difference between its methods; 1 behind an embedding LayerNorm. GPT-2 has 1."""
+    """Factor on the word embeddings, the same for every position method. auto: sqrt(hidden_size),
+    as in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; but 1 with
+    model.embedding_layernorm. Set 1 for embeddings as in GPT-2."""
 
     embedding_layernorm: bool = False
     """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
@@ -90,17 +91,19 @@ class ModelSection(Section):
 
     parallel_residual: bool = False
     """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
-    Pythia do; false feeds the MLP what attention has added to."""
+    Pythia do. false: the MLP's input has the output of attention in it, as in GPT-2."""
 
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
     suits training that sees every token once."""
 
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the attention weights."""
+    """Dropout probability of the attention weights. Raise it, as hidden_dropout, when the same text
+    is read several times and the validation loss rises."""
 
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in every LayerNorm."""
+    """Added to the variance in every LayerNorm, so that nothing is divided by zero. Change it to
+    continue a model that was trained with another value."""
 
     init_method_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
@@ -149,7 +152,8 @@ class PositionSection(Section):
     states; earlier releases had this one. In both, sines come first and then cosines."""
 
     rotary_base: int = Field(default=10_000, gt=0)
-    """rotary: base of the frequencies."""
+    """rotary: base of the frequencies. A larger one makes rotations slower, as models for long
+    contexts have them."""
 
     rotary_percent: float = Field(default=1.0, gt=0, le=1)
     """rotary: share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia
@@ -222,8 +226,8 @@ class BatchSection(Section):
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
         default=None, strict=False
     )
-    """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` from
-    time to time, so that global_batch_size is reached after `samples` sequences, as in Megatron.
+    """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` at
+    equal distances, so that global_batch_size is reached after `samples` sequences, as in Megatron.
     The learning rate still follows the steps. Default: global_batch_size from the first step."""
 
 
@@ -234,13 +238,15 @@ class OptimizerSection(Section):
     """Peak learning rate, which [schedule] warms up to and decays from."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the mean of the gradients."""
+    """Decay per step of the running mean of the gradients."""
 
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the mean of the squared gradients."""
+    """Decay per step of the running mean of the squared gradients. Large models often use 0.95;
+    Adam's own default of 0.999 averages over more steps."""
 
     adam_eps: float = Field(default=1e-8, gt=0)
-    """Added to the square root of the second moment."""
+    """Added to the square root of the second moment, so that an update with tiny gradients stays
+    small."""
 
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Biases, LayerNorms and slopes are never decayed."""
@@ -287,7 +293,8 @@ class TrainSection(Section):
     """[train]: length, precision, recomputation, fused operations, and checks of its health."""
 
     num_steps: int = Field(gt=0)
-    """Optimizer steps of the whole run, those of earlier attempts included."""
+    """Optimizer steps of the whole run, including those of earlier attempts. It may be raised
+    later; schedules that decay until the last step are then another schedule."""
 
     objective: Literal["next_token", "masked"] = "next_token"
     """What the model learns to predict. next_token: each token, from those before it. masked: as in
@@ -380,11 +387,11 @@ class EvaluationSection(Section):
     max_time_share is set too."""
 
     max_time_share: float | None = Field(default=None, gt=0, le=1)
-    """Most seconds of the evaluations in the training loop, as a share of the seconds of its steps,
-    both measured: an evaluation that would exceed it is left out, the log says so, and the next one
-    is due interval_steps later. Each evaluation scores the same tokens, so that curves stay
-    comparable. The last step is evaluated in any case. Default: 0.02, or no bound if interval_steps
-    is set."""
+    """The most time that evaluations in the training loop may take, as a share of the time of its
+    steps: 0.02 is 2 %. Both are measured. An evaluation that would exceed it is left out, the log
+    says so, and the next one is due interval_steps later. Every evaluation scores the same tokens,
+    so that curves stay comparable. The last step is evaluated in any case. Default: 0.02, or no
+    bound if interval_steps is set."""
 
     lengths: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,
@@ -443,10 +450,12 @@ class LoggingSection(Section):
     """Steps from one printed line to the next; the first step of a start is printed, too."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
-    """Weights & Biases: write to RUN/wandb for a later `wandb sync`, send at once, or neither."""
+    """Weights & Biases. offline: write to RUN/wandb, which `wandb sync RUN/wandb/offline-run-*`
+    sends later. online: send while training; needs WANDB_API_KEY or `wandb login`. disabled: write
+    nothing. Without the package wandb nothing is written, and the run trains on."""
 
     wandb_project: str = "pretrain"
     """Project that the run appears under in Weights & Biases."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files to RUN/tensorboard."""
+    """Write TensorBoard event files to RUN/tensorboard, which `tensorboard --logdir` shows."""
