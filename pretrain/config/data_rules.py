@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,14 +21,6 @@ DOCUMENT_BACKENDS = ("auto", "triton", "sdpa", "reference")
 def check_data(c: RunConfig) -> Iterator[Refusal]:
     """Check that every corpus has the files it needs, and that a shard holds a block."""
     d = c.data
-    # To build the data anew one removes its directory, and with it the run.
-    if os.path.normpath(c.run.directory) == os.path.normpath(d.directory):
-        yield Refusal(
-            "run.directory",
-            c.run.directory,
-            "is data.directory, too",
-            "Give the run a directory of its own",
-        )
     if d.corpora:
         yield from _corpora(d)
     else:

@@ -128,6 +128,7 @@ def model_card(
     }
     prompt = harness.prompt_of(extras.documents)
     title = _TITLES.get(method, method)
+    explained = _ALIBI if method == "alibi" else ""
     spelled = _SPLIT if extras.split_special_tokens else _FOUND
     lines = [
         "---",
@@ -136,7 +137,7 @@ def model_card(
         "",
         f"# Language model with {title} positions, trained at {length} tokens",
         "",
-        f"A decoder-only language model, which continues a text.{_ALIBI if method == 'alibi' else ''}",
+        f"A decoder-only language model, which continues a text.{explained}",
         "",
         "| | |",
         "|---|---|",

@@ -11,6 +11,7 @@ from pretrain.data.sources.locations import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizers.base import read_tokenizer
 from pretrain.launcher.cluster import load_site
+from pretrain.rundir.starts import check_goes_on
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,6 +172,11 @@ def test_sources_and_tokenizers_that_are_not_there_say_what_to_give(tmp_path, mo
         read_tokenizer(Path("gpt2"))
 
 
-def test_a_run_does_not_move_into_its_data(path):
-    said = message(path, "run.directory=data//small/")
-    assert f"{path}: --set run.directory = data//small/: is data.directory, too. Give" in said
+def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path):
+    config = load_config(path, [f"run.directory={tmp_path / 'data'}"])
+    check_goes_on(config)
+    manifest = tmp_path / "data" / "train" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    with pytest.raises(ConfigError, match="data: holds a data set. Give the run a directory of"):
+        check_goes_on(config)
