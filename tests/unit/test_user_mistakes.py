@@ -178,5 +178,5 @@ def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path
     manifest = tmp_path / "data" / "train" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.touch()
-    with pytest.raises(ConfigError, match="data: holds a data set. Give the run a directory of"):
+    with pytest.raises(ConfigError, match=r"data: holds a data set\. Give the run a directory of"):
         check_goes_on(config)
