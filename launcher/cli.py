@@ -285,9 +285,7 @@ def evaluate_checkpoints(
 def status(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[RUN ...]", help="Directories of runs. Default: all runs below runs/."
-        ),
+        typer.Argument(metavar="RUN", help="Directories of runs. Default: all runs below runs/."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Print it again every few seconds, until Ctrl-C.")

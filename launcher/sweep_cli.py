@@ -29,7 +29,7 @@ def sweep(
     configs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CONFIG...",
+            metavar="CONFIG",
             help="TOML file that the runs have in common; or, without --over, of each run.",
         ),
     ],

@@ -88,7 +88,7 @@ def verify(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN|CHECKPOINT|URL...",
+            metavar="RUN|CHECKPOINT|URL",
             help="Runs, which mean all of their checkpoints, single checkpoints, or URLs as in "
             "checkpoint.upload_to.",
         ),

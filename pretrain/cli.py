@@ -118,6 +118,10 @@ def config(
     from pretrain.config.describe import describe, with_origins
 
     run, origins = load_with_origins(config, overrides)
+    # The fewest processes that can hold the model. A batch that fits none of them fits no number.
+    parallel = run.parallel
+    if parallel.world_size is None:
+        run.layout(parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     print(with_origins(dump_config(run), origins))
     print()
     print(describe(run, tokenizer_obstacles(run)))
@@ -346,7 +350,7 @@ def report(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN|FILE.json...",
+            metavar="RUN|FILE.json",
             help="Directories of runs whose checkpoints were evaluated, or curve.json files of "
             "reports.",
         ),

@@ -31,7 +31,11 @@ FILES: dict[str, tuple[str, type[BaseModel]]] = {
 """Other TOML files than a run's config: name of the page -> its title, and the file's keys."""
 _WORDS = {str: "text", bool: "true or false", int: "integer", float: "number", dict: "table"}
 _BOUNDS = {"gt": "greater than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
-_SHAPES = {"min_length": "not empty", "max_length": "at most {} of them", "pattern": "as in `{}`"}
+_SHAPES = {
+    "min_length": "not empty",
+    "max_length": "at most {} of them",
+    "pattern": "matching `{}`",
+}
 _ON_RESUME = {
     Effect.FIXED: "cannot change",
     Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",
@@ -110,7 +114,9 @@ def _key(key: str, name: str, field: FieldInfo, *more: str) -> Iterator[str]:
         more: Further sentences.
     """
     yield f"### {name} {{ #{key.replace('.', '-')} }}"
-    default = "required" if field.is_required() else f"default {_value(field.default)}"
+    # What a key that is left out means is said by its docstring.
+    default = "optional" if field.default is None else f"default {_value(field.default)}"
+    default = "required" if field.is_required() else default
     yield f"{describe_type(field)}, {default}. {' '.join(more)}".strip()
     yield _plain(field.description or "")
 
@@ -249,7 +255,7 @@ def _cell(text: str) -> str:
 def _plain(text: str) -> str:
     """Return a docstring's text with what Markdown would take for its own escaped, but `code`."""
     return "".join(
-        part if part.startswith("`") else re.sub(r"([<>*_\[\]])", r"\\\1", part)
+        part if part.startswith("`") else re.sub(r"([>*_\[\]])", r"\\\1", part.replace("<", "&lt;"))
         for part in re.split(r"(`[^`]*`)", _unwrapped(text))
     )
 

@@ -49,7 +49,7 @@ Source = Annotated[
 Sources = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN|CHECKPOINT...",
+        metavar="RUN|CHECKPOINT",
         help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
     ),
 ]

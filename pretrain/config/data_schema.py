@@ -33,8 +33,8 @@ class CorpusSection(Section):
     proportional to size and one pass reads every corpus once."""
 
     weight: float | None = Field(default=None, ge=1e-9, le=1e15)
-    """Share of the training samples, relative to the weights of the other corpora, whatever its
-    size. Either all corpora have a weight or none, and then none has epochs."""
+    """Share of the training samples, relative to the weights of the other corpora and independent
+    of its size. Set it for all corpora or for none; no corpus may have epochs beside it."""
 
 
 class DataSection(Section):
@@ -49,9 +49,10 @@ class DataSection(Section):
     """Training length L in tokens."""
 
     vocab_size: int = Field(default=32_000, gt=300)
-    """Pieces of the tokenizer: 256 bytes, a few control pieces, and learned ones. Of "words": so
-    many words, the four included that fairseq begins with; a text that has fewer may be padded to a
-    multiple of 8, as fairseq does (WikiText-103: 267_744)."""
+    """Entries of the vocabulary. SentencePiece: 256 bytes, a few control pieces and the learned
+    pieces. "words": the most frequent words, and the four special ones with which fairseq's
+    vocabulary begins. A text with fewer words may be padded to a multiple of 8, as fairseq does
+    (WikiText-103: 267_744)."""
 
     source: Source = "text"
     """How the files hold documents. text: one document per file. blank_lines: documents parted by
@@ -81,24 +82,25 @@ class DataSection(Section):
     one document. A data set of a single document is cut in two instead."""
 
     validation_bytes: int = Field(default=3_000_000, gt=0)
-    """The held-out documents of the whole data set have at most about so many bytes of text (the
-    default is some 650K tokens), whatever validation_fraction is."""
+    """The most bytes of text that are held out of the whole data set, approximately (the default is
+    some 650K tokens), even where validation_fraction would hold out more."""
 
     tokenizer: str | None = None
     """Path of the tokenizer to use: a SentencePiece .model, a Hugging Face tokenizer.json or a
     fairseq dict.txt. "words": the words of the training documents, which white space parts, by
     fairseq's rules: `</s>` ends each line, the most frequent words come first, and those beyond
-    vocab_size are `<unk>`, as is a word that is spelled so. Perplexity is then per word, line ends
-    included. Default: train a SentencePiece BPE of vocab_size pieces on the training documents."""
+    vocab_size become `<unk>`, as does the text "<unk>". Perplexity is then per word, where a line's
+    end counts as a word. Default: train a SentencePiece BPE of vocab_size pieces on the training
+    documents."""
 
     tokenizer_training_bytes: int = Field(default=100_000_000, gt=0)
-    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Words are
-    counted in all of them."""
+    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Has no
+    effect on "words", which are counted in all documents."""
 
     bytes_per_task: int = Field(default=256_000_000, gt=0)
-    """A build's unit of work: about so many bytes of the corpus. A build that was interrupted goes
-    on with the tasks that are not done. Every task begins new shards, so a change of it changes the
-    shards, unlike the number of processes or nodes."""
+    """Bytes of the corpus in a task, a build's unit of work, approximately. A build that was
+    interrupted goes on with the tasks that are not done. Every task begins new shards, so a change
+    of it changes the shards, unlike the number of processes or nodes."""
 
     tokens_per_block: int = Field(default=65_536, ge=1024)
     """Tokens in a webdataset sample, the unit that is read from disk. Documents run on across
@@ -112,9 +114,9 @@ class DataSection(Section):
     best, such as "$TMPDIR/shards": each process expands ~ and $VARIABLE for itself."""
 
     cache_bytes: int = Field(default=100_000_000_000, gt=0)
-    """The cache holds at most about so much; what was used longest ago is removed. Samples come
-    from all shards in random order, so a cache that is smaller than the data set fetches whole
-    shards over and over."""
+    """The most bytes that the cache holds, approximately; the shards that were used longest ago are
+    removed first. Samples come from all shards in random order, so a cache that is smaller than the
+    data set fetches whole shards over and over."""
 
     per_document_attention: bool = False
     """Train on each document of a sample as if it stood alone: tokens attend within their own

@@ -85,7 +85,7 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
 def _evaluations(config: RunConfig) -> str:
     """Return when a run is evaluated while it trains, and in how much of its time."""
     share = config.evaluation_time_share
-    bound = f", in at most {share:.3g} of the time" if share is not None else ""
+    bound = f", in at most {100 * share:.3g} % of the time" if share is not None else ""
     return f"every {config.evaluation_interval_steps:,} steps{bound}, and after the last one"
 
 

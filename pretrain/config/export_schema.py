@@ -29,6 +29,6 @@ class ExportSection(Section):
     also names the text that perplexities were measured on; a part of it was held out."""
 
     task_bytes: int = Field(default=2**20, ge=0)
-    """Validation text that is put beside the model, as a task for lm-eval: the first documents, up
-    to so many bytes. 0 puts none there, and no word of it into the model card: for text that must
-    not be published with the model."""
+    """The most bytes of validation text, taken from its first documents, that are put beside the
+    model as a task for lm-eval. Set 0 for text that must not be published: then none of it is in
+    the folder or in the model card."""

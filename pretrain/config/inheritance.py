@@ -7,7 +7,9 @@ base says: tables are merged key by key at every depth, any other value replaces
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -140,22 +142,79 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
     """Return the content of a file, which the last one of the chain names as its base, if any."""
     asked_by = f", the base of {chain[-1][0]}" if chain else ""
     try:
-        return tomllib.loads(file.read_text())
+        # Editors on Windows begin a file with a byte order mark, which "utf-8-sig" passes over.
+        text = file.read_text("utf-8-sig")
     except FileNotFoundError:
+        near = _similar_file(file)
         if chain:
             raise ConfigError(
                 f'{chain[-1][0]}: {BASE} = "{chain[-1][1][BASE]}": no such config file ({file}). A '
-                "base is looked for from the folder of the file that names it"
+                f"base is looked for from the folder of the file that names it{near}"
             ) from None
         raise ConfigError(
-            f"{file}: no such config file. `pretrain config --list` shows the configs that are "
-            "installed with this package"
+            f"{file}: no such config file{near}. `pretrain config --list` shows the configs that "
+            "are installed with this package"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except IsADirectoryError as error:
+        inner = file / "config.toml"
+        remedy = f"That of a run is {inner}" if inner.is_file() else "Name a file in it"
+        raise ConfigError(
+            f"{file}: not a readable config file{asked_by}: {error.strerror}. {remedy}"
+        ) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{file}: not a readable config file{asked_by}: line {line} is not UTF-8 (byte "
+            f"0x{error.object[error.start]:02x}). Save the file as UTF-8"
+        ) from None
+    except OSError as error:
         raise ConfigError(f"{file}: not a readable config file{asked_by} ({error})") from None
+    try:
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         # Also what Python refuses: integers of thousands of digits, brackets a thousand deep.
-        raise ConfigError(f"{file}: not valid TOML{asked_by}: {error}") from None
+        said = f"{error}{_quoted_line(text, str(error))}{_other_format(file)}"
+        raise ConfigError(f"{file}: not valid TOML{asked_by}: {said}") from None
+
+
+def _similar_file(file: Path) -> str:
+    """Return the end of the message about a missing file: one beside it with a similar name."""
+    try:
+        names = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".toml")]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(file.name, names, 1, 0.8)
+    return f", did you mean {file.parent / near[0]}?" if near else ""
+
+
+def _quoted_line(text: str, message: str) -> str:
+    """Return the line that an error of tomllib is about, with how to write what is often wrong."""
+    place = re.search(r"at line (\d+), column", message)
+    # TOML counts the lines that \n ends.
+    lines = text.split("\n")
+    if place is None or int(place[1]) > len(lines):
+        return ""
+    line = lines[int(place[1]) - 1].strip()
+    shown = line if len(line) <= 60 else f"{line[:60]}..."
+    remedy = ""
+    if "Cannot overwrite" in message:
+        remedy = ". The key is given twice; remove one of the two lines"
+    elif "Cannot declare" in message:
+        remedy = ". The section begins twice; put its keys below one header"
+    elif re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z]\S*", line):
+        remedy = ". A text stands in quotes; true and false do not, in lower case"
+    elif re.match(r"[\w.-]+\s*=\s*[\d.]+[A-Za-z%,]", line):
+        remedy = ". A number has digits alone, without a unit: 50000 or 50_000"
+    return f": {shown!a}{remedy}"
+
+
+def _other_format(file: Path) -> str:
+    """Return a hint for a file that is named as one of another format."""
+    if file.suffix.lower() in (".yaml", ".yml", ".json", ".py", ".cfg", ".ini"):
+        return (
+            '. A config is a TOML file: sections such as [model], and lines such as key = "value"'
+        )
+    return ""
 
 
 def _without(values: dict[str, Any], keys: Any, file: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def suggestion(location: list[str]) -> str:
     """
     sections = section_keys()
     if len(location) == 1:
-        near = _near(location[0], list(sections), 0.6)
+        near = _near(location[0], [*sections, "base", "remove"], 0.6)
         homes = [f"{s}.{location[0]}" for s, keys in sections.items() if location[0] in keys]
         if near or homes:
             return f", did you mean {(near or homes)[0]}?"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,7 @@ def load_with_origins(
         ConfigError: As for `load_config`.
     """
     layered = read_layers(Path(path))
+    _check_kind(layered.values, path)
     values = overridden(layered.values | dict(sections or {}), overrides)
     elsewhere = {key_of(override): SET for override in overrides}
     elsewhere |= {key: GIVEN for key in sections or {}}
@@ -84,9 +87,11 @@ def load_with_origins(
     def place(key: str) -> str:
         """Return what a message about a key begins with."""
         file = origin(key)
-        if file in (SET, GIVEN, str(path)):
-            return str(path)
-        return f"{file} (a base of {path})"
+        if file == SET:
+            return f"{path}: --set "
+        if file in (GIVEN, str(path)):
+            return f"{path}: "
+        return f"{file} (a base of {path}): "
 
     config = _checked(values, place)
     given = {key for key, _ in leaves(values)}
@@ -106,7 +111,14 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
     Raises:
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
-    return _checked(overridden(with_earlier_values(values), overrides), lambda key: origin)
+    given = {key_of(override) for override in overrides}
+
+    def place(key: str) -> str:
+        """Return what a message about a key begins with."""
+        is_given = any(key == other or key.startswith(f"{other}.") for other in given)
+        return f"{origin}: --set " if is_given else f"{origin}: "
+
+    return _checked(overridden(with_earlier_values(values), overrides), place)
 
 
 def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
@@ -114,7 +126,7 @@ def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
 
     Args:
         values: Section name -> its keys and values.
-        place: Returns what a message about a key begins with: where the key stands.
+        place: Returns what a message about a key begins with: where the key stands, and ": ".
     """
     try:
         values = expand_paths(values)
@@ -122,13 +134,15 @@ def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
         config = RunConfig.model_validate(values)
         rules.check(config)
     except ValidationError as error:
-        lines = [(_key_of(e, values), explain(e)) for e in error.errors()]
-        raise ConfigError("\n".join(f"{place(key)}: {line}" for key, line in lines)) from None
+        # A misspelled key is the reason why another one is missing, so it comes first.
+        errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        lines = [(_key_of(e, values), explain(e)) for e in errors]
+        raise ConfigError("\n".join(f"{place(key)}{line}" for key, line in lines)) from None
     except ConfigError as error:
         # Each line of a rule begins with its key: "section.key = value: reason".
         refused = str(error).splitlines()
         lines = [(line.partition(" = ")[0], line) for line in refused]
-        raise ConfigError("\n".join(f"{place(key)}: {line}" for key, line in lines)) from None
+        raise ConfigError("\n".join(f"{place(key)}{line}" for key, line in lines)) from None
     return config
 
 
@@ -143,6 +157,22 @@ def dump_config(config: RunConfig) -> str:
 
 def _dumped(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def _check_kind(values: Mapping[str, Any], path: str | Path) -> None:
+    """Refuse a file of another kind by its name, where each of its keys would be unknown."""
+    if {"run", "model", "train"} & set(values):
+        return
+    if {"title", "methods", "training_lengths", "configs", "config"} & set(values):
+        raise ConfigError(
+            f"{path}: a study file, not the config of a run. Its runs are trained by "
+            f"`pretrain study {path}`"
+        )
+    if {"nodes", "cpus_per_node", "partition"} & set(values):
+        raise ConfigError(
+            f"{path}: a site file, not the config of a run. Give it as --site {path}, beside the "
+            "config"
+        )
 
 
 def _check_integers(values: Mapping[str, Any]) -> None:
@@ -186,7 +216,9 @@ def _key_of(error: Any, values: Mapping[str, Any]) -> str:
 def explain(error: Any) -> str:
     """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
     location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
+    # lengths[1] is the second element of a list.
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    key = "".join(parts).removeprefix(".")
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key{suggestion(location)}"
     if error["type"] == "missing":
@@ -194,22 +226,33 @@ def explain(error: Any) -> str:
     got, text = error["input"], error["msg"]
     if error["type"] == "string_too_short":
         return f"{key} = {got!r}: is empty. Set a value that is not"
+    if error["type"] == "too_short":
+        return f"{key} = {got!r}: an empty list. Name at least one value, or remove the key"
+    text = text.replace("a valid tuple", "a list")
     said = f"{text[:1].lower()}{text[1:]} (got {type(got).__name__})"
-    return f"{key} = {got!r}: {said}{_remedy(error['type'], got, key)}"
+    return f"{key} = {got!r}: {said}{_remedy(error, key)}"
 
 
-def _remedy(kind: str, got: Any, key: str) -> str:
-    """Return how to write a value that has the wrong type, if that can be guessed."""
+def _remedy(error: Any, key: str) -> str:
+    """Return how to write a value that is refused, if that can be guessed."""
+    kind, got = error["type"], error["input"]
     if isinstance(got, str) and got.lower() in ("none", "null", "nil", "~"):
         return f". To remove the key, write nothing: --set {key}="
     if kind == "bool_type" and str(got).lower() in ("true", "false", "yes", "no", "0", "1"):
         return ". Write true or false"
     if kind == "int_type" and isinstance(got, float) and got.is_integer():
         return f". Write it without a point and an exponent: {got:.0f}"
-    if kind in ("int_type", "float_type") and isinstance(got, str) and _is_number(got):
-        return ". Write it without quotes"
-    if kind == "tuple_type" and isinstance(got, str):
-        return f'. Write a list: ["{got}"]'
+    if kind in ("int_type", "float_type") and isinstance(got, str):
+        if _is_number(got):
+            return ". Write it without quotes"
+        if got[:1].isdigit() or got[:1] in "+-.":
+            return ". Write all of its digits, without a unit, a comma or a space: 50000 or 50_000"
+    if kind == "tuple_type" and isinstance(got, str | int | float):
+        return f'. Write a list: ["{got}"]' if isinstance(got, str) else f". Write a list: [{got}]"
+    if kind == "literal_error" and isinstance(got, str):
+        allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        if near := difflib.get_close_matches(got.lower(), allowed, 1, 0.6):
+            return f'. Did you mean "{near[0]}"?'
     return ""
 
 

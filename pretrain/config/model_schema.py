@@ -14,7 +14,7 @@ class ModelSection(Section):
     """[model]: the shape of the GPT (pre-LayerNorm decoder) and its initialisation."""
 
     num_layers: int = Field(gt=0)
-    """Transformer layers."""
+    """Transformer layers. More layers make a larger model, which pipeline stages can split."""
 
     hidden_size: int = Field(gt=0)
     """Width of the residual stream; a multiple of num_attention_heads."""
@@ -23,8 +23,9 @@ class ModelSection(Section):
     """Query heads of each layer. Tensor parallelism splits them, so its size must divide them."""
 
     num_query_groups: int | None = Field(default=None, gt=0)
-    """Key/value heads (grouped-query attention). Default: one per query head. 1 is multi-query
-    attention."""
+    """Key/value heads (grouped-query attention), a divisor of num_attention_heads. Default: one per
+    query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; such a
+    model has no export."""
 
     ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner width of the MLP. Default: 4 x hidden_size."""
@@ -46,10 +47,10 @@ class ModelSection(Section):
     adaptive_cutoffs: tuple[PositiveInt, ...] | None = Field(default=None, strict=False)
     """[20000, 60000]: adaptive inputs and an adaptive softmax, as in Baevski and Auli 2019 and in
     fairseq. Token ids below the first cutoff are the head; the ids from each cutoff to the next one
-    are a tail, whose embeddings are narrower. Ids are to be ordered by frequency, as those of
-    data.tokenizer = "words" are. With tie_word_embeddings the softmax has the words and the tails'
-    projections of the input. Not split by tensor or pipeline parallelism, and no Hugging Face class
-    holds it. Default: one embedding of hidden_size for all tokens."""
+    are a tail, whose embeddings are narrower. Ids have to be ordered by frequency, as those of
+    data.tokenizer = "words" are. With tie_word_embeddings the softmax shares the input's embeddings
+    and the projections of its tails. Tensor and pipeline parallelism cannot split it, and it cannot
+    be exported. Default: one embedding of hidden_size for all tokens."""
 
     adaptive_factor: int = Field(default=4, gt=0)
     """adaptive_cutoffs: tail i has embeddings of hidden_size / adaptive_factor^i channels, i from 1
@@ -60,9 +61,9 @@ class ModelSection(Section):
     (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
 
     embedding_scale: AutoOrPositive = "auto"
-    """Factor on the word embeddings, alike for every position method. auto: sqrt(hidden_size), as
-    in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long", which makes no
-    difference between its methods; 1 behind an embedding LayerNorm. GPT-2 has 1."""
+    """Factor on the word embeddings, the same for every position method. auto: sqrt(hidden_size),
+    as in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; but 1 with
+    model.embedding_layernorm. Set 1 for embeddings as in GPT-2."""
 
     embedding_layernorm: bool = False
     """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
@@ -71,14 +72,15 @@ class ModelSection(Section):
 
     parallel_residual: bool = False
     """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
-    Pythia do; false feeds the MLP what attention has added to."""
+    Pythia do. false: the MLP's input has the output of attention in it, as in GPT-2."""
 
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
     suits training that sees every token once."""
 
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the attention weights."""
+    """Dropout probability of the attention weights. Raise it, as hidden_dropout, when the same text
+    is read several times and the validation loss rises."""
 
     activation_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability behind the activation of the MLP, before its second linear layer
@@ -89,7 +91,8 @@ class ModelSection(Section):
     --no-decoder-final-norm and Baevski and Auli 2019 do; no Hugging Face class holds that."""
 
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in every LayerNorm."""
+    """Added to the variance in every LayerNorm, so that nothing is divided by zero. Change it to
+    continue a model that was trained with another value."""
 
     init_method_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
@@ -138,7 +141,8 @@ class PositionSection(Section):
     states; earlier releases had this one. In both, sines come first and then cosines."""
 
     rotary_base: int = Field(default=10_000, gt=0)
-    """rotary: base of the frequencies."""
+    """rotary: base of the frequencies. A larger one makes rotations slower, as models for long
+    contexts have them."""
 
     rotary_percent: float = Field(default=1.0, gt=0, le=1)
     """rotary: share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia

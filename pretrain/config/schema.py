@@ -83,8 +83,8 @@ class BatchSection(Section):
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
         default=None, strict=False
     )
-    """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` from
-    time to time, so that global_batch_size is reached after `samples` sequences, as in Megatron.
+    """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` at
+    equal distances, so that global_batch_size is reached after `samples` sequences, as in Megatron.
     The learning rate still follows the steps. Default: global_batch_size from the first step."""
 
 
@@ -100,13 +100,15 @@ class OptimizerSection(Section):
     """Peak learning rate, which [schedule] warms up to and decays from."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """adamw: decay of the mean of the gradients."""
+    """adamw: decay per step of the running mean of the gradients."""
 
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """adamw: decay of the mean of the squared gradients."""
+    """adamw: decay per step of the running mean of the squared gradients. Large models often use
+    0.95; Adam's own default of 0.999 averages over more steps."""
 
     adam_eps: float = Field(default=1e-8, gt=0)
-    """adamw: added to the square root of the second moment."""
+    """adamw: added to the square root of the second moment, so that an update with tiny gradients
+    stays small."""
 
     momentum: float = Field(default=0.99, gt=0, lt=1)
     """nag: decay of the sum of the gradients. The default is fairseq's."""
@@ -159,7 +161,8 @@ class TrainSection(Section):
     """[train]: length, precision, recomputation, fused operations, and checks of its health."""
 
     num_steps: int = Field(gt=0)
-    """Optimizer steps of the whole run, those of earlier attempts included."""
+    """Optimizer steps of the whole run, including those of earlier attempts. It may be raised
+    later; schedules that decay until the last step are then another schedule."""
 
     objective: Literal["next_token", "masked"] = "next_token"
     """What the model learns to predict. next_token: each token, from those before it. masked: as in
@@ -252,11 +255,11 @@ class EvaluationSection(Section):
     max_time_share is set too."""
 
     max_time_share: float | None = Field(default=None, gt=0, le=1)
-    """Most seconds of the evaluations in the training loop, as a share of the seconds of its steps,
-    both measured: an evaluation that would exceed it is left out, the log says so, and the next one
-    is due interval_steps later. Each evaluation scores the same tokens, so that curves stay
-    comparable. The last step is evaluated in any case. Default: 0.02, or no bound if interval_steps
-    is set."""
+    """The most time that evaluations in the training loop may take, as a share of the time of its
+    steps: 0.02 is 2 %. Both are measured. An evaluation that would exceed it is left out, the log
+    says so, and the next one is due interval_steps later. Every evaluation scores the same tokens,
+    so that curves stay comparable. The last step is evaluated in any case. Default: 0.02, or no
+    bound if interval_steps is set."""
 
     lengths: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens. None may be longer than the text that is scored. Default: 1, 2, 4,
@@ -315,10 +318,12 @@ class LoggingSection(Section):
     """Steps from one printed line to the next; the first step of a start is printed, too."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
-    """Weights & Biases: write to RUN/wandb for a later `wandb sync`, send at once, or neither."""
+    """Weights & Biases. offline: write to RUN/wandb, which `wandb sync RUN/wandb/offline-run-*`
+    sends later. online: send while training; needs WANDB_API_KEY or `wandb login`. disabled: write
+    nothing. Without the package wandb nothing is written, and the run trains on."""
 
     wandb_project: str = "pretrain"
     """Project that the run appears under in Weights & Biases."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files to RUN/tensorboard."""
+    """Write TensorBoard event files to RUN/tensorboard, which `tensorboard --logdir` shows."""

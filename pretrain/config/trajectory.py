@@ -154,7 +154,7 @@ class Difference:
     def line(self) -> str:
         """Return it as a line for people: key, both values, and why it may differ."""
         what = f"{self.key} ({self.data})" if self.data else self.key
-        why = "free"
+        why = "may change"
         if self.effect is TRAJECTORY:
             why = f"changes training, allowed by --allow-changed {self.key}"
         note = f"; {self.note}" if self.note else ""

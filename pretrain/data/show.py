@@ -67,9 +67,9 @@ def shown_samples(
 
 def _heading(part: Excerpt) -> str:
     source = _printable(part.source).replace("\n", REPLACEMENT)
-    begins = "begins" if part.is_begin else "goes on"
+    begins = "from its beginning" if part.is_begin else "from its middle"
     return (
-        f"-- {part.corpus}, document {part.document:,}, {source} at {part.offset:,} "
+        f"-- {part.corpus}, document {part.document:,}, {source} at offset {part.offset:,} "
         f"({begins}, {len(part.tokens):,} tokens)"
     )
 

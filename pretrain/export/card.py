@@ -34,7 +34,8 @@ allowed with `trust_remote_code=True`. Its scores and biases are in float32.
 _ENDS = """\
 It computes no token beyond; `pretrain export --max-length N` makes an export that reaches N."""
 _MPT = """\
-Sequences can be at most `max_seq_len` tokens long, a number that can be raised in config.json."""
+Sequences can be at most as many tokens long as `max_seq_len` in config.json says, which can be
+raised there."""
 _SINUSOIDAL = f"""\
 The sinusoidal positions are stored as a table of position embeddings, so sequences can be at most
 `max_position_embeddings` tokens long. {_ENDS}"""
@@ -54,6 +55,12 @@ text = tokenizer({prompt}, return_tensors="pt")
 output = model.generate(**text, max_new_tokens=40, do_sample=True, top_k=40)
 print(tokenizer.decode(output[0]))
 ```"""
+
+_TITLES = {"alibi": "ALiBi"}
+"""Names of position methods in a title, where they are not the config's."""
+_ALIBI = """ ALiBi ([Press, Smith and Lewis, 2022](https://arxiv.org/abs/2108.12409)) adds a bias to
+attention scores that falls with the distance between two tokens, so that the model can read texts
+that are longer than those it was trained on."""
 
 _TEXT_BEGINS = """\
 In training every document followed the token `{eos}`, which therefore is both BOS and EOS; the
@@ -120,13 +127,17 @@ def model_card(
         **extras.facts,
     }
     prompt = harness.prompt_of(extras.documents)
+    title = _TITLES.get(method, method)
+    explained = _ALIBI if method == "alibi" else ""
     spelled = _SPLIT if extras.split_special_tokens else _FOUND
     lines = [
         "---",
         metadata(config, extras.curve),
         "---",
         "",
-        f"# Language model with {method} positions, trained at {length} tokens",
+        f"# Language model with {title} positions, trained at {length} tokens",
+        "",
+        f"A decoder-only language model, which continues a text.{explained}",
         "",
         "| | |",
         "|---|---|",
@@ -273,7 +284,7 @@ def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"| {length:,} | {' | '.join(row)} | {' / '.join(scored)} |")
     lines.append("")
     if any(_interval(r) for r in curve):
-        lines += ["In brackets the 95 % confidence interval of the text that was scored.", ""]
+        lines += ["In brackets: the 95 % confidence interval, for other text of the same kind.", ""]
     return lines
 
 

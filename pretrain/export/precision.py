@@ -45,6 +45,8 @@ def _section(config: RunConfig, report: ParityReport, is_text: bool) -> str:
         "|---|---:|---:|---:|---:|---:|",
         *_rows(report),
         "",
+        "Whether it is the trained model when it is loaded so:",
+        "",
         *_verdicts(report),
     ]
     lines += [f"- vLLM: {reason}." for reason in vllm_reasons(config, export_class(config))]

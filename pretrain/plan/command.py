@@ -32,12 +32,12 @@ def read_target(
     Raises:
         ConfigError: A word is not known.
     """
-    device = GPU_TYPES.get(gpu_type)
+    device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
     links = _network(network, device)
     scale = Scale() if calibration is None else read_calibration(calibration, device, links)
-    return Target(gpus, gpu_type, device, links, scale)
+    return Target(gpus, gpu_type.lower(), device, links, scale)
 
 
 def _network(text: str | None, device: Device) -> Network:

@@ -178,7 +178,7 @@ def _compared(each: Planned, plan: Plan) -> str:
 def _reasons(target: Target, plan: Plan) -> Iterator[str]:
     """Yield how many combinations fall out for each reason, and the nearest misses."""
     total = sum(plan.reasons().values())
-    yield f"\n{len(plan.fits):,} combinations fit, and {total:,} fall out:"
+    yield f"\n{len(plan.fits):,} combinations fit, and {total:,} do not{':' * (total > 0)}"
     for reason, count in plan.reasons().most_common():
         yield f"{count:>7,}  {reason}"
     fastest = plan.fits[0].timing.milliseconds if plan.fits else float("inf")

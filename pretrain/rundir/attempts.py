@@ -229,7 +229,10 @@ class AttemptRecord:
     def step(self) -> int:
         """Return the steps done, as far as the attempt said."""
         said = [self.progress.step] if self.progress else []
-        return max([*said, *(phase.step for phase in self.phases)], default=0)
+        # What was said before a checkpoint was loaded is about the steps that led to another one.
+        loaded = [i for i, phase in enumerate(self.phases) if phase.phase == Phase.LOADING]
+        since = self.phases[loaded[-1] if loaded else 0 :]
+        return max([*said, *(phase.step for phase in since)], default=0)
 
 
 def read_attempts(run: Path) -> list[AttemptRecord]:

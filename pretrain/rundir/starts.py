@@ -70,12 +70,19 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
 
     Raises:
         ConfigError: The directory belongs to another user or has the layout of a later release, or
-            the run differs from the checkpoint in what may not change, or has done more steps.
+            the run differs from the checkpoint in what may not change, or has done more steps; or
+            a new run would share the directory of a data set.
     """
     check_trusted(config.directory)
     check_version(config.directory)
     found = complete_checkpoints(config.directory)
     if not found:
+        # A data set is built anew after its directory is removed, and the run would go with it.
+        if (config.directory / DATA_MANIFESTS[0]).is_file():
+            raise ConfigError(
+                f"run.directory = {config.run.directory}: holds a data set. Give the run a "
+                "directory of its own"
+            )
         return
     try:
         before = load_config(found[-1] / "config.toml")

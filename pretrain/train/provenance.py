@@ -46,4 +46,4 @@ def record_provenance(
     changes = provenance_changes(before[1], made) if before else []
     if before is None or not changes:
         return made, ()
-    return made, (f"{run}: not made with the same as {before[0]}:", *(f"  {c}" for c in changes))
+    return made, (f"{run}: what differs from {before[0]}:", *(f"  {c}" for c in changes))

@@ -77,7 +77,7 @@ def test_a_wrong_setting_of_the_launcher(workspace, config, setting):
 FILES: dict[str, tuple[bytes | None, list[str]]] = {
     "missing.toml": (None, ["no such config file"]),
     "torn.toml": (b"[model\nnum_layers = 2", ["not valid TOML", "line 1"]),
-    "latin1.toml": (b"# caf\xe9\n", ["not a readable config file", "utf-8"]),
+    "latin1.toml": (b"# caf\xe9\n", ["not a readable config file", "UTF-8"]),
     "empty.toml": (b"", ["model: missing", "train: missing"]),
     "flat.toml": (
         b"num_layers = 2\n",

@@ -30,7 +30,7 @@ def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
     done = pretrain(*train, *sets("train.num_steps=11"))
     assert done.code == 0, done.err
     said = done.err.splitlines()
-    begin = said.index(f"{copy}: not made with the same as attempt 2:")
+    begin = said.index(f"{copy}: what differs from attempt 2:")
     host = first.nodes
     assert said[begin + 1 : begin + 4] == [
         f"  torch = 1.0 -> {first.versions['torch']}",

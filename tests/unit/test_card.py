@@ -94,7 +94,7 @@ def test_the_table_says_how_many_tokens_were_scored():
         "| 64 | 182.25 |  | 640 |",
         "| 128 | 181.00 (170.00 to 190.00) |  | 1,280 |",
         "| 1,024 |  | 180.50 | 640 |",
-        "In brackets the 95 % confidence interval",
+        "In brackets: the 95 % confidence interval",
     ):
         assert row in card
 

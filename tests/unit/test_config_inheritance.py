@@ -301,7 +301,7 @@ def test_a_message_names_the_file_in_which_the_value_stands(tmp_path):
     lines = message(path).splitlines()
     by_key = {line.split(": ")[1].split(" ")[0]: line for line in lines}
     in_base = f"{base} (a base of {path}): "
-    for key in ("model.num_layers", "model.hiden_size", "data.corpora.x.paths.0", "surprise"):
+    for key in ("model.num_layers", "model.hiden_size", "data.corpora.x.paths[0]", "surprise"):
         assert by_key[key].startswith(f"{in_base}{key}"), key
     # What is wrong in the file itself, and what stands nowhere although its section is the base's.
     for key in ("run.name", "batch.micro_batch_size", "model.hidden_size", "optimizer"):
@@ -315,7 +315,8 @@ def test_a_rule_names_the_file_of_the_key_that_it_names(tmp_path):
     path.write_text('base = "base.toml"\n[schedule]\nlr_warmup_steps = 400\n')
     assert message(path).startswith(f"{path}: schedule.lr_warmup_steps = 400: ")
     path.write_text('base = "base.toml"\n')
-    assert message(path, "schedule.lr_warmup_steps=400").startswith(f"{path}: schedule.lr_warmup")
+    said = message(path, "schedule.lr_warmup_steps=400")
+    assert said.startswith(f"{path}: --set schedule.lr_warmup_steps = 400: ")
     base.write_text(DEMO.read_text().replace("num_steps = 320", f"num_steps = {2**60}"))
     assert message(path).startswith(f"{base} (a base of {path}): train.num_steps = {2**60}: larger")
     base.write_text(DEMO.read_text().replace('"runs/demo/data"', '"$NOT_SET_ANYWHERE/x"'))

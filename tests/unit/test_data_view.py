@@ -95,7 +95,7 @@ def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
     assert len(re.findall(r"^== train, pages: sample ", shown.output, re.M)) == 4
     lines = shown.output.split("\n")
     heading = next(n for n, line in enumerate(lines) if line.startswith("-- pages"))
-    path, offset = re.search(r", (/\S+) at ([\d,]+) \(", lines[heading]).groups()
+    path, offset = re.search(r", (/\S+) at offset ([\d,]+) \(", lines[heading]).groups()
     document = Path(path).read_bytes()[int(offset.replace(",", "")) :].split(b"\n\n")[0].decode()
     assert lines[heading + 1].strip()[:60] in document
 
@@ -106,7 +106,7 @@ def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
 
     assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
     part = Excerpt("pages", 0, "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)
-    assert "\ufffd[2Jb\ufffdc at 0 " in _heading(part)
+    assert "\ufffd[2Jb\ufffdc at offset 0 " in _heading(part)
     assert _shortened("x" * 500, 100).count("x") == 100
 
 

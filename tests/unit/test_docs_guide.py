@@ -57,3 +57,11 @@ def test_the_guide_shows_every_step_of_an_experiment():
         *("launcher local", "launcher submit", "launcher status", "launcher logs"),
         *("launcher cancel", "launcher data"),
     }
+
+
+def test_jobs_of_the_guide_are_not_sent_for_the_run_that_an_earlier_step_has_finished():
+    """Step 6 trains the run of small.toml to its end on the reader's own machine."""
+    words = [each for block in BLOCKS if block.kind == "slurm" for each in block.commands]
+    submitted = [each for each in words if each[:2] == ["launcher", "submit"]]
+    assert len(submitted) >= 3
+    assert all("run.directory=runs/cluster" in each for each in submitted)

@@ -152,6 +152,16 @@ def test_the_step_of_an_end_is_what_the_lines_of_the_steps_prove(tmp_path):
     assert read_attempts(tmp_path)[0].step == 3
 
 
+def test_an_attempt_that_went_back_ends_at_the_step_that_it_reached(tmp_path):
+    """The newest checkpoint, of step 60, was damaged, and the one of step 40 was loaded."""
+    attempt = Attempt.begin(tmp_path)
+    attempt.phase("training", 60)
+    attempt.phase("loading", 40)
+    attempt.phase("training", 40)
+    attempt.phase("ending", 52)
+    assert steps_done(attempt.directory) == read_attempts(tmp_path)[0].step == 52
+
+
 # ---- runs that cannot be read --------------------------------------------------------------------
 def damage_later_version(run):
     (run / "run.json").write_text('{"run_directory_version": 99}')

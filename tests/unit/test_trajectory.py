@@ -124,11 +124,12 @@ def test_the_lines_of_a_resume():
         "RUN: 5 differences from CHECKPOINT:",
         "  optimizer.clip_grad = 1.0 -> inf  (changes training, allowed by --allow-changed "
         "optimizer.clip_grad)",
-        "  train.num_steps = 20 -> 30  (free; the learning rate decays towards the new last step)",
-        "  evaluation.lengths = [32, 64] -> [32]  (free)",
+        "  train.num_steps = 20 -> 30  (may change; the learning rate decays towards the new last "
+        "step)",
+        "  evaluation.lengths = [32, 64] -> [32]  (may change)",
         "  data.directory (training split) = aaaaaaaaaaaa -> cccccccccccc  (changes training, "
         "allowed by --allow-changed data.directory)",
-        "  data.directory (validation split) = bbbbbbbbbbbb -> dddddddddddd  (free)",
+        "  data.directory (validation split) = bbbbbbbbbbbb -> dddddddddddd  (may change)",
     ]
 
 

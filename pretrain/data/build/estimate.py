@@ -14,7 +14,6 @@ from pretrain.data import sources
 from pretrain.data.build.command import load_given_tokenizer
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.plan import Plan, make_plan, task_sizes
-from pretrain.data.build.progress import in_time
 from pretrain.data.cleaning import Cleaner
 from pretrain.data.sources import Corpus, Task
 from pretrain.data.sources.streams import compression_of
@@ -77,11 +76,19 @@ def estimate(config: RunConfig, workers: int) -> dict[str, CorpusEstimate]:
     room = "" if free is None else f"; {in_bytes(free)} are free"
     seconds = sum(corpus.seconds for corpus in found.values()) / max(min(workers, len(sizes)), 1)
     print(f"{config.data_directory}: about {in_bytes(size)}{room}")
-    print(
-        f"time: about {in_time(seconds)} with {workers} processes on {len(sizes)} tasks, and that "
-        "of training the tokenizer"
-    )
+    processes = f"{workers} process{'es' * (workers != 1)}"
+    more = "" if config.data.tokenizer else ", and the training of the tokenizer"
+    print(f"time: {_about(seconds)} with {processes} on {len(sizes)} tasks{more}")
     return found
+
+
+def _about(seconds: float) -> str:
+    """Return an estimated time as people say it."""
+    if seconds < 60:
+        return "less than a minute"
+    return (
+        f"about {seconds / 60:.0f} minutes" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
+    )
 
 
 class _Sample(NamedTuple):

@@ -34,7 +34,8 @@ def lines(
     yield f"{directory}: tokenizer of {tokenizer.vocab_size:,} pieces"
     for split in SPLITS:
         totals = report[split]
-        yield f"{directory / split}: {_amount(totals)}, {shards[split]:,} shards"
+        parts = f"{shards[split]:,} shard{'s' * (shards[split] != 1)}"
+        yield f"{directory / split}: {_amount(totals)}, {parts}"
     for name, corpus in report["corpora"].items():
         yield f"{name}: {_amount(corpus['train'])}; left out: {_left_out(corpus['counts'])}"
         for reason in corpus["skipped"]:

@@ -152,8 +152,11 @@ def _find_here(key: str, pattern: str, real_directory: Callable[[str], str]) -> 
                 reason = f"a symlink to {os.readlink(path)!r}, which does not exist"
             raise _refused(key, pattern, path, str(reason)) from None
         if stat.S_ISDIR(status.st_mode):
-            if exact or "**" not in pattern:
-                raise _refused(key, pattern, path, "a directory, whose files are not named by this")
+            if exact:
+                inner = os.path.join(pattern, "**", "*.txt")
+                raise ConfigError(f'{key} = {pattern!r}: a directory. Name its files: "{inner}"')
+            if "**" not in pattern:
+                raise _refused(key, pattern, path, "a directory: name its files")
             continue
         if not stat.S_ISREG(status.st_mode):
             raise _refused(key, pattern, path, "not a regular file")
@@ -259,7 +262,7 @@ def _find_in_store(key: str, pattern: str) -> Iterator[Location]:
     for name, entry in entries.items():
         if entry["type"] == "directory":
             if "**" not in pattern:
-                raise _refused(key, pattern, name, "a directory, whose files are not named by this")
+                raise _refused(key, pattern, name, "a directory: name its files")
             continue
         url = system.unstrip_protocol(name)
         yield Location(url, _size_in_store(url, entry), url)

@@ -98,7 +98,9 @@ def parse_json(offset: int, raw: bytes, field: str) -> Found:
         found_text.encode()
     except RecursionError:
         fault = "nested too deeply"
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except KeyError:
+        fault = f'no key "{field}". Set text_field to the key that holds the text'
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
         fault = f"{type(error).__name__}: {str(error)[:200]}"
     if fault:
         return Found(

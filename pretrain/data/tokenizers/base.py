@@ -168,4 +168,7 @@ def read_tokenizer(path: Path) -> bytes:
             raise ConfigError(f"{path}: {size} bytes are no tokenizer. Give the right file")
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the tokenizer ({error.strerror})") from None
+        remedy = ""
+        if isinstance(error, FileNotFoundError):
+            remedy = ". Give the path of its file; models on the Hub are not looked up by name"
+        raise ConfigError(f"{path}: cannot read the tokenizer ({error.strerror}){remedy}") from None
