@@ -111,12 +111,17 @@ def run_study(path: Path, request: Request) -> int:
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, None if request.site else request.nproc)
-    for folder in not_asked(study):
-        say(f"{folder}: no run of {path}, so no part of the report")
+    for name in not_asked(study):
+        say(
+            f"{study.directory}/runs/{name}: no run of {path}, so no part of the results; it stays "
+            "as it is"
+        )
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
     work = Work(study, request)
     with writing(study.directory), _alone(study), work.processes.listening():
+        # Another command may have made runs since, and ended just now.
+        work.study = resolve(path, study.asked)
         try:
             return _work(work)
         except Stopped:

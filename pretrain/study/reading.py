@@ -57,6 +57,8 @@ class Study:
     not overlap."""
     differences: Sequence[str]
     """In what the runs differ beside method, training length and seed, in words."""
+    not_asked: Sequence[str]
+    """What lies beside the runs and is none of the study file's any more, in words."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -103,6 +105,7 @@ def read_study(directory: Path) -> Study:
         positions,
         {run.name: _growth(directory / run.directory) for run in runs},
         _read(path, lambda: [str(line) for line in content.get("differences", [])]),
+        _read(path, lambda: [str(line) for line in content.get("not_asked", [])]),
         unmeasured,
     )
 

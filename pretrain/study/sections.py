@@ -122,6 +122,11 @@ def _runs(study: Study) -> Iterable[str]:
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
+    if study.not_asked:
+        yield (
+            f"**In `runs/`, but not in the study file: {plain(', '.join(study.not_asked))}. No part "
+            "of the results.**"
+        )
     if study.differences:
         yield (
             "**The runs differ in more than method, training length and seed, so every comparison "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -139,8 +141,49 @@ def test_a_finished_study_does_nothing_and_says_so(whole: Whole) -> None:
     assert whole.after == whole.before
     assert "s: finished already; nothing to train or to evaluate" in whole.finished.err
     # The run that the file names no more is not dropped without a word.
-    assert "s/runs/none-32: no run of study.toml, so no part of the report" in whole.finished.err
+    assert (
+        "s/runs/none-32 (seed 1234): no run of study.toml, so no part of the results"
+        in whole.finished.err
+    )
     assert list(whole.desk.runs()) == ["alibi-32", "sinusoidal-32"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--report-only",), pytest.param((), marks=pytest.mark.torture)],
+    ids=["report", "train"],
+)
+def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
+    whole: Whole, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """The same with a seed that was taken away again, whose run is named and kept."""
+    shutil.copytree(whole.desk.folder / "s", tmp_path / "s")
+    for file in whole.desk.folder.glob("*.toml"):
+        shutil.copy(file, tmp_path)
+    desk, before = copy.copy(whole.desk), whole.after[0]
+    desk.folder = tmp_path
+    file = tmp_path / "study.toml"
+    text = file.read_text()
+    file.write_text(text.replace("[evaluation]", "seeds = [7, 1234]\n\n[evaluation]", 1))
+    grown = desk.study(*words)
+    assert grown.code == 0, grown.text
+    runs = desk.runs()
+    finished = {name for name, run in runs.items() if run["state"] == "finished"}
+    added = {"alibi-32-s7", "sinusoidal-32-s7"}
+    assert runs.keys() == {"alibi-32", "sinusoidal-32"} | added
+    assert finished == runs.keys() - (added if words else set())
+    assert {name: n for name, n in desk.attempts().items() if name not in added} == before
+    shown = (tmp_path / "s/report/report.md").read_text()
+    for name in runs:
+        assert f"| {name} |" in shown
+    assert " L = 32 | alibi-32 | 8 | 1234 |" in shown
+    file.write_text(text.replace("[evaluation]", "seeds = [7]\n\n[evaluation]", 1))
+    shrunk = desk.study("--report-only")
+    assert shrunk.code == 0, shrunk.text
+    assert "s/runs/alibi-32 (seed 1234): no run of study.toml" in shrunk.err
+    assert {name: n for name, n in desk.attempts().items() if name not in added} == before
+    shown = (tmp_path / "s/report/report.md").read_text()
+    assert "In `runs/`, but not in the study file: alibi-32 (seed 1234), none-32 (seed" in shown
 
 
 @pytest.mark.parametrize("setting", ["train.num_steps=16", "optimizer.learning_rate=2e-3"])
