@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
+from pretrain.data.stream import open_stream
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.states import ExitCode
-from pretrain.study import evaluation
+from pretrain.study import evaluation, unigram
 from pretrain.study.processes import Processes, Stopped
 from pretrain.study.progress import (
     FAILED,
@@ -295,6 +296,8 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
             raise RunFailed(
                 f"pretrain evaluate ended with exit code {code}; see above. Go on with {work.again}"
             )
+    if runs:
+        _count_unigram(study, runs[0])
     measured = _measure(work)
     # It draws figures, whose libraries take a while to import.
     from pretrain.study.report import write_study_report
@@ -305,6 +308,15 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
     print(table(states, evaluation.records_of(study)))
     print(f"report: {study.directory / 'report' / 'report.md'}")
     return ExitCode.FAILED if any(s.state == FAILED for _, s in states) else ExitCode.FINISHED
+
+
+def _count_unigram(study: Study, run: StudyRun) -> None:
+    """Count how often each token of the scored text occurs, unless that is done."""
+    try:
+        stream = open_stream(run.config, "validation")
+        unigram.count(study.directory, stream, study.asked.evaluation.max_tokens)
+    except ConfigError as error:
+        say(f"token frequencies of the scored text: not counted: {error}")
 
 
 def _measure(work: Work) -> bool:

@@ -15,6 +15,7 @@ from pretrain.evaluate.curves import Curve, make_curves
 from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.evaluate.reading import read_records
 from pretrain.rundir.metrics import is_evaluation, read_metrics
+from pretrain.study import unigram
 from pretrain.study.evidence import NONOVERLAPPING, Evidence, Row
 from pretrain.study.published import MODELS
 
@@ -94,6 +95,12 @@ def read_study(directory: Path) -> Study:
         )
     records, positions = _evaluation(directory, runs)
     rows, device, unmeasured = _efficiency(directory / "efficiency.json")
+    counted = directory / unigram.FILE
+    known = (
+        _read(counted, lambda: unigram.parse(json.loads(counted.read_bytes()), records[0]))
+        if records and counted.exists()
+        else None
+    )
     asked = directory / "study.toml"
     return Study(
         _read(path, lambda: str(content["title"])),
@@ -101,7 +108,7 @@ def read_study(directory: Path) -> Study:
         model,
         _read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
         runs,
-        Evidence(make_curves(records), rows, device),
+        Evidence(make_curves(records), rows, device, known),
         positions,
         {run.name: _growth(directory / run.directory) for run in runs},
         _read(path, lambda: [str(line) for line in content.get("differences", [])]),

@@ -20,6 +20,7 @@ from pretrain.config.trajectory import AT_STEP_0, Difference, Effect, data_diffe
 from pretrain.data.stream import open_stream
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.starts import check_goes_on, missing_data
+from pretrain.study import unigram
 from pretrain.study.names import recorded_seed, run_name
 from pretrain.study.schema import StudyFile, request_of
 
@@ -33,7 +34,9 @@ COMPARED = ("run.seed", "data.sequence_length", "model.max_position_embeddings")
 batch, which holds fewer sequences as they become longer."""
 MARKS = (LOCK, "study.json")
 """Files that say that a directory is a study's; the first is written before all others."""
-OWN_NAMES = ("study.toml", "configs", "runs", "evaluation", "efficiency.json", "report")
+OWN_NAMES = (
+    *("study.toml", "configs", "runs", "evaluation", "efficiency.json", unigram.FILE, "report"),
+)
 """What a study writes in its directory beside MARKS."""
 
 

@@ -31,7 +31,9 @@ ONE_SEED = (
 )
 VERDICTS_EXPLAINED = (
     "A claim fails when it fails at one training length. It cannot be judged when it lies inside "
-    "the noise at one of them, or where what it needs was not measured. Noise is the 95 % "
+    "the noise at one of them, where what it needs was not measured, or where a run has learned "
+    "nothing: its loss at L is not below the entropy of the frequencies of the scored tokens, so "
+    "that a fixed distribution would predict as well. Noise is the 95 % "
     "interval of the difference of two values, taken block by block of the text; of several seeds "
     "each of one is compared with each of the other. Thresholds are the same for every study. The "
     "column on the published numbers says how the same predicate judges the paper's own tables, "
@@ -124,8 +126,8 @@ def _runs(study: Study) -> Iterable[str]:
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
     if study.not_asked:
         yield (
-            f"**In `runs/`, but not in the study file: {plain(', '.join(study.not_asked))}. No part "
-            "of the results.**"
+            f"**In `runs/`, but not in the study file: {plain(', '.join(study.not_asked))}. No "
+            "part of the results.**"
         )
     if study.differences:
         yield (
@@ -206,6 +208,7 @@ def _perplexity(
         return
     yield from _show(figures, "extrapolation")
     yield length_table(study.curves).markdown()
+    yield _unigram(study)
     yield from _show(figures, "ratio")
     if study.published:
         yield (
@@ -229,6 +232,25 @@ def _perplexity(
     if shown:
         yield perplexity_table(shown, study.published).markdown()
     yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."
+
+
+def _unigram(study: Study) -> str:
+    """Return what the text's token frequencies alone predict, and which runs are no better."""
+    known = study.evidence.unigram
+    if known is None:
+        return (
+            "The frequencies of the scored tokens are not counted, so whether a run has learned "
+            "more than these is not known. `pretrain study` counts them where the data is."
+        )
+    words = (
+        f"Who knows the frequencies of the {known.tokens:,} scored tokens and no context has a "
+        f"perplexity of {math.exp(known.loss_nats):.2f} on them ({known.loss_nats:.4f} nats a "
+        "token, which is their entropy)."
+    )
+    why = [found for curve in study.curves if (found := study.evidence.untrained(curve))]
+    if why:
+        words += f" **No better at L, and so part of no claim: {plain('; '.join(why))}.**"
+    return words
 
 
 def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -> Iterable[str]:

@@ -148,6 +148,16 @@ def test_a_finished_study_does_nothing_and_says_so(whole: Whole) -> None:
     assert list(whole.desk.runs()) == ["alibi-32", "sinusoidal-32"]
 
 
+def test_runs_of_eight_steps_decide_no_claim(whole: Whole) -> None:
+    """They predict worse than token frequencies do, alike at all lengths."""
+    folder = whole.desk.folder / "s"
+    claims = json.loads((folder / "report/claims.json").read_text())
+    assert {row["verdict"].partition(":")[0] for row in claims} == {"cannot be judged"}
+    said = (folder / "report/report.md").read_text()
+    assert "**No better at L, and so part of no claim: alibi, L = 32:" in said
+    assert json.loads((folder / "unigram.json").read_text())["tokens"] == 2048
+
+
 @pytest.mark.parametrize(
     "words",
     [("--report-only",), pytest.param((), marks=pytest.mark.torture)],
