@@ -50,10 +50,11 @@ EARLY_EXPLAINED = (
     "Negative values are losses."
 )
 TENSORBOARD = (
-    "`tensorboard --logdir` on the folder `tensorboard/` beside this report shows the final "
-    "curves, with the window length as the step. Weights & Biases has the curves of each run as "
-    "far as the runs logged to it (`logging.wandb`), and nothing of this report: the files in "
-    "`data/` hold the exact numbers of every figure."
+    "Where the runs' configs ask for TensorBoard (`logging.tensorboard`), `tensorboard --logdir` "
+    "on the folder `tensorboard/` beside this report shows the final curves, with the window "
+    "length as the step, the figures and the tables. Where they ask for Weights & Biases "
+    "(`logging.wandb`), the study has a run of its own there with the same. The files in `data/` "
+    "hold the exact numbers of every figure."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import html.parser
 import io
 import json
@@ -11,9 +12,11 @@ import re
 import shutil
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.config import ConfigError, RunFailed
+from pretrain.config.schema import LoggingSection
 from pretrain.evaluate import drawing
 from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.study import beside, claims, sections
@@ -21,6 +24,7 @@ from pretrain.study.figures import figures
 from pretrain.study.pages import as_code, plain, to_page
 from pretrain.study.reading import read_study
 from pretrain.study.report import write_study_report
+from pretrain.study.weights_and_biases import offer
 from tests.unit.report_records import read_png
 from tests.unit.study_files import (
     LENGTHS,
@@ -29,6 +33,7 @@ from tests.unit.study_files import (
     make_study,
     published_shape,
 )
+from tests.unit.test_metrics import wandb_history, wandb_records
 from tests.unit.test_study_published import look_up
 
 TITLE = 'A *study* of <script>alert("x")</script> & [links](javascript:x)'
@@ -236,6 +241,63 @@ def test_tensorboard_reads_the_final_curves(study):
     assert [scalar.step for scalar in scalars] == list(LENGTHS)
     assert [scalar.value for scalar in scalars] == pytest.approx(expected, rel=1e-6)
     assert not (folder / "t5-128").exists()
+    shown = EventAccumulator(str(folder / "report"), {"images": 0, "tensors": 0})
+    shown.Reload()
+    assert len(shown.Tags()["images"]) == 5
+    for tag in shown.Tags()["images"]:
+        [image] = shown.Images(tag)
+        assert image.encoded_image_string == (study / f"report/{tag}.png").read_bytes()
+        assert (image.width, image.height) == Image.open(study / f"report/{tag}.png").size
+    [table] = shown.Tensors("tables/perplexity/text_summary")
+    words = table.tensor_proto.string_val[0].decode()
+    assert "| alibi | 64 | 1 | nonoverlapping | 128 | 18.8000 |" in words
+    [table] = shown.Tensors("tables/claims/text_summary")
+    for claim in claims.CLAIMS:
+        assert f"| {claim.id} | " in table.tensor_proto.string_val[0].decode()
+
+
+def test_wandb_has_the_curves_tables_and_figures_of_the_report(tmp_path):
+    """A real offline run, read back; sent once for each report, and to one run of W&B's."""
+    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,))
+    off, offline = (LoggingSection(wandb=mode) for mode in ("disabled", "offline"))
+    results = write_study_report(directory, tensorboard=False)
+    assert not (directory / "report/tensorboard").exists()
+    assert offer(directory, results, [off, off]) == "" and not (directory / "wandb").exists()
+    assert offer(directory, results, [off, offline]) == ""
+    [folder] = directory.glob("wandb/offline-run-*")
+    [log] = folder.glob("*.wandb")
+    records = wandb_records(log)
+    [run] = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (run.display_name, run.project, run.job_type) == ("study", "pretrain", "study")
+    rows = wandb_history(directory)
+    curve = {row["length"]: row["perplexity/sliding/alibi-64"] for row in rows if "length" in row}
+    for length, value in curve.items():
+        assert value == pytest.approx(published_shape("alibi", 64, "sliding", length), rel=1e-12)
+    assert set(curve) == set(LENGTHS)
+    pictures = {path.name.partition("_")[0]: path for path in folder.rglob("figures/*.png")}
+    assert set(pictures) == {"efficiency", "extrapolation", "growth", "position", "ratio"}
+    for name, path in pictures.items():
+        assert path.read_bytes() == (directory / f"report/figures/{name}.png").read_bytes()
+    [path] = folder.rglob("tables/perplexity_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == results.tables["perplexity"][0]
+    assert table["data"] == results.tables["perplexity"][1] and len(table["data"]) == 12
+    # Nothing new is nothing to send; a longer report goes on in the same run.
+    assert offer(directory, results, [offline]) == ""
+    assert len(list(directory.glob("wandb/offline-run-*"))) == 1
+    again = dataclasses.replace(results, points=results.points[1:])
+    assert offer(directory, again, [offline]) == ""
+    logs = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
+    assert len({path.name for path in logs}) == 1 and run.run_id in logs[0].name
+
+
+def test_a_report_that_wandb_cannot_take_is_said_and_written_all_the_same(tmp_path):
+    directory = make_study(tmp_path / "study", methods=("alibi",), trained=(64,), lengths=(64,))
+    results = write_study_report(directory)
+    (directory / "report/figures/extrapolation.png").unlink()
+    said = offer(directory, results, [LoggingSection(wandb="offline")])
+    assert said.startswith("wandb: ") and said.endswith(f"and is in {directory / 'report'}")
+    assert not (directory / "wandb.json").exists()
 
 
 def files_of(directory):
