@@ -20,7 +20,7 @@ from pretrain.config.schema import LoggingSection
 from pretrain.evaluate import drawing
 from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.study import beside, claims, sections
-from pretrain.study.figures import figures
+from pretrain.study.figures import _longest_multiple, figures
 from pretrain.study.pages import as_code, plain, to_page
 from pretrain.study.reading import read_study
 from pretrain.study.report import write_study_report
@@ -164,11 +164,29 @@ def test_early_tokens_and_growth_are_there(study, text):
     growth = read_csv(study / "report" / "data" / "growth.csv")
     alibi = [row for row in growth if (row["line"], row["group"]) == ("alibi", "L = 64")]
     assert [(row["panel"], float(row["x"]), float(row["value"])) for row in alibi] == [
-        ("At the training length", 200, pytest.approx(30)),
-        ("At the training length", 400, pytest.approx(20)),
-        ("At the longest length", 200, pytest.approx(28.2)),
-        ("At the longest length", 400, pytest.approx(18.8)),
+        ("At the training length L", 200, pytest.approx(30)),
+        ("At the training length L", 400, pytest.approx(20)),
+        ("At 16 L", 200, pytest.approx(28.2)),
+        ("At 16 L", 400, pytest.approx(18.8)),
     ]
+    # Both training lengths were evaluated up to 2,048 tokens, which is 32 L of one and 16 of the
+    # other.
+    assert {row["panel"] for row in growth} == {"At the training length L", "At 16 L"}
+    assert "at 16 L, the longest multiple of L at which all of these runs" in text
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple"),
+    [
+        ({("a", 64): {64, 128, 2048}, ("b", 128): {128, 2048}}, 1),
+        ({("a", 64): {64, 1024, 2048}, ("b", 128): {128, 2048, 4096}}, 32),
+        ({("a", 100): {100, 250, 300}, ("b", 100): {100, 250, 300}}, 3),
+        ({("a", 512): {64, 128}}, 1),
+        ({}, 1),
+    ],
+)
+def test_growth_is_shown_at_one_multiple_of_all_training_lengths(lengths, multiple):
+    assert _longest_multiple(lengths) == multiple
 
 
 # ---- files ---------------------------------------------------------------------------------------
