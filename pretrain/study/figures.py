@@ -32,6 +32,16 @@ class Figure(NamedTuple):
     lines: Sequence[Line]
     frame: Frame
 
+    def in_words(self) -> str:
+        """Return what is drawn, for those who do not see it."""
+        panels = "; ".join(dict.fromkeys(line.panel for line in self.lines if line.panel))
+        named = dict.fromkeys(
+            line.mark if line.mark == line.colour else f"{line.mark} ({line.colour})"
+            for line in self.lines
+        )
+        axes = f"{self.frame.y_label} over {self.frame.x_label[:1].lower()}{self.frame.x_label[1:]}"
+        return f"Chart: {axes}. Panels: {panels or 'one'}. Lines: {', '.join(named)}."
+
     def pictures(self) -> Pictures:
         """Return the figure in all formats."""
         return draw(self.lines, self.frame, FORMATS)

@@ -307,7 +307,7 @@ def _show(figures: Mapping[str, Figure], name: str) -> Iterable[str]:
     """Yield a figure with its caption, if there is one."""
     if name in figures:
         caption = figures[name].caption
-        yield f"![Figure: {name}](figures/{name}.png)"
+        yield f"![{plain(figures[name].in_words())}](figures/{name}.png)"
         yield f"{caption} [SVG](figures/{name}.svg), [CSV](data/{name}.csv)"
 
 

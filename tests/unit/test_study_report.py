@@ -236,6 +236,29 @@ class References(html.parser.HTMLParser):
         self.ids |= {value for key, value in attrs if key == "id"}
 
 
+def test_a_figure_says_in_words_what_it_shows(study, text):
+    """For those who do not see it: its axes, its panels, and a name for each line."""
+    found = read_study(study)
+    page = (study / "report" / "report.html").read_text()
+    for name, figure in figures(found, beside.costs(found.evidence)).items():
+        words = figure.in_words()
+        assert f"![{words}](figures/{name}.png)" in text.replace("\\", "")
+        assert f'alt="{html.escape(words)}"' in page
+        assert figure.frame.y_label in words and words.startswith("Chart: ")
+        for line in figure.lines:
+            assert line.mark in words and line.colour in words and line.panel in words
+
+
+def test_long_names_may_break_in_a_table_and_lengths_may_not():
+    rows = "| [a_b](#a_b) | 0.868 at 2 L, L = 64 |\n| x_1.alibi.64 | http://h_h |"
+    page = to_page("t", f"| a | b |\n| --- | ---: |\n{rows}", {})
+    assert '<a href="#a_b">a_<wbr>b</a>' in page
+    assert ">0.868 at 2&nbsp;L, L&nbsp;=&nbsp;64</td>" in page
+    assert "<td>x_<wbr>1.<wbr>alibi.<wbr>64</td>" in page
+    # Nothing of a page beside its tables is changed.
+    assert "<p>a_b 2 L</p>" in to_page("t", "a_b 2 L", {})
+
+
 def test_the_page_needs_no_other_file_and_runs_nothing(study):
     page = (study / "report" / "report.html").read_text()
     references = References()
