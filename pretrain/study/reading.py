@@ -18,6 +18,7 @@ from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.study import unigram
 from pretrain.study.evidence import NONOVERLAPPING, Evidence, Row
 from pretrain.study.published import MODELS
+from pretrain.study.scale import Taken, taken
 
 FINISHED = "finished"
 T = TypeVar("T")
@@ -60,6 +61,8 @@ class Study:
     """In what the runs differ beside method, training length and seed, in words."""
     not_asked: Sequence[str]
     """What lies beside the runs and is none of the study file's any more, in words."""
+    scale: Sequence[Taken]
+    """What the runs took beside what the published 1.3B models did, where the study names them."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -102,6 +105,7 @@ def read_study(directory: Path) -> Study:
         else None
     )
     asked = directory / "study.toml"
+    done = [(r.directory, r.method, r.train_length) for r in runs if r.state == FINISHED]
     return Study(
         _read(path, lambda: str(content["title"])),
         _read(path, lambda: str(content["command"])),
@@ -113,6 +117,7 @@ def read_study(directory: Path) -> Study:
         {run.name: _growth(directory / run.directory) for run in runs},
         _read(path, lambda: [str(line) for line in content.get("differences", [])]),
         _read(path, lambda: [str(line) for line in content.get("not_asked", [])]),
+        taken(directory, done) if model == "cc100_roberta" else [],
         unmeasured,
     )
 

@@ -24,6 +24,7 @@ from pretrain.study.evidence import SLIDING, Gap, Verdict
 from pretrain.study.figures import Figure
 from pretrain.study.pages import as_code, plain
 from pretrain.study.reading import Study
+from pretrain.study.scale import equal_time_table, taken_table
 
 ONE_SEED = (
     "Where a verdict stands on one seed, only the noise of the text was considered: how far "
@@ -232,6 +233,12 @@ def _perplexity(
         )
     if shown:
         yield perplexity_table(shown, study.published).markdown()
+    if study.published == "cc100_roberta" and (table := equal_time_table(study.curves)):
+        yield table.markdown()
+        yield (
+            "These published numbers are of models that were trained for equally long. The runs of "
+            "this study are compared after equally many steps."
+        )
     yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."
 
 
@@ -280,6 +287,13 @@ def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -
 
 def _costs(study: Study, costs: Sequence[Cost], figures: Mapping[str, Figure]) -> Iterable[str]:
     """Yield the figure and the table of speed and memory."""
+    if study.scale:
+        yield taken_table(study.scale).markdown()
+        yield (
+            "Memory is the peak of rank 0 in training. GPU-hours are the seconds of all training "
+            'steps times the processes; "-" where starts had several numbers of them. The '
+            "published ones are of 128 V100s; on other GPUs they say how large the runs were."
+        )
     for line in study.unmeasured:
         yield f"**Not measured: {plain(line)}.**"
     if not costs:

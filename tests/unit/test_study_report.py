@@ -19,6 +19,7 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.config.schema import LoggingSection
 from pretrain.evaluate import drawing
 from pretrain.evaluate.positions import Binned, read_positions
+from pretrain.rundir.attempts import Owner
 from pretrain.study import beside, claims, sections
 from pretrain.study.figures import _longest_multiple, figures
 from pretrain.study.pages import as_code, plain, to_page
@@ -471,6 +472,49 @@ def test_a_run_that_was_evaluated_before_it_was_finished_is_said_to_be_so(tmp_pa
     said = "\n".join(sections._runs(found))
     assert "**Not finished, and evaluated as far as they had come: alibi-64.**" in said
     assert "Not in the results" not in said
+
+
+def test_what_the_published_1_3b_models_took_stands_beside_the_runs(tmp_path):
+    changes = {"methods": ("alibi", "sinusoidal"), "trained": (512, 1024)}
+    at_l = {512: 9.9, 1024: 9.2}
+    directory = make_study(
+        tmp_path / "study",
+        published="cc100_roberta",
+        lengths=(512, 1024, 2048),
+        perplexity=lambda method, trained, protocol, length: at_l[trained] + length / 1e4,
+        **changes,
+    )
+    steps = [{"step": n, "step_seconds": 1800.0, "peak_memory_bytes": n * 1e9} for n in (1, 2)]
+    for method in changes["methods"]:
+        run = directory / f"runs/{method}-512"
+        (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        owner = dataclasses.replace(Owner.here(num_processes=8), nonce="n")
+        for number, processes in (1, 8), (2, 8 if method == "alibi" else 4):
+            attempt = run / f"attempts/{number:04d}"
+            attempt.mkdir(parents=True)
+            content = dataclasses.replace(owner, num_processes=processes)
+            (attempt / "owner.json").write_text(json.dumps(dataclasses.asdict(content)))
+    (directory / "efficiency.json").unlink()
+    write_study_report(directory, tensorboard=False)
+    text = (directory / "report/report.md").read_text()
+    took = rows_of(text, "What training took")
+    assert len(took) == 8
+    for row in took:
+        assert float(row["published"].replace(",", "")) == look_up(row["where in published.toml"])
+        assert f".{row['method']}_{row['L']}." in row["where in published.toml"]
+    ours = {(row["method"], row["L"], row["what"]): row["this study"] for row in took}
+    assert ours["alibi", "512", "GPU-hours"] == "8"
+    # Two starts with unequal numbers of processes: no number rather than a wrong one.
+    assert ours["sinusoidal", "512", "GPU-hours"] == "-"
+    assert ours["sinusoidal", "512", "peak memory of a GPU, GB"] == "2"
+    assert ours["alibi", "1024", "GPU-hours"] == "-"
+    equal = rows_of(text, "Perplexity beside the published one at equal time")
+    keys = [row["where in published.toml"].rpartition(".")[2] for row in equal]
+    assert keys == ["alibi_512_at_1024", "sinusoidal_1024_at_1024", "alibi_1024_at_2048"]
+    for row in equal:
+        assert row["published, equal time"] == f"{look_up(row['where in published.toml']):.2f}"
+        expected = at_l[int(row["L"])] + int(row["length"]) / 1e4
+        assert row["this study, equal steps"].startswith(f"{expected:.2f}")
 
 
 def test_what_else_the_runs_differ_in_stands_before_the_verdicts(tmp_path):
