@@ -162,6 +162,7 @@ def test_an_untrained_run_passes_and_fails_no_claim(level):
     found = verdicts(records, unigram=UNIGRAM)
     of_alibi = [*NEEDED["alibi"], "order_of_extrapolation"]
     for name in of_alibi:
+        # Also where the loss is infinite.
         assert found[name] == Verdict.UNTRAINED and found[name].short == "cannot be judged", name
     others = [name for name in IDS if name not in of_alibi]
     assert {found[name] for name in others} == {Verdict.PASSES}
