@@ -150,7 +150,8 @@ class Evidence:
         at = length_in_words(lengths[0], curve.train_length)
         loss = f"{worst:.4f} nats a token" if math.isfinite(worst) else "a loss that is not finite"
         return (
-            f"{full_name(curve)}: {loss} at {at}, {curve.protocol}, which is not below the {self.unigram.loss_nats:.4f} nats of the frequencies of the "
+            f"{full_name(curve)}: {loss} at {at}, {curve.protocol}, which is not below the "
+            f"{self.unigram.loss_nats:.4f} nats of the frequencies of the "
             f"{self.unigram.tokens:,} scored tokens alone"
         )
 
