@@ -257,6 +257,7 @@ def reference(
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_study_stopped_at_random_gives_the_same_report(
