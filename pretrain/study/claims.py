@@ -47,11 +47,12 @@ def judge(evidence: Evidence) -> list[Judgement]:
     """Return the verdict on every claim.
 
     A claim fails when it fails at one training length. It cannot be judged when it lies inside the
-    noise at one of them, or when nothing that it needs was measured.
+    noise at one of them, when a run of it predicts no better than token frequencies, or when
+    nothing that it needs was measured.
     """
     found = []
     for claim in CLAIMS:
-        cases = tuple(claim.judge(evidence, claim.threshold))
+        cases = tuple(map(evidence.checked, claim.judge(evidence, claim.threshold)))
         found.append(Judgement(claim, combined([case.verdict for case in cases]), cases))
     return found
 

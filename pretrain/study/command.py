@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
+from pretrain.data.stream import open_stream
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.states import ExitCode
-from pretrain.study import evaluation
+from pretrain.study import evaluation, unigram
 from pretrain.study.processes import Processes, Stopped
 from pretrain.study.progress import (
     FAILED,
@@ -111,12 +112,17 @@ def run_study(path: Path, request: Request) -> int:
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, None if request.site else request.nproc)
-    for folder in not_asked(study):
-        say(f"{folder}: no run of {path}, so no part of the report")
+    for name in not_asked(study):
+        say(
+            f"{study.directory}/runs/{name}: no run of {path}, so no part of the results; it stays "
+            "as it is"
+        )
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
     work = Work(study, request)
     with writing(study.directory), _alone(study), work.processes.listening():
+        # Another command may have made runs since, and ended just now.
+        work.study = resolve(path, study.asked)
         try:
             return _work(work)
         except Stopped:
@@ -290,16 +296,32 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
             raise RunFailed(
                 f"pretrain evaluate ended with exit code {code}; see above. Go on with {work.again}"
             )
+    if runs:
+        _count_unigram(study, runs[0])
     measured = _measure(work)
     # It draws figures, whose libraries take a while to import.
     from pretrain.study.report import write_study_report
+    from pretrain.study.weights_and_biases import offer
 
-    write_study_report(study.directory)
+    tensorboard = any(run.config.logging.tensorboard for run in study.runs)
+    results = write_study_report(study.directory, tensorboard=tensorboard)
+    if why := offer(study.directory, results, [run.config.logging for run in study.runs]):
+        say(why)
+    _stop_if_asked(work)
     if len(runs) == len(study.runs) and not (work.processes.launches or measured):
         say(f"{study.directory}: finished already; nothing to train or to evaluate")
     print(table(states, evaluation.records_of(study)))
     print(f"report: {study.directory / 'report' / 'report.md'}")
     return ExitCode.FAILED if any(s.state == FAILED for _, s in states) else ExitCode.FINISHED
+
+
+def _count_unigram(study: Study, run: StudyRun) -> None:
+    """Count how often each token of the scored text occurs, unless that is done."""
+    try:
+        stream = open_stream(run.config, "validation")
+        unigram.count(study.directory, stream, study.asked.evaluation.max_tokens)
+    except ConfigError as error:
+        say(f"token frequencies of the scored text: not counted: {error}")
 
 
 def _measure(work: Work) -> bool:

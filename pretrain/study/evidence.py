@@ -6,6 +6,7 @@ block, and of several seeds each of one curve is compared with each of the other
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pretrain.evaluate.blocks import paired_interval
 from pretrain.evaluate.curves import Curve, number
 from pretrain.evaluate.records import Record
 from pretrain.evaluate.tables import full_name, length_in_words
+from pretrain.study.unigram import Unigram
 
 NONOVERLAPPING, SLIDING = "nonoverlapping", "sliding"
 SPEEDS = ("training", "evaluation")
@@ -31,6 +33,7 @@ class Verdict(Enum):
     NOISE = "cannot be judged: inside the noise"
     NO_INTERVAL = "cannot be judged: the noise is not known"
     MISSING = "cannot be judged: not measured"
+    UNTRAINED = "cannot be judged: no better than token frequencies"
 
     @property
     def short(self) -> str:
@@ -78,10 +81,11 @@ class Gap(NamedTuple):
 def combined(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on a claim of which these are the parts.
 
-    One part that fails refutes it. What lies inside the noise leaves it open, whatever else passes.
-    A part that was not measured says nothing.
+    One part that fails refutes it. What lies inside the noise leaves it open, whatever else passes,
+    and so does a run that has learned nothing. A part that was not measured says nothing.
     """
-    for verdict in (Verdict.FAILS, Verdict.NOISE, Verdict.NO_INTERVAL, Verdict.PASSES):
+    open_or_not = (Verdict.NOISE, Verdict.NO_INTERVAL, Verdict.UNTRAINED, Verdict.PASSES)
+    for verdict in (Verdict.FAILS, *open_or_not):
         if verdict in verdicts:
             return verdict
     return Verdict.MISSING
@@ -100,6 +104,8 @@ class Case:
     """Tokens scored for each of the values."""
     seeds: int | None = None
     """Seeds of the curve that has fewer of them."""
+    curves: tuple[Curve, ...] = ()
+    """The curves that were compared."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,40 @@ class Evidence:
     rows: Sequence[Row] = ()
     device: str = ""
     """What the speeds and memory were measured on."""
+    unigram: Unigram | None = None
+    """How well the text can be predicted without context; None where that was not counted."""
     _of: dict[Any, list[Curve]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for curve in self.curves:
             self._of.setdefault((curve.method, kind_of(curve)), []).append(curve)
+
+    def untrained(self, curve: Curve) -> str:
+        """Return why a run has learned nothing that a claim speaks of; empty where it has.
+
+        The loss at L is compared with that of token frequencies, of each seed by itself. A value
+        that is not finite is not below it either.
+        """
+        lengths = [n for n in curve.records if n == curve.train_length] or list(curve.records)
+        losses = [number(record["loss_nats"]) for record in curve.records[lengths[0]]]
+        if self.unigram is None or all(loss < self.unigram.loss_nats for loss in losses):
+            return ""
+        worst = max(losses, key=lambda loss: math.inf if math.isnan(loss) else loss)
+        at = length_in_words(lengths[0], curve.train_length)
+        loss = f"{worst:.4f} nats a token" if math.isfinite(worst) else "a loss that is not finite"
+        return (
+            f"{full_name(curve)}: {loss} at {at}, {curve.protocol}, which is not below the "
+            f"{self.unigram.loss_nats:.4f} nats of the frequencies of the "
+            f"{self.unigram.tokens:,} scored tokens alone"
+        )
+
+    def checked(self, case: Case) -> Case:
+        """Return a case, or one without a verdict if a run of it has learned nothing."""
+        why = [words for curve in dict.fromkeys(case.curves) if (words := self.untrained(curve))]
+        if not why:
+            return case
+        words = f"{'; '.join(why)} ({case.words})"
+        return dataclasses.replace(case, verdict=Verdict.UNTRAINED, words=words)
 
     def of(self, method: str, kind: str) -> list[Curve]:
         """Return the curves of a method whose training length is known, shortest first.
@@ -206,7 +241,8 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
     if trained is not None and trained in b.records and math.isinf(_mean_loss(b.records[trained])):
         # A run that has diverged makes any other look good, and its own longer lengths too.
         words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
-        return Case(Verdict.MISSING, f"{words}: nothing compares with it", a.train_length)
+        words += ": nothing compares with it"
+        return Case(Verdict.MISSING, words, a.train_length, curves=(a, b))
     found = gap(a, at_a, b, at_b)
     words = f"{_value(a, at_a)} against {_value(b, at_b, a)}, {a.protocol}: {ratio_in_words(found)}"
     steps = a.sources[0].step, b.sources[0].step
@@ -220,6 +256,7 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
         found.ratios(),
         min(record["tokens"] or 0 for record in (*of_a, *of_b)) or None,
         min(len(of_a), len(of_b)),
+        (a, b),
     )
 
 

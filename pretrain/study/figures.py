@@ -20,8 +20,8 @@ COLUMNS = ("panel", "line", "group", "x", "value", "low", "high")
 """Columns of a figure's CSV: the panel, the words in the legend for the marker and for the colour,
 and what is drawn. An end of an interval that is not known is empty."""
 FORMATS = ("png", "svg")
-AT_L, AT_LONGEST = "At the training length", "At the longest length"
-"""The panels of the figure of growth."""
+AT_L = "At the training length L"
+"""The first panel of the figure of growth."""
 NOTHING = math.nan
 
 
@@ -31,6 +31,16 @@ class Figure(NamedTuple):
     caption: str
     lines: Sequence[Line]
     frame: Frame
+
+    def in_words(self) -> str:
+        """Return what is drawn, for those who do not see it."""
+        panels = "; ".join(dict.fromkeys(line.panel for line in self.lines if line.panel))
+        named = dict.fromkeys(
+            line.mark if line.mark == line.colour else f"{line.mark} ({line.colour})"
+            for line in self.lines
+        )
+        axes = f"{self.frame.y_label} over {self.frame.x_label[:1].lower()}{self.frame.x_label[1:]}"
+        return f"Chart: {axes}. Panels: {panels or 'one'}. Lines: {', '.join(named)}."
 
     def pictures(self) -> Pictures:
         """Return the figure in all formats."""
@@ -81,15 +91,8 @@ def figures(study: Study, costs: Sequence[Cost]) -> dict[str, Figure]:
             "least and the largest of the rounds."
         )
         found["efficiency"] = Figure(caption, *_efficiency(costs))
-    lines = _growth(study)
-    if lines:
-        caption = (
-            "Validation perplexity over training, at the training length and at the longest length "
-            "that was evaluated while training."
-        )
-        panels = [p for p in (AT_L, AT_LONGEST) if p in {line.panel for line in lines}]
-        frame = Frame("Training step", "Perplexity", panels=panels)
-        found["growth"] = Figure(caption, lines, frame)
+    if grown := _growth(study):
+        found["growth"] = grown
     return found
 
 
@@ -184,25 +187,57 @@ def _efficiency(costs: Sequence[Cost]) -> tuple[list[Line], Frame]:
 
 
 # ---- growth --------------------------------------------------------------------------------------
-def _growth(study: Study) -> list[Line]:
-    """Return the lines of validation perplexity over training steps, the seeds as one."""
+def _growth(study: Study) -> Figure | None:
+    """Return the figure of validation perplexity over training steps, the seeds as one."""
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in study.runs:
         if study.growth.get(run.name):
             groups.setdefault((run.method, run.train_length), []).append(run)
+    lengths = {
+        key: set.intersection(*(set(study.growth[run.name]) for run in runs))
+        for key, runs in groups.items()
+    }
+    multiple = _longest_multiple(lengths)
+    panels = {AT_L: 1} | ({f"At {multiple} L": multiple} if multiple > 1 else {})
     several = len({length for _, length in groups}) > 1
     lines = []
     for (method, trained), runs in sorted(groups.items(), key=lambda item: item[0][1]):
-        grown = [study.growth[run.name] for run in runs]
-        lengths = set.intersection(*(set(each) for each in grown))
         colour = f"L = {trained}" if several else method
-        for panel, length in ((AT_L, trained), (AT_LONGEST, max(lengths, default=0))):
-            if length in lengths:
-                values = _mean([each[length] for each in grown])
-                band = len(runs) > 1
+        for panel, times in panels.items():
+            length = times * trained
+            if length in lengths[method, trained]:
+                values = _mean([study.growth[run.name][length] for run in runs])
                 xs = [float(step) for step in values]
-                lines.append(Line(panel, method, colour, xs, list(values.values()), band))
-    return lines
+                lines.append(Line(panel, method, colour, xs, list(values.values()), len(runs) > 1))
+    if not lines:
+        return None
+    caption = "Validation perplexity over training, at the training length L"
+    if multiple > 1:
+        caption += (
+            f" and at {multiple} L, the longest multiple of L at which all of these runs were "
+            "evaluated while training. It is another length for each L."
+        )
+    else:
+        caption += ". There is no longer multiple of L at which all of these runs were evaluated."
+    drawn = {line.panel for line in lines}
+    panels_drawn = [panel for panel in panels if panel in drawn]
+    return Figure(caption, lines, Frame("Training step", "Perplexity", panels=panels_drawn))
+
+
+def _longest_multiple(lengths: Mapping[tuple[str, int], set[int]]) -> int:
+    """Return the longest multiple of L that all have, 1 where they have none.
+
+    One length in tokens would be far beyond L for some and near it for others; as multiples of
+    their own L, runs of several training lengths are asked for the same extrapolation.
+
+    Args:
+        lengths: (method, L) -> window lengths.
+    """
+    each = [
+        {length // trained for length in found if length % trained == 0}
+        for (_, trained), found in lengths.items()
+    ]
+    return max(set.intersection(*each), default=1) if each else 1
 
 
 def _mean(by_seed: Sequence[Mapping[int, float]]) -> dict[int, Value]:

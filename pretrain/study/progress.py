@@ -15,7 +15,7 @@ from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, read_text, replace_file
 from pretrain.rundir.starts import is_done
 from pretrain.rundir.states import ENDED_WELL, Outcome, in_words
-from pretrain.study.runs import Study, StudyRun, other_differences
+from pretrain.study.runs import Study, StudyRun, not_asked, other_differences
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
 """The states of a run in study.json."""
@@ -85,6 +85,7 @@ def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:
         "command": shlex.join(["pretrain", "study", str(study.file)]),
         "published": study.asked.published,
         "differences": other_differences(study),
+        "not_asked": not_asked(study),
         "runs": [
             {
                 "name": run.name,

@@ -74,6 +74,32 @@ def efficiency() -> Mapping[tuple[str, int, str], Published]:
     }
 
 
+@functools.cache
+def training() -> Mapping[tuple[str, int, str], Published]:
+    """Return (method, training length, column) of the 1.3B models -> memory or GPU-hours."""
+    table = content()["cc100_roberta"]
+    found = {}
+    for model, row in table["equal_updates"].items():
+        method, _, trained = model.rpartition("_")
+        for column in ("memory_gb", "gpu_hours"):
+            key = f"cc100_roberta.equal_updates.{model}.{column}"
+            found[method, int(trained), column] = Published(row[column], key, table["status"])
+    return found
+
+
+@functools.cache
+def equal_time() -> Mapping[tuple[str, int, int], Published]:
+    """Return (method, training length, length) of the 1.3B models at equal time -> perplexity."""
+    found = {}
+    for name, value in content()["cc100_roberta"]["equal_time"].items():
+        model, _, length = name.rpartition("_at_")
+        method, _, trained = model.rpartition("_")
+        key = f"cc100_roberta.equal_time.{name}"
+        # The file's comment says so: the paper's text and summary have these.
+        found[method, int(trained), int(length)] = Published(value, key, "text")
+    return found
+
+
 def records(model: str) -> list[dict[str, Any]]:
     """Return the published perplexities as records of an evaluation, for the tools that take them.
 

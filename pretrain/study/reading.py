@@ -15,8 +15,10 @@ from pretrain.evaluate.curves import Curve, make_curves
 from pretrain.evaluate.positions import Binned, read_positions
 from pretrain.evaluate.reading import read_records
 from pretrain.rundir.metrics import is_evaluation, read_metrics
+from pretrain.study import unigram
 from pretrain.study.evidence import NONOVERLAPPING, Evidence, Row
 from pretrain.study.published import MODELS
+from pretrain.study.scale import Taken, taken
 
 FINISHED = "finished"
 T = TypeVar("T")
@@ -57,6 +59,10 @@ class Study:
     not overlap."""
     differences: Sequence[str]
     """In what the runs differ beside method, training length and seed, in words."""
+    not_asked: Sequence[str]
+    """What lies beside the runs and is none of the study file's any more, in words."""
+    scale: Sequence[Taken]
+    """What the runs took beside what the published 1.3B models did, where the study names them."""
     unmeasured: Sequence[str]
     """What the measurement of efficiency could not measure, in words."""
 
@@ -92,17 +98,26 @@ def read_study(directory: Path) -> Study:
         )
     records, positions = _evaluation(directory, runs)
     rows, device, unmeasured = _efficiency(directory / "efficiency.json")
+    counted = directory / unigram.FILE
+    known = (
+        _read(counted, lambda: unigram.parse(json.loads(counted.read_bytes()), records[0]))
+        if records and counted.exists()
+        else None
+    )
     asked = directory / "study.toml"
+    done = [(r.directory, r.method, r.train_length) for r in runs if r.state == FINISHED]
     return Study(
         _read(path, lambda: str(content["title"])),
         _read(path, lambda: str(content["command"])),
         model,
         _read(asked, lambda: asked.read_text("utf-8")) if asked.exists() else "",
         runs,
-        Evidence(make_curves(records), rows, device),
+        Evidence(make_curves(records), rows, device, known),
         positions,
         {run.name: _growth(directory / run.directory) for run in runs},
         _read(path, lambda: [str(line) for line in content.get("differences", [])]),
+        _read(path, lambda: [str(line) for line in content.get("not_asked", [])]),
+        taken(directory, done) if model == "cc100_roberta" else [],
         unmeasured,
     )
 

@@ -16,6 +16,7 @@ from pretrain.study.claims import Judgement
 from pretrain.study.figures import FORMATS, Figure, figures
 from pretrain.study.pages import to_page
 from pretrain.study.reading import read_study
+from pretrain.study.summaries import Results
 
 FIGURES = ("extrapolation", "ratio", "position", "efficiency", "growth")
 """Names of all figures that a report may have."""
@@ -26,7 +27,7 @@ RATIO = ("low", "value", "high")
 """Keys of a case's ratio in claims.json."""
 
 
-def write_study_report(directory: Path) -> None:
+def write_study_report(directory: Path, *, tensorboard: bool = True) -> Results:
     """Write STUDY/report/ from what the study has so far.
 
     Reads STUDY/study.json, STUDY/evaluation/ and, where they are there, STUDY/efficiency.json and
@@ -35,6 +36,10 @@ def write_study_report(directory: Path) -> None:
 
     Args:
         directory: STUDY, the study's directory.
+        tensorboard: Write event files for TensorBoard, too.
+
+    Returns:
+        What TensorBoard and W&B show of it.
 
     Raises:
         ConfigError: `directory` holds no study.json, or a file in it cannot be read.
@@ -54,13 +59,16 @@ def write_study_report(directory: Path) -> None:
         files["data/perplexity.csv"] = sections.perplexity_csv(rows)
     if gains:
         files["data/early_tokens.csv"] = sections.gains_csv(gains)
-    for path, content in summaries.event_files(study.curves).items():
+    pictures = {name: files[f"figures/{name}.png"] for name in drawn}
+    results = summaries.results(study.curves, judged, pictures)
+    for path, content in (summaries.event_files(results) if tensorboard else {}).items():
         files[f"tensorboard/{path}"] = content
     files["report.html"] = to_page(study.title, text, files).encode()
     # The text comes last: where it exists, the files that it shows do.
     files["report.md"] = text.encode()
     with writing(directory / "report"):
         _write(directory / "report", files)
+    return results
 
 
 def _files(drawn: Mapping[str, Figure]) -> dict[str, bytes]:

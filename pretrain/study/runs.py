@@ -6,6 +6,7 @@ import glob
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from pretrain.config.trajectory import AT_STEP_0, Difference, Effect, data_diffe
 from pretrain.data.stream import open_stream
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.starts import check_goes_on, missing_data
+from pretrain.study import unigram
+from pretrain.study.names import recorded_seed, run_name
 from pretrain.study.schema import StudyFile, request_of
 
 LENGTH_FACTORS = (1, 2, 4, 8, 16)
@@ -31,7 +34,9 @@ COMPARED = ("run.seed", "data.sequence_length", "model.max_position_embeddings")
 batch, which holds fewer sequences as they become longer."""
 MARKS = (LOCK, "study.json")
 """Files that say that a directory is a study's; the first is written before all others."""
-OWN_NAMES = ("study.toml", "configs", "runs", "evaluation", "efficiency.json", "report")
+OWN_NAMES = (
+    *("study.toml", "configs", "runs", "evaluation", "efficiency.json", unigram.FILE, "report"),
+)
 """What a study writes in its directory beside MARKS."""
 
 
@@ -40,7 +45,7 @@ class StudyRun:
     """One run of a study."""
 
     name: str
-    """METHOD-L, with METHOD as in `method`, and -sSEED where there are several seeds."""
+    """METHOD-L or METHOD-L-sSEED, with METHOD as in `method`; see `run_name`."""
     config: RunConfig
     source: Path
     """The config file that it comes from."""
@@ -97,23 +102,26 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         asked: What is in it.
 
     Raises:
-        ConfigError: A run cannot work, two runs would have one name, or a pattern finds no file.
+        ConfigError: A run cannot work, two have one method, length and seed, or a pattern finds no
+            file.
     """
-    found = _of_files(path, asked) if asked.configs else _of_fields(path, asked)
-    many_seeds = len(asked.seeds or ()) > 1
-    runs: dict[str, StudyRun] = {}
-    for source, settings in found:
-        config = load_config(source, settings)
-        name = f"{config.position_name}-{config.data.sequence_length}"
-        name += f"-s{config.run.seed}" if many_seeds else ""
-        if name in runs:
+    asked_for = _of_files(path, asked) if asked.configs else _of_fields(path, asked)
+    found = [(source, settings, load_config(source, settings)) for source, settings in asked_for]
+    groups = Counter((config.position_name, config.data.sequence_length) for *_, config in found)
+    runs: dict[tuple[str, int, int], StudyRun] = {}
+    for source, settings, config in found:
+        method, length, seed = config.position_name, config.data.sequence_length, config.run.seed
+        of = f"{method}-{length}"
+        if twice := runs.get((method, length, seed)):
             raise ConfigError(
-                f"{path}: {source} and {runs[name].source} are both {name}: one method, training "
-                "length and seed. Leave one of the two out of configs"
+                f"{path}: {source} and {twice.source} are both {of}: one method, training length "
+                "and seed. Leave one of the two out of configs"
             )
+        several = groups[method, length] > 1
+        name = run_name(asked.root / "runs", of, seed, several=several)
         directory = json.dumps(str(asked.root / "runs" / name), ensure_ascii=False)
         config = load_config(source, [*settings, f"run.directory={directory}"])
-        runs[name] = StudyRun(name, config, source)
+        runs[method, length, seed] = StudyRun(name, config, source)
     study = Study(path, asked, tuple(runs.values()))
     _check_evaluation(study)
     return study
@@ -202,13 +210,18 @@ def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[
     return [f"{what}: {said}"] if len(names) > 1 else []
 
 
-def not_asked(study: Study) -> list[Path]:
-    """Return run directories in the study's directory that are no runs of its file."""
+def not_asked(study: Study) -> list[str]:
+    """Return what lies in STUDY/runs and is no run of the study's file, with its seed, in words."""
     named = {run.name for run in study.runs}
     folder = study.directory / "runs"
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    # Slurm's logs of an array lie in a hidden folder beside its runs.
-    return [p for p in found if p.is_dir() and p.name not in named and not p.name.startswith(".")]
+    words = []
+    for path in found:
+        # Slurm's logs of an array lie in a hidden folder beside its runs.
+        if path.is_dir() and path.name not in named and not path.name.startswith("."):
+            seed = recorded_seed(path)
+            words.append(path.name if seed is None else f"{path.name} (seed {seed})")
+    return words
 
 
 def data_sets(runs: Sequence[StudyRun]) -> list[StudyRun]:

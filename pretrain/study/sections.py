@@ -24,6 +24,7 @@ from pretrain.study.evidence import SLIDING, Gap, Verdict
 from pretrain.study.figures import Figure
 from pretrain.study.pages import as_code, plain
 from pretrain.study.reading import Study
+from pretrain.study.scale import equal_time_table, taken_table
 
 ONE_SEED = (
     "Where a verdict stands on one seed, only the noise of the text was considered: how far "
@@ -31,7 +32,9 @@ ONE_SEED = (
 )
 VERDICTS_EXPLAINED = (
     "A claim fails when it fails at one training length. It cannot be judged when it lies inside "
-    "the noise at one of them, or where what it needs was not measured. Noise is the 95 % "
+    "the noise at one of them, where what it needs was not measured, or where a run has learned "
+    "nothing: its loss at L is not below the entropy of the frequencies of the scored tokens, so "
+    "that a fixed distribution would predict as well. Noise is the 95 % "
     "interval of the difference of two values, taken block by block of the text; of several seeds "
     "each of one is compared with each of the other. Thresholds are the same for every study. The "
     "column on the published numbers says how the same predicate judges the paper's own tables, "
@@ -48,10 +51,11 @@ EARLY_EXPLAINED = (
     "Negative values are losses."
 )
 TENSORBOARD = (
-    "`tensorboard --logdir` on the folder `tensorboard/` beside this report shows the final "
-    "curves, with the window length as the step. Weights & Biases has the curves of each run as "
-    "far as the runs logged to it (`logging.wandb`), and nothing of this report: the files in "
-    "`data/` hold the exact numbers of every figure."
+    "Where the runs' configs ask for TensorBoard (`logging.tensorboard`), `tensorboard --logdir` "
+    "on the folder `tensorboard/` beside this report shows the final curves, with the window "
+    "length as the step, the figures and the tables. Where they ask for Weights & Biases "
+    "(`logging.wandb`), the study has a run of its own there with the same. The files in `data/` "
+    "hold the exact numbers of every figure."
 )
 
 
@@ -122,6 +126,11 @@ def _runs(study: Study) -> Iterable[str]:
     ]
     header = ["run", "method", "L", "seed", "state", "reason"]
     yield Table("Runs of the study", header, rows, names=len(header)).markdown()
+    if study.not_asked:
+        yield (
+            f"**In `runs/`, but not in the study file: {plain(', '.join(study.not_asked))}. No "
+            "part of the results.**"
+        )
     if study.differences:
         yield (
             "**The runs differ in more than method, training length and seed, so every comparison "
@@ -201,6 +210,7 @@ def _perplexity(
         return
     yield from _show(figures, "extrapolation")
     yield length_table(study.curves).markdown()
+    yield _unigram(study)
     yield from _show(figures, "ratio")
     if study.published:
         yield (
@@ -223,7 +233,32 @@ def _perplexity(
         )
     if shown:
         yield perplexity_table(shown, study.published).markdown()
+    if study.published == "cc100_roberta" and (table := equal_time_table(study.curves)):
+        yield table.markdown()
+        yield (
+            "These published numbers are of models that were trained for equally long. The runs of "
+            "this study are compared after equally many steps."
+        )
     yield "[CSV](data/perplexity.csv), with the values that nothing published stands beside."
+
+
+def _unigram(study: Study) -> str:
+    """Return what the text's token frequencies alone predict, and which runs are no better."""
+    known = study.evidence.unigram
+    if known is None:
+        return (
+            "The frequencies of the scored tokens are not counted, so whether a run has learned "
+            "more than these is not known. `pretrain study` counts them where the data is."
+        )
+    words = (
+        f"Who knows the frequencies of the {known.tokens:,} scored tokens and no context has a "
+        f"perplexity of {math.exp(known.loss_nats):.2f} on them ({known.loss_nats:.4f} nats a "
+        "token, which is their entropy)."
+    )
+    why = [found for curve in study.curves if (found := study.evidence.untrained(curve))]
+    if why:
+        words += f" **No better at L, and so part of no claim: {plain('; '.join(why))}.**"
+    return words
 
 
 def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -> Iterable[str]:
@@ -252,6 +287,13 @@ def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -
 
 def _costs(study: Study, costs: Sequence[Cost], figures: Mapping[str, Figure]) -> Iterable[str]:
     """Yield the figure and the table of speed and memory."""
+    if study.scale:
+        yield taken_table(study.scale).markdown()
+        yield (
+            "Memory is the peak of rank 0 in training. GPU-hours are the seconds of all training "
+            'steps times the processes; "-" where starts had several numbers of them. The '
+            "published ones are of 128 V100s; on other GPUs they say how large the runs were."
+        )
     for line in study.unmeasured:
         yield f"**Not measured: {plain(line)}.**"
     if not costs:
@@ -279,7 +321,7 @@ def _show(figures: Mapping[str, Figure], name: str) -> Iterable[str]:
     """Yield a figure with its caption, if there is one."""
     if name in figures:
         caption = figures[name].caption
-        yield f"![Figure: {name}](figures/{name}.png)"
+        yield f"![{plain(figures[name].in_words())}](figures/{name}.png)"
         yield f"{caption} [SVG](figures/{name}.svg), [CSV](data/{name}.csv)"
 
 

@@ -1,43 +1,148 @@
-"""Write a study's final curves for TensorBoard, with the window length as the step."""
+"""Put a study's results into the forms that TensorBoard and Weights & Biases show."""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 # TensorBoard's modules have no types.
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from torch.utils.tensorboard.summary import text
 
 from pretrain.evaluate.curves import Curve
-from pretrain.study.evidence import SLIDING
+from pretrain.evaluate.tables import Table
+from pretrain.study.claims import Judgement
+from pretrain.study.evidence import kind_of
 
 NAME = "events.out.tfevents.0.study"
 """Name of an event file. TensorBoard takes every file with "tfevents" in its name."""
+REPORT = "report"
+"""The run of TensorBoard's that has the figures and the tables."""
+PERPLEXITY, CLAIMS = "perplexity", "claims"
+"""The names of the tables."""
 
 
-def event_files(curves: Sequence[Curve]) -> dict[str, bytes]:
-    """Return the event files, by their paths below TensorBoard's log directory.
+class Point(NamedTuple):
+    """A finite value of a curve."""
 
-    Each curve is a run of TensorBoard's with the tag perplexity/PROTOCOL. Equal curves give equal
-    files, which have no times in them.
+    run: str
+    """METHOD-L, or what else tells the curve from others."""
+    tag: str
+    """perplexity/PROTOCOL."""
+    length: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Results:
+    """What both are shown of a report."""
+
+    points: Sequence[Point]
+    tables: Mapping[str, tuple[list[str], list[list[Any]]]]
+    """Name -> header and rows."""
+    figures: Mapping[str, bytes]
+    """Name -> PNG."""
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all of it."""
+        pictures = {k: hashlib.sha256(v).hexdigest() for k, v in self.figures.items()}
+        content = json.dumps([self.points, self.tables, pictures])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def results(
+    curves: Sequence[Curve], judged: Sequence[Judgement], figures: Mapping[str, bytes]
+) -> Results:
+    """Return what is shown of a report.
 
     Args:
-        curves: The study's curves. Those of one model under both protocols share a run.
+        curves: The study's curves.
+        judged: The verdicts.
+        figures: Name -> PNG.
+    """
+    claims: list[list[Any]] = [
+        [each.claim.id, each.verdict.value, each.claim.statement] for each in judged
+    ]
+    header = ["method", "train_length", "seeds", "protocol", "length"]
+    header += ["perplexity", "low", "high", "tokens"]
+    rows: list[list[Any]] = [
+        [
+            *(curve.method, curve.train_length, len(curve.sources), curve.protocol, length),
+            *map(_or_none, curve.value(length)),
+            min(record["tokens"] or 0 for record in curve.records[length]) or None,
+        ]
+        for curve in curves
+        for length in curve.records
+    ]
+    tables = {PERPLEXITY: (header, rows), CLAIMS: (["claim", "verdict", "statement"], claims)}
+    return Results(list(_points(curves)), tables, figures)
+
+
+def event_files(results: Results) -> dict[str, bytes]:
+    """Return TensorBoard's event files, by their paths below its log directory.
+
+    Each curve is a run of TensorBoard's with the tag perplexity/PROTOCOL and the window length as
+    the step, and REPORT has the figures and tables. Equal results give equal files, which have no
+    times in them.
+
+    Args:
+        results: What is shown.
     """
     events: dict[str, list[Event]] = {}
+    for run, tag, length, value in results.points:
+        found = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        events.setdefault(run, []).append(Event(wall_time=0.0, step=length, summary=found))
+    shown = [*_pictures(results.figures), *_texts(results)]
+    events[REPORT] = [Event(wall_time=0.0, step=0, summary=each) for each in shown]
+    return {f"{run}/{NAME}": _file(found) for run, found in events.items()}
+
+
+def _points(curves: Sequence[Curve]) -> Iterator[Point]:
+    """Yield the finite values of all curves; those of one model under both protocols share a run.
+
+    Args:
+        curves: The study's curves.
+    """
     for curve in curves:
-        folder = "".join(c if c.isalnum() or c in "-_." else "-" for c in curve.name)
-        tag = "perplexity/" + (SLIDING if curve.protocol.startswith(SLIDING) else curve.protocol)
+        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in curve.name)
         for length in curve.records:
             value = curve.value(length).value
             if math.isfinite(value):
-                found = Summary.Value(tag=tag, simple_value=value)
-                event = Event(wall_time=0.0, step=length, summary=Summary(value=[found]))
-                events.setdefault(f"{folder}-{curve.train_length}/{NAME}", []).append(event)
-    return {path: _file(found) for path, found in events.items()}
+                run = f"{name}-{curve.train_length}"
+                yield Point(run, f"perplexity/{kind_of(curve)}", length, value)
+
+
+def _pictures(figures: Mapping[str, bytes]) -> Iterator[Any]:
+    """Yield a summary with each figure."""
+    for name, png in figures.items():
+        # The first chunk of a PNG is IHDR: length, type, width and height.
+        width, height = struct.unpack(">II", png[16:24])
+        image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+        yield Summary(value=[Summary.Value(tag=f"figures/{name}", image=image)])
+
+
+def _texts(results: Results) -> Iterator[Any]:
+    """Yield a summary with each table in Markdown."""
+    for name, (header, rows) in results.tables.items():
+        cells = [["-" if cell is None else _shown(cell) for cell in row] for row in rows]
+        # It is protobuf's Summary, as above; torch does not say so.
+        yield text(f"tables/{name}", Table(name, header, cells, len(header)).markdown())  # type: ignore[no-untyped-call]
+
+
+def _shown(cell: Any) -> str:
+    return f"{cell:.4f}" if isinstance(cell, float) else str(cell)
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _file(events: Sequence[Event]) -> bytes:

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.files import replace_file
@@ -48,6 +49,20 @@ def check_wandb(config: RunConfig) -> None:
         )
 
 
+def settings() -> Any:
+    """Return wandb's settings for whatever of ours is sent: silent, and with bounded waits."""
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        # Capturing the terminal would break the progress bar.
+        console="off",
+        init_timeout=INIT_SECONDS,
+        login_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+    )
+
+
 class Wandb:
     """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
 
@@ -65,14 +80,7 @@ class Wandb:
             mode=mode,
             resume="allow" if mode == "online" else None,
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(
-                silent=True,
-                # Capturing the terminal would break the progress bar.
-                console="off",
-                init_timeout=INIT_SECONDS,
-                login_timeout=INIT_SECONDS,
-                finish_timeout=FINISH_SECONDS,
-            ),
+            settings=settings(),
         )
         # The x axis is our own step. wandb's must only grow, and a resume may go back a few steps.
         # All three are in every row, so that a chart can be drawn over each.

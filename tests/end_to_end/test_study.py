@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -67,9 +69,14 @@ class Desk:
             process_group=0,
         )
 
-    def study(self, *words: str) -> Done:
+    def study(self, *words: str, timeout: float = TIMEOUT_SECONDS) -> Done:
         process = self.start(*words)
-        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            # What it runs ends with it.
+            process.kill()
+            raise
         return Done(process.returncode, out, err)
 
     def attempts(self) -> dict[str, int]:
@@ -139,8 +146,59 @@ def test_a_finished_study_does_nothing_and_says_so(whole: Whole) -> None:
     assert whole.after == whole.before
     assert "s: finished already; nothing to train or to evaluate" in whole.finished.err
     # The run that the file names no more is not dropped without a word.
-    assert "s/runs/none-32: no run of study.toml, so no part of the report" in whole.finished.err
+    assert (
+        "s/runs/none-32 (seed 1234): no run of study.toml, so no part of the results"
+        in whole.finished.err
+    )
     assert list(whole.desk.runs()) == ["alibi-32", "sinusoidal-32"]
+
+
+def test_runs_of_eight_steps_decide_no_claim(whole: Whole) -> None:
+    """They predict worse than token frequencies do, alike at all lengths."""
+    folder = whole.desk.folder / "s"
+    claims = json.loads((folder / "report/claims.json").read_text())
+    assert {row["verdict"].partition(":")[0] for row in claims} == {"cannot be judged"}
+    said = (folder / "report/report.md").read_text()
+    assert "**No better at L, and so part of no claim: alibi, L = 32:" in said
+    assert json.loads((folder / "unigram.json").read_text())["tokens"] == 2048
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--report-only",), pytest.param((), marks=pytest.mark.torture)],
+    ids=["report", "train"],
+)
+def test_a_second_seed_leaves_finished_runs_where_they_are_and_in_the_report(
+    whole: Whole, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """The same with a seed that was taken away again, whose run is named and kept."""
+    shutil.copytree(whole.desk.folder / "s", tmp_path / "s")
+    for file in whole.desk.folder.glob("*.toml"):
+        shutil.copy(file, tmp_path)
+    desk, before = copy.copy(whole.desk), whole.after[0]
+    desk.folder = tmp_path
+    file = tmp_path / "study.toml"
+    text = file.read_text()
+    file.write_text(text.replace("[evaluation]", "seeds = [7, 1234]\n\n[evaluation]", 1))
+    grown = desk.study(*words)
+    assert grown.code == 0, grown.text
+    runs = desk.runs()
+    finished = {name for name, run in runs.items() if run["state"] == "finished"}
+    added = {"alibi-32-s7", "sinusoidal-32-s7"}
+    assert runs.keys() == {"alibi-32", "sinusoidal-32"} | added
+    assert finished == runs.keys() - (added if words else set())
+    assert {name: n for name, n in desk.attempts().items() if name not in added} == before
+    shown = (tmp_path / "s/report/report.md").read_text()
+    for name in runs:
+        assert f"| {name} |" in shown
+    assert " L = 32 | alibi-32 | 8 | 1234 |" in shown
+    file.write_text(text.replace("[evaluation]", "seeds = [7]\n\n[evaluation]", 1))
+    shrunk = desk.study("--report-only")
+    assert shrunk.code == 0, shrunk.text
+    assert "s/runs/alibi-32 (seed 1234): no run of study.toml" in shrunk.err
+    assert {name: n for name, n in desk.attempts().items() if name not in added} == before
+    shown = (tmp_path / "s/report/report.md").read_text()
+    assert "In `runs/`, but not in the study file: alibi-32 (seed 1234), none-32 (seed" in shown
 
 
 @pytest.mark.parametrize("setting", ["train.num_steps=16", "optimizer.learning_rate=2e-3"])
@@ -192,12 +250,14 @@ def reference(
     desk = Desk(tmp_path_factory.mktemp("reference"), tiny_data)
     (desk.folder / "study.toml").write_text(FIELDS)
     began = time.monotonic()
-    done = desk.study()
+    # Four trainings and an evaluation, on a machine that may do other things.
+    done = desk.study(timeout=5 * TIMEOUT_SECONDS)
     assert done.code == 0, done.text
     return desk.report(), time.monotonic() - began
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_study_stopped_at_random_gives_the_same_report(

@@ -11,6 +11,7 @@ from pretrain.evaluate.blocks import with_blocks
 from pretrain.evaluate.curves import make_curves
 from pretrain.study import beside, claims, published
 from pretrain.study.evidence import Evidence, Gap, Row, Verdict, combined
+from pretrain.study.unigram import Unigram
 from tests.unit.study_files import (
     MEMORY,
     METHODS,
@@ -41,11 +42,11 @@ def as_rows(found):
     ]
 
 
-def verdicts(records=None, cost=None, device="one synthetic GPU"):
+def verdicts(records=None, cost=None, device="one synthetic GPU", unigram=None):
     """Return claim -> verdict."""
     records = make_records() if records is None else records
     cost = as_rows(rows()) if cost is None else cost
-    found = claims.judge(Evidence(make_curves(records), cost, device))
+    found = claims.judge(Evidence(make_curves(records), cost, device, unigram))
     return {judgement.claim.id: judgement.verdict for judgement in found}
 
 
@@ -137,6 +138,63 @@ def test_what_is_not_finite_fails_what_should_hold_and_passes_what_should_degrad
     assert found["alibi_stays_near_best_to_16L"] == Verdict.FAILS
     assert found["sinusoidal_degrades_at_once"] == Verdict.PASSES
     assert found["order_of_extrapolation"] == Verdict.FAILS
+
+
+# ---- runs that have learned nothing --------------------------------------------------------------
+def flat(level, method="alibi"):
+    """Return perplexities of which a method's are the same at every length, as of a new model."""
+
+    def perplexity(of, at, under, length):
+        return level if of == method else published_shape(of, at, under, length)
+
+    return perplexity
+
+
+UNIGRAM = Unigram(math.log(30), 50_000)
+
+
+@pytest.mark.parametrize("level", [30.0, 500.0, math.inf])
+def test_an_untrained_run_passes_and_fails_no_claim(level):
+    records = make_records(flat(level))
+    if level < 100:
+        # What it passed without an outside quantity to compare with.
+        assert verdicts(records)["alibi_is_flat_when_sliding"] == Verdict.PASSES
+    found = verdicts(records, unigram=UNIGRAM)
+    of_alibi = [*NEEDED["alibi"], "order_of_extrapolation"]
+    for name in of_alibi:
+        # Also where the loss is infinite.
+        assert found[name] == Verdict.UNTRAINED and found[name].short == "cannot be judged", name
+    others = [name for name in IDS if name not in of_alibi]
+    assert {found[name] for name in others} == {Verdict.PASSES}
+    assert set(verdicts(make_records(), unigram=UNIGRAM).values()) == {Verdict.PASSES}
+
+
+def test_a_claim_says_with_numbers_why_a_run_is_no_part_of_it():
+    found = Evidence(make_curves(make_records(flat(31.0))), unigram=UNIGRAM)
+    [first, *_] = claims.judge(found)[0].cases
+    assert first.words.startswith(
+        f"alibi, L = 64: {math.log(31):.4f} nats a token at 64 tokens (L), nonoverlapping, which "
+        f"is not below the {math.log(30):.4f} nats of the frequencies of the 50,000 scored tokens"
+    )
+
+
+def test_one_untrained_seed_leaves_the_others_unjudged():
+    records = make_records(seeds=(1, 2))
+    for record in records:
+        if record["method"] == "alibi" and record["seed"] == 2:
+            record.update(loss_nats=math.log(40.0), perplexity=40.0)
+    found = verdicts(records, unigram=UNIGRAM)
+    assert found["alibi_falls_to_2L"] == Verdict.UNTRAINED
+
+
+def test_a_run_that_learned_at_another_length_can_fail_and_not_pass():
+    def perplexity(of, at, under, length):
+        value = published_shape(of, at, under, length)
+        return 31.0 if (of, at) == ("alibi", 64) else value
+
+    found = verdicts(make_records(perplexity), unigram=UNIGRAM)
+    assert found["alibi_is_flat_when_sliding"] == Verdict.UNTRAINED
+    assert combined([Verdict.UNTRAINED, Verdict.FAILS]) == Verdict.FAILS
 
 
 # ---- noise ---------------------------------------------------------------------------------------

@@ -13,13 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import ConfigError, load_config
+from pretrain.config import ConfigError, dump_config, load_config
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
 from pretrain.study.processes import Processes, Stopped
 from pretrain.study.progress import states_of, table, write_study
-from pretrain.study.runs import Study, check_directory, check_runs, other_differences, resolve
+from pretrain.study.reading import read_study
+from pretrain.study.runs import (
+    Study,
+    check_directory,
+    check_runs,
+    not_asked,
+    other_differences,
+    resolve,
+)
 from pretrain.study.schema import load_study_file
 from tests.end_to_end.commands import wait_for
 from tests.unit.report_records import make_record
@@ -210,6 +218,79 @@ def test_a_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `pretrain study` works on it"):
             run_study(found.file, Request())
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
+
+
+# ---- a study that grows --------------------------------------------------------------------------
+def made(found: Study, *names: str) -> None:
+    """Make directories of runs, as a start of each writes them."""
+    for run in found.runs:
+        if run.name in names:
+            run.config.directory.mkdir(parents=True, exist_ok=True)
+            (run.config.directory / "config.toml").write_text(dump_config(run.config))
+
+
+def where(found: Study) -> dict[tuple[str, int, int], str]:
+    return {(run.method, run.train_length, run.seed): run.name for run in found.runs}
+
+
+GROWN: list[dict[str, str]] = [
+    {"seeds": "[7, 1234]"},
+    {"seeds": "[1234, 7]", "methods": '["t5", "rotary", "alibi"]'},
+    {"training_lengths": "[128, 64, 256]"},
+    {"methods": '["alibi"]', "seeds": "[1234]"},
+    {"tokens_per_step": "4096", "seeds": "[5, 6]"},
+]
+"""What a study's keys become, one after the other."""
+
+
+@pytest.mark.parametrize("first", [{}, {"seeds": "[1234, 99]"}])
+def test_runs_stay_where_they_are_whatever_is_added_or_taken_away(
+    tmp_path: Path, first: dict[str, str]
+) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
+    found = study(tmp_path, keys | first)
+    names = where(found)
+    made(found, *names.values())
+    for change in GROWN:
+        found = study(tmp_path, keys | change)
+        for key, name in where(found).items():
+            assert names.setdefault(key, name) == name
+        made(found, *names.values())
+    assert len(set(names.values())) == len(names) > 12
+
+
+def test_a_seed_in_place_of_another_is_a_run_of_its_own_and_the_other_stays(tmp_path: Path) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"', "training_lengths": "[64]"}
+    made(study(tmp_path, keys), "alibi-64")
+    found = study(tmp_path, keys | {"seeds": "[2]"})
+    # No run of T5 was there, which needs no other name then.
+    assert [run.name for run in found.runs] == ["alibi-64-s2", "t5-64"]
+    assert not_asked(found) == ["alibi-64 (seed 1234)"]
+    write_study(found, states_of(found))
+    assert read_study(found.directory).not_asked == ["alibi-64 (seed 1234)"]
+
+
+def test_a_run_that_an_earlier_release_began_again_is_the_one_that_came_further(
+    tmp_path: Path,
+) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"', "training_lengths": "[64]"}
+    for name, steps in (("alibi-64", (10, 20)), ("alibi-64-s1234", (10,))):
+        for step in steps:
+            folder = tmp_path / f"s/runs/{name}/checkpoints/step-{step:08d}"
+            folder.mkdir(parents=True)
+            (folder / "config.toml").write_text("[run]\nseed = 1234\n")
+            (folder / "manifest.json").write_text("{}")
+    found = study(tmp_path, keys | {"seeds": "[1234, 7]"})
+    assert [run.name for run in found.runs][::2] == ["alibi-64", "alibi-64-s7"]
+    assert not_asked(found) == ["alibi-64-s1234 (seed 1234)"]
+
+
+def test_config_files_of_several_seeds_are_a_run_each(tmp_path: Path) -> None:
+    overlays(tmp_path, "alibi_64", "alibi_64_b")
+    path = tmp_path / "alibi_64_b.toml"
+    path.write_text(path.read_text().replace("[run]", "[run]\nseed = 7"))
+    found = study(tmp_path, CONFIGS)
+    assert sorted(run.name for run in found.runs) == ["alibi-64-s1234", "alibi-64-s7"]
 
 
 # ---- what is not the study's ---------------------------------------------------------------------

@@ -63,6 +63,34 @@ def test_efficiency_stands_in_the_file_under_its_key():
     assert numbers["alibi", 1024, "memory"].value == 19.3
 
 
+def leaves(table, key):
+    """Yield the keys of the numbers in a table of the file."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{key}.{name}")
+        elif isinstance(value, float | int):
+            yield f"{key}.{name}"
+
+
+def test_every_number_of_the_file_can_stand_beside_one_of_a_study():
+    """All but the size of the models is a perplexity, a speed, a memory, or GPU-hours."""
+    content = tomllib.loads(FILE.read_text())
+    shown = [*published.efficiency().values(), *published.training().values()]
+    shown += [*published.equal_time().values()]
+    shown += [n for model in published.MODELS for n in published.perplexities(model).values()]
+    for number in shown:
+        assert look_up(number.key) == number.value
+    sizes = {"tokens", "epochs", "updates", "gpus"}
+    found = {
+        key
+        for table in (*published.MODELS, "efficiency_v100")
+        for key in leaves(content[table], table)
+    }
+    found = {k for k in found if k.split(".")[1] not in sizes and k.split(".")[1] != "model"}
+    assert found == {number.key for number in shown} and len(shown) == len(found)
+    assert set(content) == {"paper", "efficiency_v100", *published.MODELS}
+
+
 def test_records_have_the_published_numbers_and_no_interval():
     records = published.records("wikitext103")
     assert len(records) == len(published.perplexities("wikitext103"))
