@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.data import stream as stream_module
+from pretrain.data import verified
 from pretrain.data.layout import Layout
 from pretrain.data.shards import ShardWriter
-from pretrain.data.stream import TokenStream, max_open_shards
+from pretrain.data.stream import TokenStream
+from pretrain.data.verified import max_open_shards
 from tests.unit.splits import write_split
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +202,7 @@ print(json.dumps([most, maps(), len(os.listdir("/proc/self/fd")) - before]))
 
 def test_no_more_than_a_quarter_of_the_limit_is_open(monkeypatch):
     for soft, most in [(3, 1), (64, 16), (1024, 256), (1 << 20, 256), (-1, 256)]:
-        monkeypatch.setattr(stream_module.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        monkeypatch.setattr(verified.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert max_open_shards() == most
 
 
@@ -322,7 +323,7 @@ def test_an_error_of_the_operating_system_names_the_file(open_run, monkeypatch):
     def stale(*_):
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(stream_module.os, "preadv", stale)
+    monkeypatch.setattr(verified.os, "preadv", stale)
     with pytest.raises(RunFailed, match=r"text-000000\.tar: cannot be read \(Stale file handle"):
         stream.read(0, 10)
 
@@ -332,6 +333,6 @@ def test_a_file_system_that_returns_less_than_there_is(open_run, monkeypatch):
     stream, _ = open_run
     whole = os.preadv
     monkeypatch.setattr(
-        stream_module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
+        verified.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
     )
     assert np.array_equal(stream.read(500, 9000), np.arange(500, 9500))
