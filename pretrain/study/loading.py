@@ -51,7 +51,7 @@ WARM_UP_STEPS = 4
 WAITED_STEPS, STEP_SECONDS = 30, 0.01
 """How often training is played, and how long its own work takes each time."""
 SHUFFLED_SHARDS, SHUFFLED_SAMPLES = 100, 1000
-"""webdataset's buffers, of the size that its documentation has."""
+"""webdataset's buffers; the second one has the size of its own default."""
 _CHUNK = 2**20
 
 Steps = Iterator[list[torch.Tensor]]
@@ -93,7 +93,8 @@ class Contest:
 
     def cut(self, samples: np.ndarray) -> list[torch.Tensor]:
         """Return the micro batches that the samples of a step form."""
-        return list(torch.from_numpy(samples).split(self.config.batch.micro_batch_size))
+        tokens, size = torch.from_numpy(samples), self.config.batch.micro_batch_size
+        return [tokens[first : first + size] for first in range(0, len(tokens), size)]
 
 
 def measure_loading(
@@ -118,8 +119,8 @@ def measure_loading(
         others load. The wait is that of a training step of 10 ms for its batch.
 
     Raises:
-        ConfigError: There are too few tokens for a step, or no room for them in the directory.
-        RunFailed: All contestants failed.
+        ConfigError: There are too few tokens for a step, or there is no such directory.
+        RunFailed: The directory cannot be written to, or all contestants failed.
     """
     parallel = config.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -130,6 +131,8 @@ def measure_loading(
             f"--tokens {tokens}: a step of every corpus takes {needed}. Give more, a hundred times "
             "as many for a random order to mean something"
         )
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"--directory {directory}: not a directory. Make it, or choose another")
     with writing(directory or Path(tempfile.gettempdir())):
         folder = tempfile.TemporaryDirectory(dir=directory)
     with folder as name:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +229,38 @@ def test_opening_reads_no_shard_and_a_sample_few_bytes(tmp_path):
         stream.read(start, 1025)
         # Two pieces of 4 KiB and their checksums; one piece more where a block ends.
         assert bytes_read() - before - cost <= 3 * 4104
+
+
+def test_a_batch_costs_two_system_calls_a_sample_and_hardly_any_call_of_python(tmp_path):
+    """The budget of training's hot path: what is added to it for every sample is slow for all."""
+    tokens = np.random.default_rng(0).integers(0, 60_000, 400_000)
+    write_split(tmp_path, {"text": [[tokens]]}, tokens_per_block=65_536, tokens_per_shard=131_072)
+    stream = TokenStream(tmp_path / "train")
+    length, samples = 1025, 128
+    starts = np.random.default_rng(1).integers(0, len(stream) - length, samples)
+    crossing = (starts // 65_536 != (starts + length - 1) // 65_536) | (starts >= 5 * 65_536)
+    expected = tokens[starts[:, None] + np.arange(length)]
+    assert np.array_equal(stream.read_batch(starts, length), expected)
+    calls = Counter()
+
+    def count(frame, event, what):
+        if event == "call":
+            calls["python"] += 1
+        elif event == "c_call":
+            calls["other"] += 1
+            calls[what.__name__] += 1
+
+    sys.setprofile(count)
+    try:
+        found = stream.read_batch(starts[~crossing], length)
+    finally:
+        sys.setprofile(None)
+    assert np.array_equal(found, expected[~crossing])
+    within = int((~crossing).sum())
+    assert within > samples // 2 and calls["preadv"] == calls["pread"] == within
+    assert calls["python"] <= 10
+    # bisect_right, divmod twice, len, unpack, and a checksum for each of one or two pieces.
+    assert calls["other"] <= 10 * within + 20
 
 
 def test_threads_and_forks_may_share_a_stream(many_shards):
