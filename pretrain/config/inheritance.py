@@ -8,7 +8,6 @@ base says: tables are merged key by key at every depth, any other value replaces
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
 from pretrain.config.paths import expand_path
+from pretrain.config.toml_file import read_toml
 
 BASE, REMOVE = "base", "remove"
 """The keys at the top of a file that are about its base, and no sections of a run's config."""
@@ -140,7 +140,7 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
     """Return the content of a file, which the last one of the chain names as its base, if any."""
     asked_by = f", the base of {chain[-1][0]}" if chain else ""
     try:
-        return tomllib.loads(file.read_text())
+        return read_toml(file)
     except FileNotFoundError:
         if chain:
             raise ConfigError(
