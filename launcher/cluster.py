@@ -129,7 +129,7 @@ def load_site(path: str | Path) -> Site:
             f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
             "one and set your cluster's values"
         ) from None
-    except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeError) as error:
         raise ConfigError(f"{path}: not a readable site file ({error})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None

@@ -151,7 +151,7 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
             f"{file}: no such config file. `pretrain config --list` shows the configs that are "
             "installed with this package"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: not a readable config file{asked_by} ({error})") from None
     except (ValueError, RecursionError) as error:
         # Also what Python refuses: integers of thousands of digits, brackets a thousand deep.

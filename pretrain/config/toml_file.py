@@ -19,14 +19,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not UTF-8 or not TOML; also for what Python refuses, such as integers of
-            thousands of digits.
+        UnicodeError: It is not UTF-8.
+        ValueError: It is not TOML; also for what Python refuses, such as integers of thousands of
+            digits.
         RecursionError: Its brackets are a thousand deep.
     """
     content = path.read_bytes()
     if content.startswith(UTF_16):
-        raise ValueError(
-            f"the file is stored as UTF-16 (it begins with {content[:2]!r}). {TO_UTF_8}"
-        )
+        begin = f"it begins with {content[:2]!r}"
+        raise UnicodeError(f"the file is stored as UTF-16: {begin}. {TO_UTF_8}")
     text = content.decode("utf-8-sig")
     return tomllib.loads(text.replace("\r\n", "\n").replace("\r", "\n"))

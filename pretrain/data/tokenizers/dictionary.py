@@ -142,7 +142,7 @@ def _words(path: Path, content: bytes) -> list[str]:
         ConfigError: It has another format, or a word twice.
     """
     try:
-        lines = content.decode("utf-8-sig").removesuffix("\n").split("\n")
+        lines = content.decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError:
         raise _malformed(path, "not UTF-8") from None
     found: dict[str, None] = dict.fromkeys(SPECIAL)
