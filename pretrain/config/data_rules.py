@@ -72,8 +72,8 @@ def _vocabulary(d: DataSection) -> Iterator[Refusal]:
         yield Refusal(
             "data.vocab_size",
             d.vocab_size,
-            "a SentencePiece BPE that is trained on the text has 256 pieces for bytes, control "
-            "pieces and learned ones",
+            "a SentencePiece BPE that is trained on the text has 256 pieces for bytes, three control "
+            "pieces and the text's characters",
             f'Choose {LEAST_TRAINED} or more, or set data.tokenizer = "{WORDS}" or to a file',
         )
     if d.tokenizer == WORDS and d.vocab_size < LEAST_WORDS:

@@ -15,7 +15,7 @@ WORDS = "words"
 """The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
 
 
-LEAST_WORDS, LEAST_TRAINED = 5, 301
+LEAST_WORDS, LEAST_TRAINED = 5, 260
 """Least `data.vocab_size` of "words", and of a SentencePiece BPE that is trained on the text."""
 
 
@@ -53,8 +53,8 @@ class DataSection(Section):
     """Training length L in tokens."""
 
     vocab_size: int = Field(default=32_000, ge=2)
-    """Pieces of the tokenizer. Of one that is trained: 256 bytes, a few control pieces, and learned
-    ones, so at least 301. Of "words": so many words, the four included that fairseq begins with, so
+    """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and what the
+    text has, so at least 260. Of "words": so many words, the four included that fairseq begins with, so
     at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
     (WikiText-103: 267_744). Of a file: the pieces that it has."""
 

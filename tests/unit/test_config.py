@@ -908,7 +908,7 @@ def test_a_file_in_another_encoding_is_refused_with_the_cause(path, encoding):
 
 # ---- data.vocab_size -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "tokenizer, least", [("", 301), ("words", 5), ("dict.txt", 2), ("tokenizer.json", 2)]
+    "tokenizer, least", [("", 260), ("words", 5), ("dict.txt", 2), ("tokenizer.json", 2)]
 )
 def test_each_tokenizer_has_a_least_vocabulary(path, tokenizer, least):
     def load(size):

@@ -111,6 +111,18 @@ def test_text_in_utf_16_is_called_so_in_every_document(tmp_path, source, encodin
         documents(section(source, path))
 
 
+@pytest.mark.parametrize("source", ["text", "blank_lines"])
+@pytest.mark.parametrize(
+    "name, kind", [("x.jsonl", "jsonl"), ("x.jsonl.gz", "jsonl"), ("x.parquet", "parquet")]
+)
+def test_json_is_not_read_as_plain_text(tmp_path, source, name, kind):
+    """As who leaves data.source out would have it: the build would succeed."""
+    (tmp_path / name).write_bytes(line("some text"))
+    says = rf'{name}: its name says {kind}, and source = "{source}".*Set source = "{kind}"'
+    with pytest.raises(ConfigError, match=says):
+        sources.plan(section(source, tmp_path / name))
+
+
 def test_an_empty_file(tmp_path):
     for name in ("a", "b.gz", "c"):
         (tmp_path / name).write_bytes(b"")
