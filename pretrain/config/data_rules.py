@@ -72,7 +72,7 @@ def _vocabulary(d: DataSection) -> Iterator[Refusal]:
         yield Refusal(
             "data.vocab_size",
             d.vocab_size,
-            "a SentencePiece BPE that is trained on the text has 256 pieces for bytes, three control "
+            "a SentencePiece BPE that is trained on the text has 256 byte pieces, three control "
             "pieces and the text's characters",
             f'Choose {LEAST_TRAINED} or more, or set data.tokenizer = "{WORDS}" or to a file',
         )

@@ -53,9 +53,9 @@ class DataSection(Section):
     """Training length L in tokens."""
 
     vocab_size: int = Field(default=32_000, ge=2)
-    """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and what the
-    text has, so at least 260. Of "words": so many words, the four included that fairseq begins with, so
-    at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
+    """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and those
+    of the text, so at least 260. Of "words": so many words, the four included that fairseq begins
+    with, so at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
     (WikiText-103: 267_744). Of a file: the pieces that it has."""
 
     source: Source = "text"

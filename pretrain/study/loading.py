@@ -258,8 +258,10 @@ def _verified_reads(contest: Contest) -> Steps:
 def _memmap(contest: Contest) -> Steps:
     tokens, length = contest.memmap(), contest.length
     for starts in contest.starts():
-        found = [tokens[first : first + length].astype(np.int64) for first in starts.tolist()]
-        yield contest.cut(np.stack(found))
+        found = np.empty((len(starts), length), np.int64)
+        for row, first in zip(found, starts.tolist()):
+            row[:] = tokens[first : first + length]
+        yield contest.cut(found)
 
 
 class _Mapped(Dataset[torch.Tensor]):

@@ -131,7 +131,7 @@ def _parts(corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[_Par
     """
     path, size, _ = file
     compression = compression_of(path)
-    _check_name(corpus, path.removesuffix(compression.suffix) if compression else path)
+    _check_name(corpus, path, path.removesuffix(compression.suffix) if compression else path)
     if corpus.source == "parquet":
         if compression:
             raise ConfigError(
@@ -156,12 +156,17 @@ def _parts(corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[_Par
         yield _Part(Piece(path, start, end), end - start)
 
 
-def _check_name(corpus: Corpus, path: str) -> None:
+def _check_name(corpus: Corpus, path: str, unpacked: str) -> None:
     """Refuse to read a file as plain text whose name says that it is something else.
 
     Such a build would succeed, and the model would learn the marks of JSON.
+
+    Args:
+        corpus: Whose file it is.
+        path: The file.
+        unpacked: Its name without the ending of its compression.
     """
-    named = next((kind for end, kind in _NAMES.items() if path.endswith(end)), None)
+    named = next((kind for end, kind in _NAMES.items() if unpacked.endswith(end)), None)
     if named is not None and corpus.source in ("text", "blank_lines"):
         raise ConfigError(
             f'{path}: its name says {named}, and source = "{corpus.source}" would read it as plain '
