@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from pretrain.config import ConfigError
 from pretrain.config.section import Section
+from pretrain.config.toml_file import read_toml
 from pretrain.launcher.slurm_options import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
 from pretrain.rundir.credentials import credential_among, credential_in, is_credential, refusal
 
@@ -123,17 +123,17 @@ def load_site(path: str | Path) -> Site:
     """
     path = Path(path)
     try:
-        values = with_variables(tomllib.loads(path.read_text()), os.environ)
+        values = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
             "one and set your cluster's values"
         ) from None
-    except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeError) as error:
         raise ConfigError(f"{path}: not a readable site file ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse_site(values, str(path))
+    return parse_site(with_variables(values, os.environ), str(path))
 
 
 def with_variables(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

@@ -181,6 +181,48 @@ def bench_step(
     _show(table, counted, json_file)
 
 
+@bench.command("data")
+def bench_data(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Random tokens to write and read.")
+    ] = 100_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each loader takes its turn.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, help="How long a loader reads in a turn.")
+    ] = 1.0,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where to write; all is removed again. Default: the place of temporary files.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    ] = None,
+) -> None:
+    """Time the loader beside a plain memmap, torch's DataLoader and webdataset, in turns.
+
+    Each delivers the batches of one data-parallel rank, in random order, from files of random
+    tokens, so no data set is needed. Prints tokens/s with nothing else to do, ratios to the memmap,
+    and how long a training step of 10 ms waits for its batch. The files stay in the page cache:
+    this measures the code and not the disk.
+
+    \b
+    Example:
+      pretrain bench data configs/demo.toml --set data.sequence_length=1024 --json data.json
+    """
+    run = load_config(config, overrides)
+    _check_folder(json_file)
+    from pretrain.study.loading import loading_table, measure_loading
+
+    result = measure_loading(run, tokens, rounds, seconds, directory)
+    _show(loading_table(result), result, json_file)
+
+
 @bench.command("attention")
 def bench_attention(
     lengths: Annotated[

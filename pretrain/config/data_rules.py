@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pretrain.config.data_schema import WORDS, CorpusSection, DataSection
+from pretrain.config.data_schema import (
+    LEAST_TRAINED,
+    LEAST_WORDS,
+    WORDS,
+    CorpusSection,
+    DataSection,
+)
 from pretrain.config.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ DOCUMENT_BACKENDS = ("auto", "triton", "sdpa", "reference")
 def check_data(c: RunConfig) -> Iterator[Refusal]:
     """Check that every corpus has the files it needs, and that a shard holds a block."""
     d = c.data
+    yield from _vocabulary(d)
     if d.corpora:
         yield from _corpora(d)
     else:
@@ -53,6 +60,28 @@ def check_data(c: RunConfig) -> Iterator[Refusal]:
             True,
             f'model.attention_backend = "{backend}" has no mask by document',
             'Set model.attention_backend = "auto" or "triton", or remove the key',
+        )
+
+
+def _vocabulary(d: DataSection) -> Iterator[Refusal]:
+    """Check that a vocabulary that is made of the text holds what every such vocabulary has.
+
+    One that is given in a file has as many pieces as it has.
+    """
+    if d.tokenizer is None and d.vocab_size < LEAST_TRAINED:
+        yield Refusal(
+            "data.vocab_size",
+            d.vocab_size,
+            "a SentencePiece BPE that is trained on the text has 256 byte pieces, three control "
+            "pieces and the text's characters",
+            f'Choose {LEAST_TRAINED} or more, or set data.tokenizer = "{WORDS}" or to a file',
+        )
+    if d.tokenizer == WORDS and d.vocab_size < LEAST_WORDS:
+        yield Refusal(
+            "data.vocab_size",
+            d.vocab_size,
+            f'data.tokenizer = "{WORDS}" begins with four words of its own, as fairseq does',
+            f"Choose {LEAST_WORDS} or more",
         )
 
 

@@ -15,6 +15,10 @@ WORDS = "words"
 """The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
 
 
+LEAST_WORDS, LEAST_TRAINED = 5, 260
+"""Least `data.vocab_size` of "words", and of a SentencePiece BPE that is trained on the text."""
+
+
 class CorpusSection(Section):
     """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
 
@@ -48,11 +52,11 @@ class DataSection(Section):
     sequence_length: int = Field(gt=0)
     """Training length L in tokens."""
 
-    vocab_size: int = Field(default=32_000, gt=300)
-    """Entries of the vocabulary. SentencePiece: 256 bytes, a few control pieces and the learned
-    pieces. "words": the most frequent words, and the four special ones with which fairseq's
-    vocabulary begins. A text with fewer words may be padded to a multiple of 8, as fairseq does
-    (WikiText-103: 267_744)."""
+    vocab_size: int = Field(default=32_000, ge=2)
+    """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and those
+    of the text, so at least 260. Of "words": so many words, the four included that fairseq begins
+    with, so at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
+    (WikiText-103: 267_744). Of a file: the pieces that it has."""
 
     source: Source = "text"
     """How the files hold documents. text: one document per file. blank_lines: documents parted by

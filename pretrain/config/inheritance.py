@@ -19,6 +19,7 @@ from typing import Any
 from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
 from pretrain.config.paths import expand_path
+from pretrain.config.toml_file import read_toml_text
 
 BASE, REMOVE = "base", "remove"
 """The keys at the top of a file that are about its base, and no sections of a run's config."""
@@ -142,8 +143,7 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
     """Return the content of a file, which the last one of the chain names as its base, if any."""
     asked_by = f", the base of {chain[-1][0]}" if chain else ""
     try:
-        # Editors on Windows begin a file with a byte order mark, which "utf-8-sig" passes over.
-        text = file.read_text("utf-8-sig")
+        text = read_toml_text(file)
     except FileNotFoundError:
         near = _similar_file(file)
         if chain:
@@ -167,7 +167,7 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
             f"{file}: not a readable config file{asked_by}: line {line} is not UTF-8 (byte "
             f"0x{error.object[error.start]:02x}). Save the file as UTF-8"
         ) from None
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: not a readable config file{asked_by} ({error})") from None
     try:
         return tomllib.loads(text)

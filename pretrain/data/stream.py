@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import os
-import resource
-import struct
-import threading
-from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,26 +15,14 @@ from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import is_url
 from pretrain.data.checks import problems
 from pretrain.data.document import Split
-from pretrain.data.files import Cache, Folder, folder, missing, unreadable
-from pretrain.data.layout import CHECKSUM_BYTES, HEADER_BYTES, PIECE_BYTES, task_seed
+from pretrain.data.files import Cache, folder
 from pretrain.data.manifest import (
-    CHECKSUMS,
     MANIFEST,
-    Shard,
     missing_data_set,
     parse_manifest,
     rebuild_advice,
 )
-
-MAX_OPEN_SHARDS = 256
-"""A stream keeps no more shards open, and no more than a quarter of what the process may open."""
-
-_SCRATCH_PIECES = 128
-"""Pieces that one system call reads at most. It takes no more than 1,024 (IOV_MAX)."""
-
-_UNPACK = [struct.Struct(f"<{n}Q").unpack for n in range(_SCRATCH_PIECES + 1)]
-
-xxh3_64 = xxhash.xxh3_64_intdigest
+from pretrain.data.verified import VerifiedReader
 
 
 class CorpusRange(NamedTuple):
@@ -173,10 +155,10 @@ class TokenStream:
                 f"{self.directory}: tokens {first} to {first + count} of a stream of {len(self)}"
             )
         tokens = np.empty((len(starts), count), dtype=np.int64)
-        scratch = self._scratch
-        for row, start in zip(tokens, starts.tolist()):
-            self._fill(row, start, count, scratch)
-        if tokens.size and int(tokens.max()) >= self.vocab_size:
+        if not tokens.size:
+            return tokens
+        self._reader.fill(tokens, starts.tolist(), count)
+        if int(tokens.max()) >= self.vocab_size:
             # Sound by its checksum: whoever wrote the data set did not check the ids.
             raise ConfigError(
                 f"{self.directory}: holds the token id {tokens.max()}, but vocab_size = "
@@ -195,128 +177,7 @@ class TokenStream:
             CorpusRange(c.name, start, c.tokens, c.documents, c.text_bytes)
             for c, start in zip(m.corpora, starts)
         )
-        layout = m.layout
-        self._sizes = (
-            layout.tokens_per_piece,
-            layout.tokens_per_block,
-            layout.pieces_per_block,
-            layout.block_bytes,
-            layout.dtype.itemsize,
-        )
-        self._starts = list(accumulate((shard.tokens for shard in m.shards), initial=0))
-        pieces = [layout.pieces(shard.tokens) for shard in m.shards]
-        self._first_piece = list(accumulate(pieces, initial=0))
-        self._seeds = []
-        task_piece = 0
-        for number, shard in enumerate(m.shards):
-            if number and shard.task == m.shards[number - 1].task:
-                task_piece += pieces[number - 1]
-            else:
-                task_piece = 0
-            self._seeds.append(task_seed(m.split, shard.corpus, shard.task) + task_piece)
-        # Least recently used descriptors are closed first. The cache is C code that threads may
-        # share, and a descriptor is closed only when nobody reads from it any more.
-        self._open = functools.lru_cache(max_open_shards())(
-            functools.partial(_open_shard, self._folder, m.shards)
-        )
-        self._checksums: _Descriptor | None = None
-        self._scratch = _Scratch(layout.dtype)
-
-    def _fill(self, row: np.ndarray, start: int, count: int, scratch: _Scratch) -> None:
-        """Fill `row` with `count` tokens from `start`, which lie in the stream.
-
-        Whole pieces are read into the scratch and compared with their checksums. This is where
-        reading spends its time: plain integers and lists are faster here than arrays are.
-        """
-        per_piece, per_block, pieces_per_block, block_bytes, itemsize = self._sizes
-        starts, done = self._starts, 0
-        while done < count:
-            shard = bisect_right(starts, start) - 1
-            block, first = divmod(start - starts[shard], per_block)
-            piece, skip = divmod(first, per_piece)
-            # Up to the end of the block, of what is wanted, and of the scratch.
-            end = min(per_block, starts[shard + 1] - start + first)
-            last = min(first + count - done, end)
-            pieces = -(-last // per_piece) - piece
-            if pieces > _SCRATCH_PIECES:
-                pieces, last = _SCRATCH_PIECES, (piece + _SCRATCH_PIECES) * per_piece
-            lacking = (piece + pieces) * per_piece - end
-            if lacking <= 0:
-                size, (target, views) = pieces * PIECE_BYTES, scratch.whole[pieces]
-            else:
-                size = pieces * PIECE_BYTES - lacking * itemsize
-                target, views = scratch.views(size)
-            offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
-            number = block * pieces_per_block + piece
-            try:
-                file = self._open(shard)
-                received = os.preadv(file.number, target, offset)
-                # A network file system may return less than there is. Nothing at all is the end.
-                while 0 < received < size and (
-                    more := os.preadv(file.number, [target[0][received:]], offset + received)
-                ):
-                    received += more
-            except OSError as error:
-                raise unreadable(self._where(shard), error) from error
-            if received != size:
-                problem = f"truncated: {received} of {size} bytes"
-                raise self._damaged(shard, block, offset, problem)
-            seed = self._seeds[shard] + number
-            checksums = self._expected(self._first_piece[shard] + number, pieces)
-            for view, checksum in zip(views, checksums):
-                if xxh3_64(view, seed) != checksum:
-                    self._check_checksums()
-                    offset += (seed - number - self._seeds[shard]) * PIECE_BYTES
-                    raise self._damaged(shard, block, offset, "its checksum differs")
-                seed += 1
-            taken = last - first
-            row[done : done + taken] = scratch.tokens[skip : skip + taken]
-            done += taken
-            start += taken
-
-    def _expected(self, first: int, count: int) -> tuple[int, ...]:
-        """Return checksums [first, first + count)."""
-        size, offset = count * CHECKSUM_BYTES, first * CHECKSUM_BYTES
-        try:
-            file = self._checksums or self._opened_checksums()
-            content = os.pread(file.number, size, offset)
-        except OSError as error:
-            raise unreadable(self._folder.where(CHECKSUMS), error) from error
-        if len(content) != size:
-            where = self._folder.where(CHECKSUMS)
-            raise ConfigError(f"{where}: truncated at byte {offset}. {rebuild_advice(where)}")
-        return _UNPACK[count](content)
-
-    def _opened_checksums(self) -> _Descriptor:
-        m = self.manifest
-        if self._checksums is None:
-            self._checksums = _Descriptor(
-                self._folder, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128
-            )
-        return self._checksums
-
-    def _check_checksums(self) -> None:
-        """Raise ConfigError if it is checksums.bin that is damaged, rather than a shard."""
-        digest, offset = xxhash.xxh3_128(), 0
-        while chunk := os.pread(self._opened_checksums().number, 1 << 22, offset):
-            digest.update(chunk)
-            offset += len(chunk)
-        if digest.hexdigest() != self.manifest.checksums_xxh3_128:
-            expected = self.manifest.checksums_xxh3_128
-            raise ConfigError(
-                f"{self._folder.where(CHECKSUMS)}: damaged: its XXH3-128 is {digest.hexdigest()}, "
-                f"but the manifest says {expected}. {self._folder.remedy(CHECKSUMS, expected)}"
-            )
-
-    def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
-        name, digest = self.manifest.shards[shard].name, self.manifest.shards[shard].xxh3_128
-        return ConfigError(
-            f"{self._folder.where(name)}: damaged: block {block}, {PIECE_BYTES} bytes from byte "
-            f"{offset}: {problem}. {self._folder.remedy(name, digest)}"
-        )
-
-    def _where(self, shard: int) -> str:
-        return self._folder.where(self.manifest.shards[shard].name)
+        self._reader = VerifiedReader(self._folder, m)
 
     def __getstate__(self) -> dict[str, Any]:
         # The rest is computed again.
@@ -326,50 +187,6 @@ class TokenStream:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()
-
-
-class _Descriptor:
-    """An open file, closed when the last one who uses it lets go."""
-
-    def __init__(self, files: Folder, name: str, size: int, digest: str) -> None:
-        try:
-            self.number = files.descriptor(name, size, digest)
-        except FileNotFoundError:
-            raise missing(files.where(name)) from None
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
-
-
-class _Scratch(threading.local):
-    """The memory that pieces are read into, one for each thread."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        content = np.zeros(_SCRATCH_PIECES * PIECE_BYTES, np.uint8)
-        self.tokens = content.view(dtype)
-        self._all = content.data
-        self._pieces = [self._all[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-        self.whole = [self.views(n * PIECE_BYTES) for n in range(_SCRATCH_PIECES + 1)]
-        """Number of pieces -> `views` of so many whole ones, made once."""
-
-    def views(self, size: int) -> tuple[list[memoryview], list[memoryview]]:
-        """Return the first `size` bytes as one buffer to read into, and cut into pieces."""
-        whole, rest = divmod(size, PIECE_BYTES)
-        pieces = self._pieces[:whole]
-        return [self._all[:size]], [*pieces, self._pieces[whole][:rest]] if rest else pieces
-
-
-def max_open_shards() -> int:
-    """Return how many shards a stream keeps open in this process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    quarter = MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else soft // 4
-    return max(1, min(MAX_OPEN_SHARDS, quarter))
-
-
-def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> _Descriptor:
-    shard = shards[number]
-    return _Descriptor(files, shard.name, shard.bytes, shard.xxh3_128)
 
 
 def open_stream(config: RunConfig, split: Split) -> TokenStream:

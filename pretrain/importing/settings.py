@@ -64,7 +64,7 @@ def read_source(folder: Path) -> Source:
     """
     path = folder / CONFIG
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{path}: no such file. Give the folder of a downloaded or exported model"

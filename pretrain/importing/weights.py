@@ -177,7 +177,7 @@ def _entries(folder: Path) -> Iterator[_Entry]:
 def _sharded(index: Path) -> Iterator[_Entry]:
     """Yield the tensors of all files that an index names."""
     try:
-        places = dict(json.loads(index.read_text())["weight_map"])
+        places = dict(json.loads(index.read_bytes())["weight_map"])
         names = sorted(set(places.values()))
         # Only a file beside the index; "../" would leave the folder.
         is_valid = all(isinstance(n, str) and Path(n).name == n for n in names)

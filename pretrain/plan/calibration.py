@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the content of a result, with the keys that are needed."""
     needed = {"device": str, "config": dict, "world_size": int, "seconds": dict}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
         assert all(isinstance(content[key], kind) for key, kind in needed.items())
         for name in ("forward and backward", "optimizer step"):
             assert 0 < content["seconds"][name] < LONGEST

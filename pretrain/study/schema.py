@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from pretrain.config.load import explain
 from pretrain.config.overrides import check_overrides, key_of
 from pretrain.config.paths import expand_path
 from pretrain.config.section import Section
+from pretrain.config.toml_file import read_toml
 
 FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
 """Keys that make runs of one config, and have no meaning beside `configs`."""
@@ -101,7 +101,7 @@ def load_study_file(path: Path) -> StudyFile:
             the file, the key, the value and the remedy.
     """
     try:
-        values = tomllib.loads(path.read_text())
+        values = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such study file") from None
     except (OSError, ValueError, RecursionError) as error:

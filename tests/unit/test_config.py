@@ -896,3 +896,45 @@ def test_a_path_that_cannot_be_expanded_is_refused(path, monkeypatch, override, 
     monkeypatch.setenv("LATIN", "\udce9")
     assert expected in message(path, override)
     assert message(path, override).startswith(f"{path}: ")
+
+
+# ---- how the file is stored ----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        lambda text: text.encode("utf-8-sig"),
+        lambda text: text.replace("\n", "\r\n").encode("utf-8-sig"),
+        lambda text: text.replace("\n", "\r").encode(),
+    ],
+    ids=["mark", "mark and CRLF", "CR"],
+)
+def test_a_file_that_another_editor_stored_is_the_same_config(path, encoded):
+    expected = load_config(path)
+    path.write_bytes(encoded(path.read_text()))
+    assert load_config(path) == expected
+    above = path.with_name("above.toml")
+    above.write_bytes(encoded(f'base = "{path.name}"\n[run]\nseed = 77\n'))
+    assert load_config(above).run.seed == 77
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin1"])
+def test_a_file_in_another_encoding_is_refused_with_the_cause(path, encoding):
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    path.write_bytes((mark + path.read_text() + "# é\n").encode(encoding))
+    latin = encoding == "latin1"
+    cause = r"is not UTF-8 \(byte 0xe9\)" if latin else "stored as UTF-16: .*iconv -f utf"
+    with pytest.raises(ConfigError, match=f"^{path}: not a readable config file.*{cause}"):
+        load_config(path)
+
+
+# ---- data.vocab_size -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "tokenizer, least", [("", 260), ("words", 5), ("dict.txt", 2), ("tokenizer.json", 2)]
+)
+def test_each_tokenizer_has_a_least_vocabulary(path, tokenizer, least):
+    def load(size):
+        return load_config(path, [f"data.tokenizer={tokenizer}", f"data.vocab_size={size}"])
+
+    assert load(least).data.vocab_size == least
+    with pytest.raises(ConfigError, match=rf"data\.vocab_size = {least - 1}: .*{least}"):
+        load(least - 1)

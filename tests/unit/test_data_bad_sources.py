@@ -92,6 +92,37 @@ def test_text_that_only_looks_bad_is_read(tmp_path):
         assert texts(section("jsonl", path)) == [text]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-16-le", "no mark"])
+@pytest.mark.parametrize("source", ["text", "blank_lines", "jsonl"])
+def test_text_in_utf_16_is_called_so_in_every_document(tmp_path, source, encoding):
+    """Without a mark it is valid UTF-8, and so is all but the first document of a file with one."""
+    texts_ = ["It was the best of times,", "it was the wörst of times."]
+    whole = {"text": texts_[0], "blank_lines": "\n\n".join(texts_) + "\n\n"}
+    whole["jsonl"] = "".join(line(text).decode() for text in texts_)
+    mark = "\ufeff" if encoding.endswith("e") else ""
+    path = tmp_path / "x"
+    coding = "utf-16-le" if encoding == "no mark" else encoding
+    path.write_bytes((mark + whole[source]).encode(coding))
+    skipped = []
+    assert texts(section(source, path), skip=skipped.append) == []
+    if encoding != "utf-32":
+        assert skipped and all("stored as UTF-16" in why or "one JSON" in why for why in skipped)
+    with pytest.raises(ConfigError, match=rf"{path}:0: the file is stored as UTF-16.*iconv -f utf"):
+        documents(section(source, path))
+
+
+@pytest.mark.parametrize("source", ["text", "blank_lines"])
+@pytest.mark.parametrize(
+    "name, kind", [("x.jsonl", "jsonl"), ("x.jsonl.gz", "jsonl"), ("x.parquet", "parquet")]
+)
+def test_json_is_not_read_as_plain_text(tmp_path, source, name, kind):
+    """As who leaves data.source out would have it: the build would succeed."""
+    (tmp_path / name).write_bytes(line("some text"))
+    says = rf'{name}: its name says {kind}, and source = "{source}".*Set source = "{kind}"'
+    with pytest.raises(ConfigError, match=says):
+        sources.plan(section(source, tmp_path / name))
+
+
 def test_an_empty_file(tmp_path):
     for name in ("a", "b.gz", "c"):
         (tmp_path / name).write_bytes(b"")

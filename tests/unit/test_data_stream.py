@@ -7,16 +7,18 @@ import subprocess
 import sys
 import tarfile
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.data import stream as stream_module
+from pretrain.data import verified
 from pretrain.data.layout import Layout
 from pretrain.data.shards import ShardWriter
-from pretrain.data.stream import TokenStream, max_open_shards
+from pretrain.data.stream import TokenStream
+from pretrain.data.verified import max_open_shards
 from tests.unit.splits import write_split
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +203,7 @@ print(json.dumps([most, maps(), len(os.listdir("/proc/self/fd")) - before]))
 
 def test_no_more_than_a_quarter_of_the_limit_is_open(monkeypatch):
     for soft, most in [(3, 1), (64, 16), (1024, 256), (1 << 20, 256), (-1, 256)]:
-        monkeypatch.setattr(stream_module.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        monkeypatch.setattr(verified.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert max_open_shards() == most
 
 
@@ -227,6 +229,38 @@ def test_opening_reads_no_shard_and_a_sample_few_bytes(tmp_path):
         stream.read(start, 1025)
         # Two pieces of 4 KiB and their checksums; one piece more where a block ends.
         assert bytes_read() - before - cost <= 3 * 4104
+
+
+def test_a_batch_costs_two_system_calls_a_sample_and_hardly_any_call_of_python(tmp_path):
+    """The budget of training's hot path: what is added to it for every sample is slow for all."""
+    tokens = np.random.default_rng(0).integers(0, 60_000, 400_000)
+    write_split(tmp_path, {"text": [[tokens]]}, tokens_per_block=65_536, tokens_per_shard=131_072)
+    stream = TokenStream(tmp_path / "train")
+    length, samples = 1025, 128
+    starts = np.random.default_rng(1).integers(0, len(stream) - length, samples)
+    crossing = (starts // 65_536 != (starts + length - 1) // 65_536) | (starts >= 5 * 65_536)
+    expected = tokens[starts[:, None] + np.arange(length)]
+    assert np.array_equal(stream.read_batch(starts, length), expected)
+    calls = Counter()
+
+    def count(frame, event, what):
+        if event == "call":
+            calls["python"] += 1
+        elif event == "c_call":
+            calls["other"] += 1
+            calls[what.__name__] += 1
+
+    sys.setprofile(count)
+    try:
+        found = stream.read_batch(starts[~crossing], length)
+    finally:
+        sys.setprofile(None)
+    assert np.array_equal(found, expected[~crossing])
+    within = int((~crossing).sum())
+    assert within > samples // 2 and calls["preadv"] == calls["pread"] == within
+    assert calls["python"] <= 10
+    # bisect_right, divmod twice, len, unpack, and a checksum for each of one or two pieces.
+    assert calls["other"] <= 10 * within + 20
 
 
 def test_threads_and_forks_may_share_a_stream(many_shards):
@@ -322,7 +356,7 @@ def test_an_error_of_the_operating_system_names_the_file(open_run, monkeypatch):
     def stale(*_):
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(stream_module.os, "preadv", stale)
+    monkeypatch.setattr(verified.os, "preadv", stale)
     with pytest.raises(RunFailed, match=r"text-000000\.tar: cannot be read \(Stale file handle"):
         stream.read(0, 10)
 
@@ -332,6 +366,6 @@ def test_a_file_system_that_returns_less_than_there_is(open_run, monkeypatch):
     stream, _ = open_run
     whole = os.preadv
     monkeypatch.setattr(
-        stream_module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
+        verified.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
     )
     assert np.array_equal(stream.read(500, 9000), np.arange(500, 9500))

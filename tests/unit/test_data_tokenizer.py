@@ -7,6 +7,7 @@ import pytest
 import sentencepiece
 
 from pretrain.config import ConfigError
+from pretrain.config.data_schema import LEAST_TRAINED
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "".join(
@@ -39,6 +40,13 @@ def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     path.write_bytes(train([TEXT]))
     return path
+
+
+def test_the_least_vocabulary_is_what_sentencepiece_needs():
+    """256 bytes, three control pieces and one character; the config refuses less."""
+    assert len(train_tokenizer(["a"], LEAST_TRAINED)) > 0
+    with pytest.raises(ConfigError, match=f"alone need {LEAST_TRAINED} pieces"):
+        train_tokenizer(["a"], LEAST_TRAINED - 1)
 
 
 def test_decode_gives_back_any_text(path):

@@ -104,6 +104,11 @@ def test_a_file_is_read_and_named_in_errors(tmp_path):
     path.write_text(tomli_w.dumps(GPU | {"environment": {"A": "$(x) '\n"}}))
     site = load_site(path)
     assert isinstance(site, Site) and site.environment == {"A": "$(x) '\n"}
+    path.write_text(tomli_w.dumps(GPU), "utf-8-sig", newline="\r\n")
+    assert load_site(path).partition == site.partition
+    path.write_text(tomli_w.dumps(GPU), "utf-16")
+    with pytest.raises(ConfigError, match=r"site\.toml: .*stored as UTF-16.*iconv"):
+        load_site(path)
     path.write_text("nodes = ")
     for wrong, says in (
         (path, "not valid TOML"),

@@ -107,7 +107,8 @@ def parse_json(offset: int, raw: bytes, field: str) -> Found:
             offset,
             "",
             f'expected one JSON object with the document under "{field}", as in {{"{field}": '
-            f'"..."}}, but got {raw[:60]!r} ({fault}). Correct or remove it',
+            f'"..."}}, but got {raw[:60]!r} ({fault}). Correct or remove it, or set source '
+            "to what the files are",
         )
     return Found(offset, str(found_text))
 

@@ -20,6 +20,15 @@ MAX_TASKS = 1_000_000
 """Each task has folders and files of its own, numbered with six digits."""
 
 
+_NAMES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".tar": "webdataset",
+}
+"""End of a file's name -> the source that reads such files."""
+
+
 class _Part(NamedTuple):
     """A piece, and the bytes that reading it takes."""
 
@@ -122,6 +131,7 @@ def _parts(corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[_Par
     """
     path, size, _ = file
     compression = compression_of(path)
+    _check_name(corpus, path, path.removesuffix(compression.suffix) if compression else path)
     if corpus.source == "parquet":
         if compression:
             raise ConfigError(
@@ -144,6 +154,24 @@ def _parts(corpus: Corpus, file: Location, bytes_per_task: int) -> Iterator[_Par
     cuts = [size * i // count for i in range(count + 1)]
     for start, end in pairwise(cuts):
         yield _Part(Piece(path, start, end), end - start)
+
+
+def _check_name(corpus: Corpus, path: str, unpacked: str) -> None:
+    """Refuse to read a file as plain text whose name says that it is something else.
+
+    Such a build would succeed, and the model would learn the marks of JSON.
+
+    Args:
+        corpus: Whose file it is.
+        path: The file.
+        unpacked: Its name without the ending of its compression.
+    """
+    named = next((kind for end, kind in _NAMES.items() if unpacked.endswith(end)), None)
+    if named is not None and corpus.source in ("text", "blank_lines"):
+        raise ConfigError(
+            f'{path}: its name says {named}, and source = "{corpus.source}" would read it as plain '
+            f'text. Set source = "{named}", or rename the file if it holds plain text'
+        )
 
 
 def _too_many_tasks(bytes_per_task: int) -> ConfigError:
