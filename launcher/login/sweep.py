@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -40,6 +41,10 @@ LOGS = ".logs"
 _RESERVED_NAMES = {entry.path.split("/")[0] for entry in LAYOUT} | {"data"}
 """Names that a run's own directory uses. In earlier releases the runs of a sweep lay in it, so none
 of them has one of these."""
+
+
+Place = tuple[int, int, tuple[str, ...]]
+"""A directory as `place_of` returns it."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def wanted_runs(
 
     Raises:
         ConfigError: The axes are malformed or stand beside several configs, a value is wrong, or
-            two runs have one directory.
+            the directory of one run is another's or lies inside it.
     """
     if axes and len(paths) > 1:
         raise ConfigError(
@@ -177,19 +182,61 @@ def wanted_runs(
         )
     if axes:
         base = load_config(paths[0], overrides).directory
-        return sweep_runs(paths[0], parse_axes(axes), overrides, base), sweep_folder(base)
-    runs: dict[str, SweepRun] = {}
-    for path in paths:
-        config = load_config(path, overrides)
-        directory = os.path.abspath(config.directory)
-        if directory in runs:
+        runs = sweep_runs(paths[0], parse_axes(axes), overrides, base)
+        check_directories(runs)
+        return runs, sweep_folder(base)
+    runs = [SweepRun(path, load_config(path, overrides), {}, tuple(overrides)) for path in paths]
+    check_directories(runs)
+    parents = [os.path.dirname(os.path.abspath(each.config.directory)) for each in runs]
+    return runs, Path(os.path.relpath(os.path.commonpath(parents)))
+
+
+def check_directories(runs: Sequence[SweepRun]) -> None:
+    """Raise ConfigError when the directory of one run is that of another, or lies inside of it."""
+    resolved = [Path(os.path.realpath(run.config.directory)) for run in runs]
+    # Each once: a thousand runs have most of their parents in common.
+    parents = {parent for path in resolved for parent in path.parents}
+    places = {path: place_of(path) for path in parents.union(resolved)}
+    found: dict[Place, SweepRun] = {}
+    for run, path in zip(runs, resolved):
+        other = found.setdefault(places[path], run)
+        if other is not run:
             raise ConfigError(
-                f"{path}: run.directory = {config.run.directory} is that of {runs[directory].path}"
-                ", and two runs never share one. Name another, or make the runs with --over"
+                f"{_shown(run)} is that of {_shown(other)}, and two runs never share one. Name "
+                "another, or make the runs with --over"
             )
-        runs[directory] = SweepRun(path, config, {}, tuple(overrides))
-    common = os.path.commonpath([os.path.dirname(directory) for directory in runs])
-    return list(runs.values()), Path(os.path.relpath(common))
+    # One that is there already goes on: earlier releases put a sweep's runs into another run.
+    new = [(run, path) for run, path in zip(runs, resolved) if not is_run(path)]
+    for run, path in new:
+        for parent in path.parents:
+            if (other := found.get(places[parent])) is not None:
+                raise ConfigError(
+                    f"{_shown(run)} lies inside {_shown(other)}, and no run lies inside another "
+                    "one. Name a directory outside of it"
+                )
+
+
+def place_of(path: Path) -> Place:
+    """Return where a path leads, whatever it is called: links and mounts give a place many names.
+
+    Args:
+        path: An absolute path without links. It may not be there yet.
+
+    Returns:
+        Device and inode of what is there of it, and the rest of the path.
+    """
+    for level, parent in enumerate((path, *path.parents)):
+        with contextlib.suppress(OSError):
+            status = parent.stat()
+            return status.st_dev, status.st_ino, path.parts[len(path.parts) - level :]
+    return 0, 0, path.parts
+
+
+def _shown(run: SweepRun) -> str:
+    """Return what gives a run its directory, and the directory."""
+    over = ", ".join(f"{key} = {value}" for key, value in run.over.items())
+    name = f"{run.path} ({over})" if over else str(run.path)
+    return f"{name}: run.directory = {run.config.run.directory}"
 
 
 def parse_axes(axes: Sequence[str]) -> list[Axis]:

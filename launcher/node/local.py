@@ -26,7 +26,7 @@ from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.paths import RunPaths, claim_version
+from pretrain.rundir.paths import RunPaths, check_apart, claim_version
 from pretrain.rundir.states import ExitCode
 from pretrain.rundir.trust import check_trusted
 
@@ -70,13 +70,15 @@ def run_locally(
         The exit code of the last attempt.
 
     Raises:
-        ConfigError: The run's directory cannot be made, or has the layout of a later release.
+        ConfigError: The run's directory cannot be made, has the layout of a later release, or lies
+            inside another run's.
         RunBusy: Another process trains this run.
         RunFailed: The disk refused.
     """
     run, logs = config.directory, RunPaths(config.directory).logs
     try:
         check_trusted(run)
+        check_apart(run)
         make_directory(logs)
     except OSError as error:
         raise ConfigError(

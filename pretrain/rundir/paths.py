@@ -209,6 +209,9 @@ RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "m
 OWN_FOLDERS = frozenset(entry.path.split("/")[0] for entry in LAYOUT if "/" in entry.path)
 """The folders that a run's directory has for itself. No other run lies in them."""
 
+SEARCH_BELOW = 2
+"""How many levels below a new run's directory another run is looked for."""
+
 
 def is_run(directory: Path) -> bool:
     """Return True for the directory of a run that was submitted, started or imported.
@@ -222,6 +225,62 @@ def is_run(directory: Path) -> bool:
         # Last, since `launcher status --watch` asks every few seconds, and only this opens a file.
         or (paths.version.is_file() and "run_directory_version" in read_json(paths.version))
     )
+
+
+def check_apart(run: Path) -> None:
+    """Check that a new run's directory lies in no other run's, and holds none.
+
+    Each run removes, renames and lists what lies in its directory. A run that is there already
+    goes on: in earlier releases the runs of a sweep lay in the directory of another one.
+
+    Raises:
+        ConfigError: One of the two lies inside the other.
+    """
+    if is_run(run):
+        return
+    resolved = Path(os.path.realpath(run))
+    for parent in resolved.parents:
+        if _has_begun(parent):
+            raise ConfigError(
+                f"run.directory = {run}: lies inside {parent}, which is the directory of another "
+                "run. Choose a directory outside of it, as beside it"
+            )
+    if inner := _run_below(resolved, SEARCH_BELOW):
+        raise ConfigError(
+            f"run.directory = {run}: {inner} is another run, inside of it. Choose a directory "
+            "that holds no other run"
+        )
+
+
+def _has_begun(directory: Path) -> bool:
+    """Return True for a run's directory, by files that no other program writes."""
+    paths = RunPaths(directory)
+    if "run_directory_version" in read_json(paths.version):
+        return True
+    try:
+        owners = list(paths.attempts.glob("[0-9]*/owner.json"))
+    except OSError:
+        # Another user's, which may not be read.
+        return False
+    return bool(owners)
+
+
+def _run_below(directory: Path, levels: int) -> Path | None:
+    """Return a run's directory at most so many levels below a directory, or None."""
+    try:
+        with os.scandir(directory) as entries:
+            folders = [Path(entry.path) for entry in entries if _is_folder(entry)]
+    except OSError:
+        # It is not there yet, as for most new runs, or may not be read.
+        return None
+    if begun := next(filter(_has_begun, sorted(folders)), None):
+        return begun
+    deeper = (_run_below(folder, levels - 1) for folder in sorted(folders) if levels > 1)
+    return next(filter(None, deeper), None)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def claim_version(run: Path) -> None:
