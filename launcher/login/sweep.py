@@ -209,9 +209,9 @@ def check_directories(runs: Sequence[SweepRun]) -> None:
     new = [(run, path) for run, path in zip(runs, resolved) if not is_run(path)]
     for run, path in new:
         for parent in path.parents:
-            if (other := found.get(places[parent])) is not None:
+            if (outer := found.get(places[parent])) is not None:
                 raise ConfigError(
-                    f"{_shown(run)} lies inside {_shown(other)}, and no run lies inside another "
+                    f"{_shown(run)} lies inside {_shown(outer)}, and no run lies inside another "
                     "one. Name a directory outside of it"
                 )
 

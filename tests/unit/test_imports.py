@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 # A room may import rooms of a lower floor, itself, and what is listed for it in BESIDE.
 FLOORS = [
+    {"pretrain.interrupt"},
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
     {"pretrain.devices", "pretrain.rendezvous"},
@@ -44,7 +45,7 @@ BESIDE = {
 }
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
-LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
+LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt"}
 LAUNCHER_FLOORS = [
     {
         f"{LAUNCHER}.{name}"

@@ -736,6 +736,7 @@ def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
         is_done(run_config(run={"directory": str(around)}))
     # The run goes on, and so does one that an earlier release put inside of it.
     is_done(run_config(run={"directory": str(outer)}))
+    inside.mkdir(parents=True)
     claim_version(inside)
     is_done(run_config(run={"directory": str(inside)}))
 
