@@ -131,6 +131,7 @@ def local(
           --set run.directory=runs/try
     """
     from pretrain.launcher.node.local import run_locally
+    from pretrain.rundir.jobs import LocalLaunch
     from pretrain.rundir.starts import already_done, check_data, is_done
 
     run = load_config(config, overrides)
@@ -144,11 +145,13 @@ def local(
     settings = [word for override in overrides for word in ("--set", override)]
     # Part of the command and not of the config's arguments, which a restart replaces.
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
-    code = run_locally(run, nproc, train, [str(config), *settings], resume)
-    _print_summary(run.directory, code)
     # Without --resume: from here on the run has its own checkpoint to go on from.
     again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
-    _print_goes_on(run.directory, code, [*again, *allow_options(allow_changed)])
+    again += allow_options(allow_changed)
+    launch = LocalLaunch(tuple(again), str(Path.cwd()), nproc)
+    code = run_locally(run, nproc, train, [str(config), *settings], resume, launch=launch)
+    _print_summary(run.directory, code)
+    _print_goes_on(run.directory, code, again)
     raise typer.Exit(code)
 
 

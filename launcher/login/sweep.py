@@ -30,8 +30,8 @@ from pretrain.launcher.job import job_name
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs, jobs_of
 from pretrain.launcher.login.submit import print_dry_run, send, training_job
 from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.rundir.files import read_json
-from pretrain.rundir.paths import LAYOUT, RunPaths, is_run
+from pretrain.rundir.jobs import read_over
+from pretrain.rundir.paths import LAYOUT, is_run
 from pretrain.rundir.starts import is_done
 
 NAME_LENGTH = 80
@@ -396,7 +396,7 @@ def _check_same_run(directory: Path, over: dict[str, Any]) -> None:
 
 def _recorded(directory: Path) -> Any:
     """Return the keys and values of the sweep that sent the run; None if it is of no sweep."""
-    return read_json(RunPaths(directory).launch_record).get("over") or None
+    return read_over(directory) or None
 
 
 def _as_json(over: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ and then left out, the least important one first.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ from pretrain.launcher.nodes import failing_nodes
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
+from pretrain.rundir.jobs import read_local_launch
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import ENDED_WELL, in_words
 from pretrain.rundir.unsaved import steps_lost
@@ -129,6 +131,7 @@ def detail(status: RunStatus, now: float) -> str:
     lines = [plain(str(status.run))]
     lines += _field("state", ", ".join([status.state, *_job_and_nodes(status, now)]))
     lines += _field("reason", status.reason)
+    lines += _field("started by", _started_by(status))
     lines += _field("step", _progress(status, now))
     if status.checkpoint is not None:
         lines += _field("checkpoint", checkpoint_name(status.checkpoint))
@@ -219,6 +222,13 @@ def _cell(text: str, width: int, column: str) -> str:
 def _field(name: str, text: str) -> list[str]:
     """Return a line with a name and its value; no line if there is no value."""
     return [f"  {name:<12}{plain(text)}"] if text else []
+
+
+def _started_by(status: RunStatus) -> str:
+    """Return the command that last started the run on a single machine, and where it was given."""
+    attempts = [each for each in status.attempts if each.owner.slurm_job_id is None]
+    launch = read_local_launch(status.run) if attempts else None
+    return f"{shlex.join(launch.command)} (in {launch.directory})" if launch else ""
 
 
 def _job_and_nodes(status: RunStatus, now: float) -> list[str]:

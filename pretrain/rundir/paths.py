@@ -67,6 +67,7 @@ logs/evaluate-step-########.log | launcher | what the evaluation of a checkpoint
 launch/config.toml | launcher submit | the resolved config that was submitted
 launch/launch.json | launcher submit | how the job starts its ranks
 launch/train.sbatch | launcher submit | the batch script
+launch/local.json | launcher local | the command of the last start on a single machine
 jobs.jsonl | launcher | a line per Slurm job that was sent for the run
 evaluations/plan.json | launcher | how checkpoints are evaluated; without it they are not
 evaluations/plan.paused.json | launcher cancel | the plan while the run is cancelled
@@ -173,6 +174,10 @@ class RunPaths:
     @property
     def launch_script(self) -> Path:
         return self.launch / "train.sbatch"
+
+    @property
+    def local_launch(self) -> Path:
+        return self.launch / "local.json"
 
     def newest_config(self) -> Path | None:
         """Return the config the run was submitted with, or else was started with."""

@@ -37,6 +37,7 @@ PATIENCE_SECONDS = 20.0
 LAST_WORD = """
 import atexit, os
 from pathlib import Path
+from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 from pretrain.rundir.lock import Attempt
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 if os.environ["RANK"] == "0":
@@ -439,6 +440,9 @@ main.main()
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
     assert said(tmp_path / "run", 0) == said(tmp_path / "run", 1) == expected
+    launch = read_local_launch(tmp_path / "run")
+    words = ("launcher", "local", config, "--nproc=2", *arguments, *allowed)
+    assert launch == LocalLaunch(words, str(tmp_path), 2)
 
 
 def test_the_launcher_does_not_import_torch():
