@@ -1,6 +1,6 @@
 """Train several runs on this machine, one after the other, as `launcher local` does.
 
-The runs are those of `login.sweep`, so a sweep may go on here that began on a cluster.
+The runs are those of `login.sweep_runs`, so a sweep may go on here that began on a cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import allow_options
-from pretrain.launcher.login.sweep import SweepRun, wanted_runs
+from pretrain.launcher.login.sweep_runs import SweepRun, wanted_runs
 from pretrain.launcher.login.tables import stopped
 from pretrain.launcher.node.local import PASSED_ON, run_locally
 from pretrain.launcher.node.signals import Signals

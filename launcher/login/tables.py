@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
+from pretrain.launcher.login.progress import read_num_steps
 from pretrain.launcher.login.records import Records
-from pretrain.launcher.login.status import RunStatus, find_runs, read_num_steps, read_statuses
+from pretrain.launcher.login.status import WAITING, RunStatus, find_runs, read_statuses
 from pretrain.launcher.nodes import failing_nodes
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.jobs import read_local_launch
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import ENDED_WELL, in_words
+from pretrain.rundir.states import ENDED_WELL, ExitCode, in_words
 from pretrain.rundir.unsaved import steps_lost
 
 WATCH_SECONDS = 5.0
@@ -96,7 +97,8 @@ def _page(given: Sequence[Path], records: Records | None = None) -> str:
     statuses, away = read_statuses(given or find_runs([]), now, records)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
-    if away is None or not any(status.state in ("running", "unknown") for status in statuses):
+    live = ("running", WAITING, "unknown")
+    if away is None or not any(status.state in live for status in statuses):
         return text
     note = f"Slurm gave no answer, so job states are missing ({plain(away)})"
     return f"{note[: terminal_width()]}\n{text}"
@@ -169,6 +171,19 @@ def summary(run: Path) -> str:
             goodput_line(whole),
         ]
     )
+
+
+def print_summary(run: Path, code: int) -> None:
+    """Print what the time of a run was spent on.
+
+    Nothing is printed for a run that failed: the error should be the last thing on the terminal.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+    """
+    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
+        print(summary(run), file=sys.stderr, flush=True)
 
 
 def stopped(run: Path) -> str:

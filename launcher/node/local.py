@@ -19,8 +19,9 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunConfig, dump_config
 from pretrain.launcher import rank_logs
 from pretrain.launcher.node.output import RankOutput
+from pretrain.launcher.node.series import SIGNAL_CODE
 from pretrain.launcher.node.signals import Signals, signals_blocked
-from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
+from pretrain.launcher.node.supervise import Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import saved_checkpoints

@@ -58,6 +58,7 @@ attempts/####/rendezvous.json | rank 0 | where the others reach it; removed when
 attempts/####/suspensions.jsonl | launcher | a line for each time in which its job was suspended
 attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
 attempts/####/preflight.log | launcher | what that check's processes printed
+attempts/####/waiting.json | launcher | what it waits for while it makes no attempt
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | config of a restart or a sweep's run, safe from edits
 logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts

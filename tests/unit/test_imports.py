@@ -66,7 +66,7 @@ LAUNCHER_FLOORS = [
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.local_sweep"},
-    {f"{LAUNCHER}.data_cli", f"{LAUNCHER}.run_cli", f"{LAUNCHER}.sweep_cli"},
+    {f"{LAUNCHER}.{name}_cli" for name in ("data", "local", "node", "run", "sweep")},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},

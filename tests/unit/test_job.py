@@ -18,9 +18,10 @@ from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.job import Job, check_path, check_time, job_name
-from pretrain.launcher.login import sweep
+from pretrain.launcher.login import sweep_runs as sweep
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import signal_seconds, start_seconds
+from pretrain.launcher.login.sweep import sweep as submit_sweep
 from pretrain.launcher.node import job as node_job
 from pretrain.launcher.slurm_options import OUR_OPTIONS
 from pretrain.rundir.attempts import Owner
@@ -765,7 +766,7 @@ def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
-    plan = partial(sweep.sweep, [Path("configs/demo.toml")], site, dry_run=True)
+    plan = partial(submit_sweep, [Path("configs/demo.toml")], site, dry_run=True)
     with pytest.raises(ConfigError, match=r"--set evaluation\.max_tokens="):
         plan(["evaluation.max_tokens=none,1000"])
     with pytest.raises(ConfigError, match="a value is missing"):

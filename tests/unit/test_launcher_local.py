@@ -19,6 +19,7 @@ import pytest
 from pretrain.config import ConfigError, load_config
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.node.output import RankOutput
+from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 
 ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = (
@@ -37,7 +38,6 @@ PATIENCE_SECONDS = 20.0
 LAST_WORD = """
 import atexit, os
 from pathlib import Path
-from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 from pretrain.rundir.lock import Attempt
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]))
 if os.environ["RANK"] == "0":

@@ -380,6 +380,7 @@ def test_the_page_and_the_code_have_the_same_keys():
         attempts.PROGRESS: attempts.Progress,
         attempts.SUSPENSIONS: attempts.Suspension,
         attempts.PREFLIGHT: attempts.Preflight,
+        attempts.WAITING: attempts.Waiting,
         attempts.ENDED: attempts.Ended,
         "jobs.jsonl": jobs.JobRecord,
         "launch/launch.json": jobs.LaunchRecord,
