@@ -31,7 +31,7 @@ from pretrain.rundir.states import ExitCode, Outcome, exit_code_of, in_words
 STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
 """Exit codes of a run after which the sweep stops too."""
 METRICS_BYTES = 1024 * 1024
-"""How much of the end of metrics.jsonl is read for the last evaluation: some 3,000 steps."""
+"""Bytes at the end of metrics.jsonl that are read for the last evaluation: some 3,000 steps."""
 
 
 def sweep_locally(

@@ -17,8 +17,8 @@ from pretrain.rundir.paths import RunPaths
 RATE_STEPS = 50
 """Rates are means over this many of the latest steps."""
 TAIL_BYTES = 256 * 1024
-"""How much of the end of metrics.jsonl is read, which may be huge: `RATE_STEPS` steps of some 300
-bytes, and some evaluations between them."""
+"""Bytes at the end of metrics.jsonl that are read, which may be huge: `RATE_STEPS` steps of some
+300 bytes, and some evaluations between them."""
 NUM_STEPS = re.compile(r"num_steps *= *([0-9]{1,15})")
 """The line of a config that `dump_config` writes for train.num_steps."""
 

@@ -41,7 +41,7 @@ WAITING = "waiting"
 UNREADABLE = "unreadable"
 """The state of a run whose files cannot be read, which may be so for a moment only."""
 SEARCH_DEPTH = 4
-"""How many levels below runs/ a run is looked for."""
+"""Levels below runs/ in which a run is looked for."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Queue:
     states: dict[str, JobState] = field(default_factory=dict)
     """By job id. Jobs that Slurm has forgotten are missing."""
     away: str | None = None
-    """Why Slurm gave no answer; None if it did, or there was no job to ask about."""
+    """The reason why Slurm gave no answer; None if it did, or there was no job to ask about."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class SweepRun:
     """The keys of the sweep with this run's values, as the config resolves them; none in a list of
     configs."""
     settings: tuple[str, ...]
-    """What gives this run from the config file, as --set takes it."""
+    """The settings that give this run from the config file, as --set takes them."""
 
 
 @dataclass(frozen=True)

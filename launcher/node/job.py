@@ -33,15 +33,15 @@ from pretrain.rundir.starts import already_done, is_done
 from pretrain.rundir.states import ExitCode, Outcome
 
 AWAY_SECONDS = 600.0
-"""How long a requeue is tried, or the next attempt waits, while slurmctld does not answer."""
+"""The time for which a requeue is tried, or an attempt waits, while slurmctld does not answer."""
 REFUSED_SECONDS = 60.0
-"""How long a requeue is tried while slurmctld refuses it: Slurm may be ending the job itself."""
+"""The time for which a refused requeue is tried: Slurm may be ending the job itself."""
 REQUEUED_SECONDS = 300.0
-"""How long a job that has been requeued waits for Slurm to end it."""
+"""The time that a job that has been requeued gives Slurm to end it."""
 RETRY_SECONDS = 2.0
 """Time between two tries of a requeue."""
 EXCLUDE_TRIES = 3
-"""How often Slurm is asked to keep a requeued job off a node."""
+"""The number of times that Slurm is asked to keep a requeued job off a node."""
 NOT_REQUEUED = (
     "Slurm did not put the job back into its queue. `launcher requeue {run}` submits it again, "
     "from the newest checkpoint"

@@ -37,7 +37,7 @@ yet that the step before is over."""
 STEP_SECONDS, STEP_RETRY_SECONDS = 120.0, 5.0
 """For how long such an srun is started again, and the time between two tries."""
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-"""How srun words a task that exited by itself."""
+"""The words of srun for a task that exited by itself."""
 LOST_NODE = re.compile(
     r"srun: error: (?:Node failure on (?P<failed>\S+)$"
     r"|Task launch for \S+ failed on node (?P<silent>\S+): )"
@@ -46,7 +46,7 @@ LOST_NODE = re.compile(
 IN_COLLECTIVE = b"distributed_c10d.py"
 """The file of torch in which a rank waits for the others."""
 LABEL = re.compile(rb"\s*(\d+): ")
-"""What `srun --label` puts before each line of a task: its rank, padded with spaces."""
+"""The beginning that `srun --label` gives to each line of a task: its rank, padded with spaces."""
 
 
 class SrunRanks:

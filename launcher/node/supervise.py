@@ -64,9 +64,9 @@ POLL_SECONDS = 0.02
 EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
 STOP_SECONDS = 2.0
-"""How long the end of an attempt waits for a call in a thread before it is recorded."""
+"""The time that the end of an attempt waits for a call in a thread before it is recorded."""
 ANSWER_SECONDS = 1.0
-"""How long Slurm is waited for before the end of an attempt is recorded without its answer."""
+"""The time that Slurm is waited for before the end of an attempt is recorded without its answer."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
 
@@ -109,7 +109,7 @@ class Supervisor:
     """Asks, when an attempt was stopped, if Slurm took the nodes away for another job: then the run
     is to come back."""
     _passed_on: int = 0
-    """How many of the received signals were passed on to the ranks."""
+    """The number of received signals that were passed on to the ranks."""
 
     def make_attempt(
         self,

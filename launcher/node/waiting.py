@@ -14,7 +14,7 @@ from pretrain.rundir.files import replace_json
 from pretrain.rundir.lock import HEARTBEAT_SECONDS
 
 STOP_SECONDS = 2.0
-"""How long the end of the waiting waits for the file server."""
+"""The time that the end of the waiting gives the file server."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What both commands answer without a run: versions, help, completion, and words they do not know.
+"""Test what both commands answer without a run: versions, help, completion, unknown words.
 
 Each runs in a process of its own, as in a shell.
 """
@@ -120,7 +120,7 @@ def test_the_home_directory_in_the_value_of_an_option(tmp_path):
 
 # ---- Ctrl-C while a command starts ----
 MOMENTS = 20
-"""How many moments between the first line of ours that runs and the end of the command."""
+"""The number of moments between the first line of ours that runs and the end of the command."""
 
 
 def ended_at(name: str, words: Sequence[str], moment: int | None) -> tuple[int, list[str], int]:
