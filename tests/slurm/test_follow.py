@@ -23,6 +23,7 @@ import tomli_w
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, wait_for
+from tests.slurm import forked
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
@@ -93,10 +94,10 @@ class Desk:
         (folder / "site.toml").write_text(tomli_w.dumps(site))
 
     def launcher(self, *words: object, code: int = 0) -> Done:
-        command = [*LAUNCHER, *with_scripted_ranks(words)]
-        done = self.cluster.run(*command, environment={"COLUMNS": "120"}, cwd=self.folder)
-        assert done.returncode == code, done.stdout + done.stderr
-        return Done(done.returncode, done.stdout, done.stderr)
+        variables = os.environ | self.cluster.environment | {"COLUMNS": "120"}
+        done = forked.launcher(with_scripted_ranks(words), self.folder, variables)
+        assert done.code == code, done.text
+        return done
 
     def send(self, command: str, *words: object) -> Done:
         settings = [
