@@ -7,9 +7,6 @@ its function, to keep the others quick.
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +20,8 @@ from pretrain.config.arguments import (
     print_and_exit,
     version_of,
 )
-from pretrain.config.trajectory import allow_options, check_allowed
-from pretrain.launcher import run_cli, sweep_cli
+from pretrain.config.trajectory import check_allowed
+from pretrain.launcher import local_cli, node_cli, run_cli, sweep_cli
 from pretrain.launcher.data_cli import data
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.options import (
@@ -43,7 +40,6 @@ from pretrain.launcher.options import (
     Partition,
     Protocols,
     Qos,
-    Resume,
     Run,
     SaveBefore,
     Sbatch,
@@ -51,7 +47,6 @@ from pretrain.launcher.options import (
     Stride,
     TimeLimit,
 )
-from pretrain.rundir.states import ExitCode
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,65 +88,7 @@ def launcher(
 
 
 # ---- training ------------------------------------------------------------------------------------
-@app.command()
-def local(
-    config: Config,
-    nproc: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of processes: one per GPU, or a few that share the CPU's cores.",
-        ),
-    ],
-    overrides: Overrides = [],  # noqa: B006  typer copies it
-    resume: Resume = None,
-    allow_changed: AllowChanged = [],  # noqa: B006
-) -> None:
-    """Train on this machine.
-
-    Rank 0 writes to this terminal. What every rank writes is kept in RUN/logs/rank-<rank>.log.
-
-    When a rank fails or hangs, all ranks are ended and started again from the newest checkpoint.
-    [recovery] in the config sets how often, and after what time without progress.
-
-    \b
-    Signals, to this command:
-      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once,
-                with code 130, and so does the first one before training has begun
-      SIGTERM   (kill PID) save a checkpoint, then exit with code 80
-      SIGHUP    the same, when the terminal is closed
-      SIGUSR1   save a checkpoint and start the ranks again
-    A second SIGTERM or SIGHUP ends ranks that do not stop.
-
-    \b
-    Examples:
-      launcher local configs/demo.toml --nproc 2
-      launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
-          --set run.directory=runs/try
-    """
-    from pretrain.launcher.node.local import run_locally
-    from pretrain.rundir.starts import already_done, check_data, is_done
-
-    run = load_config(config, overrides)
-    check_allowed(allow_changed)
-    # Refuse a layout that does not fit `nproc` here, once, before every process does.
-    run.layout(nproc)
-    if resume in (None, "auto") and is_done(run, allow_changed):
-        print(already_done(run), file=sys.stderr)
-        return
-    check_data(run)
-    settings = [word for override in overrides for word in ("--set", override)]
-    # Part of the command and not of the config's arguments, which a restart replaces.
-    train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
-    code = run_locally(run, nproc, train, [str(config), *settings], resume)
-    _print_summary(run.directory, code)
-    # Without --resume: from here on the run has its own checkpoint to go on from.
-    again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
-    _print_goes_on(run.directory, code, [*again, *allow_options(allow_changed)])
-    raise typer.Exit(code)
-
-
+app.command()(local_cli.local)
 app.command()(run_cli.run)
 
 
@@ -386,45 +323,9 @@ def requeue(run: Run) -> None:
 
 
 # ---- what batch scripts run ----------------------------------------------------------------------
-@app.command(hidden=True)
-def attempt(run: Run) -> None:
-    """Make attempts at a run, inside its Slurm job.
-
-    The batch script of `launcher submit` runs this command.
-    """
-    from pretrain.launcher.node import job
-
-    code = job.attempt(run)
-    _print_summary(run, code)
-    raise typer.Exit(code)
-
-
-@app.command(hidden=True)
-def guard(run: Run) -> None:
-    """Requeue the Slurm job that this runs in when the node of its batch script dies.
-
-    The jobs of runs with spare nodes run this command as a job step.
-    """
-    from pretrain.launcher.node.guard import guard
-
-    raise typer.Exit(guard(run))
-
-
-@app.command(hidden=True)
-def evaluation(
-    run: Run,
-    checkpoint: Annotated[
-        str,
-        typer.Argument(metavar="CHECKPOINT", help="Name of one of its checkpoints, step-########."),
-    ],
-) -> None:
-    """Evaluate one checkpoint, inside its Slurm job.
-
-    The batch script of an evaluation runs this command.
-    """
-    from pretrain.launcher.node.evaluation import run_job
-
-    raise typer.Exit(run_job(run, checkpoint))
+app.command(hidden=True)(node_cli.attempt)
+app.command(hidden=True)(node_cli.guard)
+app.command(hidden=True)(node_cli.evaluation)
 
 
 # ---- helpers -------------------------------------------------------------------------------------
@@ -443,32 +344,3 @@ def _refuse_evaluation_options(options: dict[str, object]) -> None:
                 f"{option} {value}: has no effect without --evaluate-checkpoints. Add that option, "
                 f"or leave {option} out"
             )
-
-
-def _print_goes_on(run: Path, code: int, command: Sequence[str]) -> None:
-    """Print what a run that was stopped has saved, and the command that goes on from there.
-
-    Args:
-        run: The run's directory.
-        code: The exit code of its last attempt.
-        command: The command, without --resume.
-    """
-    from pretrain.launcher.login.tables import stopped
-
-    if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
-        print(f"{stopped(run)}; go on with:\n  {shlex.join(command)}", file=sys.stderr, flush=True)
-
-
-def _print_summary(run: Path, code: int) -> None:
-    """Print what the time of a run was spent on.
-
-    Nothing is printed for a run that failed: the error should be the last thing on the terminal.
-
-    Args:
-        run: The run's directory.
-        code: The exit code of its last attempt.
-    """
-    from pretrain.launcher.login.tables import summary
-
-    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
-        print(summary(run), file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ class Plan:
     """The plan by which a run's checkpoints are evaluated (plan.json)."""
 
     request: EvaluationRequest
-    """What is measured."""
+    """The lengths and protocols to measure."""
     job: Job
     """The job of each evaluation, without its command."""
     overrides: tuple[str, ...] = ()

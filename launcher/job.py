@@ -43,8 +43,8 @@ class Job:
     logs: Path
     """An existing folder for slurm-<job>.log, to which the batch script and slurmd write."""
     commands: tuple[tuple[str, ...], ...]
-    """What the batch script runs on the first node of the job. More than one command makes a job
-    array with a task for each."""
+    """The commands that the batch script runs on the first node of the job. More than one of them
+    make a job array with a task for each."""
     nodes: int = 1
     tasks_per_node: int = 1
     """Ranks per node, one on each GPU."""
@@ -62,7 +62,7 @@ class Job:
     """As in sbatch --dependency. It belongs to one sending, so a job that is sent again does not
     wait any more."""
     mail: str | None = None
-    """Where Slurm sends a mail when the job has finished or given up."""
+    """The address to which Slurm sends a mail when the job has finished or given up."""
 
     @property
     def num_tasks(self) -> int:

@@ -1,6 +1,6 @@
 """Train several runs on this machine, one after the other, as `launcher local` does.
 
-The runs are those of `login.sweep`, so a sweep may go on here that began on a cluster.
+The runs are those of `login.sweep_runs`, so a sweep may go on here that began on a cluster.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import allow_options
-from pretrain.launcher.login.sweep import SweepRun, wanted_runs
+from pretrain.launcher.login.sweep_runs import SweepRun, wanted_runs
 from pretrain.launcher.login.tables import stopped
 from pretrain.launcher.node.local import PASSED_ON, run_locally
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.terminal import plain, plain_lines, say
 from pretrain.rundir.attempts import is_idle, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.jobs import LocalLaunch
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.starts import check_data, check_goes_on, is_done
@@ -30,7 +31,7 @@ from pretrain.rundir.states import ExitCode, Outcome, exit_code_of, in_words
 STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
 """Exit codes of a run after which the sweep stops too."""
 METRICS_BYTES = 1024 * 1024
-"""How much of the end of metrics.jsonl is read for the last evaluation: some 3,000 steps."""
+"""Bytes at the end of metrics.jsonl that are read for the last evaluation: some 3,000 steps."""
 
 
 def sweep_locally(
@@ -72,13 +73,18 @@ def sweep_locally(
     if dry_run:
         _print_plan(runs, left, nproc)
         return ExitCode.FINISHED
+    over = [word for axis in axes for word in ("--over", axis)]
+    settings = [word for override in overrides for word in ("--set", override)]
+    again = ["launcher", "sweep", *map(str, paths), f"--nproc={nproc}", *over, *settings]
+    again += allow_options(allow_changed)
     code = ExitCode.FINISHED.value
     # One record for all runs: a signal may come between two of them, or too late to stop one.
     with Signals(*PASSED_ON) as signals:
         for number, run in enumerate(left, start=1):
             say(f"run {number} of {len(left)}: {_name(run)}")
             # A failure of an earlier run counts as long as the user does not end the sweep.
-            ended = _train(nproc, run, allow_changed, signals)
+            launch = LocalLaunch(tuple(again), str(Path.cwd()), nproc, run.over)
+            ended = _train(run, launch, allow_changed, signals)
             if ended in STOPPED_BY_USER or (signals.stops and (ended or number < len(left))):
                 code = ended if ended in STOPPED_BY_USER else ExitCode.STOPPED
                 break
@@ -87,13 +93,7 @@ def sweep_locally(
             signals.received.clear()
     print(table(runs), flush=True)
     if code in STOPPED_BY_USER:
-        over = [word for axis in axes for word in ("--over", axis)]
-        settings = [word for override in overrides for word in ("--set", override)]
-        again = ["launcher", "sweep", *map(str, paths), f"--nproc={nproc}", *over, *settings]
-        say(
-            f"{stopped(run.config.directory)}; go on with:\n"
-            f"  {shlex.join([*again, *allow_options(allow_changed)])}"
-        )
+        say(f"{stopped(run.config.directory)}; go on with:\n  {shlex.join(again)}")
         return code
     curve = folder / "report" / "curve.json"
     saved = [run.config for run in runs if newest_checkpoint_step(run.config.directory) is not None]
@@ -156,19 +156,23 @@ def table(runs: Sequence[SweepRun]) -> str:
     )
 
 
-def _train(nproc: int, run: SweepRun, allow_changed: Sequence[str], signals: Signals) -> int:
+def _train(
+    run: SweepRun, launch: LocalLaunch, allow_changed: Sequence[str], signals: Signals
+) -> int:
     """Train one run as `launcher local` does, and return its exit code. Errors are printed.
 
     Args:
-        nproc: Processes of the run.
         run: The run.
+        launch: The sweep's command, and this run's part of it.
         allow_changed: Keys that may differ from the checkpoint's.
         signals: Records the signals to this process; none came so far.
     """
     train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
     try:
         # Not the config's file: it may have been edited while the runs before this one trained.
-        code = run_locally(run.config, nproc, train, None, signals=signals)
+        code = run_locally(
+            run.config, launch.num_tasks, train, None, signals=signals, launch=launch
+        )
     except (ConfigError, RunFailed) as error:
         print(plain_lines(f"error: {error}"), file=sys.stderr, flush=True)
         code = exit_code_of(error)

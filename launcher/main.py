@@ -6,11 +6,7 @@ import io
 import os
 import sys
 
-from pretrain.config import ConfigError, NoSpace, RunFailed
-from pretrain.config.arguments import expand_home
-from pretrain.launcher.cli import app
-from pretrain.launcher.terminal import plain
-from pretrain.rundir.states import ExitCode
+from pretrain.interrupt import CODE, leave_on_ctrl_c, raise_on_ctrl_c
 
 
 def main() -> None:
@@ -18,15 +14,25 @@ def main() -> None:
 
     Exit codes: 2 for wrong input, 82 for a full disk and 1 for a failed run or a file system that
     refuses otherwise, each with `error: ...` lines on stderr and without a traceback. `local` exits
-    with the code of the ranks. Any other exception is a bug and keeps its traceback.
+    with the code of the ranks. 130 after Ctrl-C. Any other exception is a bug and keeps its
+    traceback.
     """
+    leave_on_ctrl_c()
     # Files that the launcher and its jobs write are readable by their owner and group only.
     os.umask(0o027)
     # Characters that the terminal's encoding lacks are escaped, in place of an error.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
+    from pretrain.config import ConfigError, NoSpace, RunFailed
+    from pretrain.config.arguments import expand_home
+    from pretrain.launcher.cli import app
+    from pretrain.rundir.states import ExitCode
+
+    interrupts: list[int] = []
     try:
+        raise_on_ctrl_c(interrupts)
         app(expand_home(sys.argv[1:]))
     except ConfigError as error:
         _exit_with_error(str(error), ExitCode.BAD_INPUT)
@@ -38,9 +44,23 @@ def main() -> None:
         # Without a filename the message has all that is known, as for a broken pipe.
         named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         _exit_with_error(named, ExitCode.FAILED)
+    except SystemExit as end:
+        # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
+        if end.code and interrupts:
+            print("interrupted", file=sys.stderr)
+        raise
+    except BaseException:
+        if not interrupts:
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(CODE)
+    finally:
+        leave_on_ctrl_c()
 
 
-def _exit_with_error(message: str, code: ExitCode) -> None:
+def _exit_with_error(message: str, code: int) -> None:
     """Print each line of an error to stderr, and exit."""
+    from pretrain.launcher.terminal import plain
+
     print("\n".join(f"error: {plain(line)}" for line in message.split("\n")), file=sys.stderr)
     sys.exit(code)

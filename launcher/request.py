@@ -25,7 +25,7 @@ class SlurmRequest:
     dependency: str | None = None
     """As in sbatch --dependency."""
     mail: str | None = None
-    """Where Slurm sends a mail when the job has finished or given up."""
+    """The address to which Slurm sends a mail when the job has finished or given up."""
 
     def site(self, site: Site) -> Site:
         """Return the site with what this command asks for. Raises ConfigError for wrong options."""

@@ -22,7 +22,7 @@ from pretrain.launcher.slurm_command import SlurmError as SlurmError
 from pretrain.launcher.slurm_command import SlurmInterrupted as SlurmInterrupted
 
 TRIES = 5
-"""How often squeue is asked before an order is given up that needs its answer. Where the answer is
+"""Calls of squeue before an order is given up that needs its answer. Where the answer is
 only shown, or asked for again later, it is asked once."""
 RETRY_SECONDS = 1.0
 """Time between two of these tries."""
@@ -53,10 +53,10 @@ _FIELDS = (
     "RestartCnt",
     "Name",
 )
-"""What squeue is asked for, in the order in which `_parse` takes it apart. The name is last because
+"""The columns of squeue, in the order in which `_parse` takes it apart. The name is last because
 it may contain the separator."""
 _UNKNOWN_JOB = "Invalid job id"
-"""What squeue prints for a job that Slurm has never had, or has forgotten."""
+"""The words of squeue for a job that Slurm has never had, or has forgotten."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class JobState:
     num_nodes: int
     submitted_at: float | None
     eligible_at: float | None
-    """When the job may start at the earliest, as after a requeue."""
+    """The earliest start of the job, as after a requeue."""
     started_at: float | None
     """While the job waits, the time at which Slurm expects to start it, if it says so."""
     ends_at: float | None
     """The time limit, or when the job ended."""
     restarts: int
-    """How often the job was requeued."""
+    """The number of requeues so far."""
     name: str
 
     @property

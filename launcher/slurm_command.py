@@ -19,12 +19,12 @@ _AWAY = re.compile(
     r"|unexpected message received",
     re.IGNORECASE,
 )
-"""What Slurm's commands print when slurmctld does not answer. They have no exit code for it."""
+"""Words of Slurm's commands when slurmctld does not answer. They have no exit code for it."""
 _NO_CLUSTER = re.compile(
     r"could not establish a configuration source|unable to process configuration file",
     re.IGNORECASE,
 )
-"""What Slurm's commands print on a machine that belongs to no cluster."""
+"""Words of Slurm's commands on a machine that belongs to no cluster."""
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

@@ -58,7 +58,7 @@ class Preemption:
     restarts: int
     """One more than in the job's own environment once Slurm has requeued it."""
     preempted_at: str | None
-    """When Slurm chose the job to make room; None if it did not."""
+    """Unix seconds at which Slurm chose the job to make room; None if it did not."""
 
 
 def preemption(job_id: str) -> Preemption | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -24,38 +25,43 @@ from pretrain.launcher.options import (
     TimeLimit,
 )
 
+SweepConfigs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file that the runs have in common; or, without --over, of each run.",
+    ),
+]
+Over = Annotated[
+    list[str],
+    typer.Option(
+        metavar="SECTION.KEY=VALUE,VALUE",
+        help="A key of the config and the values to try. Can be repeated.",
+    ),
+]
+SweepNproc = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Train on this machine instead of a Slurm cluster, each run with N processes.",
+    ),
+]
+Concurrent = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="The most runs that train at the same time. Default: all."
+    ),
+]
+
 
 def sweep(
-    configs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CONFIG",
-            help="TOML file that the runs have in common; or, without --over, of each run.",
-        ),
-    ],
-    over: Annotated[
-        list[str],
-        typer.Option(
-            metavar="SECTION.KEY=VALUE,VALUE",
-            help="A key of the config and the values to try. Can be repeated.",
-        ),
-    ] = [],  # noqa: B006  typer copies it
+    configs: SweepConfigs,
+    over: Over = [],  # noqa: B006  typer copies it
     site: OptionalSiteFile = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Train on this machine instead of a Slurm cluster, each run with N processes.",
-        ),
-    ] = None,
+    nproc: SweepNproc = None,
     overrides: Overrides = [],  # noqa: B006
-    concurrent: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="The most runs that train at the same time. Default: all."
-        ),
-    ] = None,
+    concurrent: Concurrent = None,
     nodes: Nodes = None,
     time: TimeLimit = None,
     save_before: SaveBefore = None,
@@ -88,41 +94,30 @@ def sweep(
       launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
     """
     check_allowed(allow_changed)
-    if site is not None and nproc is not None:
-        raise ConfigError(
-            "--site and --nproc: choose one. --site submits to a Slurm cluster, --nproc trains on "
-            "this machine"
-        )
-    if nproc is not None:
+    slurm_options = {
+        "--concurrent": concurrent,
+        "--nodes": nodes,
+        "--time": time,
+        "--save-before": save_before,
+        "--partition": partition,
+        "--account": account,
+        "--qos": qos,
+        "--sbatch": sbatch or None,
+        "--dependency": dependency,
+        "--mail": mail,
+    }
+    place = _one_place(site, nproc, slurm_options)
+    if isinstance(place, int):
         from pretrain.launcher.local_sweep import sweep_locally
 
-        _refuse_slurm_options(
-            {
-                "--concurrent": concurrent,
-                "--nodes": nodes,
-                "--time": time,
-                "--save-before": save_before,
-                "--partition": partition,
-                "--account": account,
-                "--qos": qos,
-                "--sbatch": sbatch or None,
-                "--dependency": dependency,
-                "--mail": mail,
-            }
-        )
-        raise typer.Exit(sweep_locally(configs, nproc, over, overrides, dry_run, allow_changed))
-    if site is None:
-        raise ConfigError(
-            "launcher sweep: give --nproc N to train on this machine, or --site SITE to submit to "
-            "a Slurm cluster"
-        )
+        raise typer.Exit(sweep_locally(configs, place, over, overrides, dry_run, allow_changed))
     from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login.sweep import sweep as submit_sweep
     from pretrain.launcher.request import SlurmRequest
 
     submit_sweep(
         configs,
-        load_site(site),
+        load_site(place),
         over,
         overrides,
         nodes=nodes,
@@ -135,18 +130,36 @@ def sweep(
     )
 
 
-def _refuse_slurm_options(options: dict[str, object]) -> None:
-    """Refuse options of Slurm on this machine, on which they would have no effect.
+def _one_place(
+    site: Path | None, nproc: int | None, slurm_options: Mapping[str, object]
+) -> Path | int:
+    """Return the site to submit to, or the number of processes of each run on this machine.
 
     Args:
-        options: Names and values of the options; None for one that is not given.
+        site: The value of --site.
+        nproc: The value of --nproc.
+        slurm_options: Names and values of options that have no effect on this machine; None for one
+            that is not given.
 
     Raises:
-        ConfigError: One of them is given.
+        ConfigError: Not exactly one of the two is given, or an option would have no effect.
     """
-    for option, value in options.items():
-        if value is not None:
-            raise ConfigError(
-                f"{option}: has no effect with --nproc, which trains on this machine, one run "
-                "after the other. Leave it out, or give --site instead of --nproc"
-            )
+    if site is not None and nproc is not None:
+        raise ConfigError(
+            "--site and --nproc: choose one. --site submits to a Slurm cluster, --nproc trains on "
+            "this machine"
+        )
+    given = [option for option, value in slurm_options.items() if value is not None]
+    if site is not None:
+        return site
+    if nproc is None:
+        raise ConfigError(
+            "launcher sweep: give --nproc N to train on this machine, or --site SITE to submit to "
+            "a Slurm cluster"
+        )
+    if given:
+        raise ConfigError(
+            f"{given[0]}: has no effect with --nproc, which trains on this machine, one run after "
+            "the other. Leave it out, or give --site instead of --nproc"
+        )
+    return nproc

@@ -7,7 +7,7 @@ import re
 import sys
 
 _STEERING = re.compile(rb"\x1b\[[\d;]*m|[\t\r\n]")
-"""What a log may send to a terminal: colours, and where a progress bar begins anew."""
+"""Sequences that a log may send to a terminal: colours, and where a progress bar begins anew."""
 
 
 def plain(text: str) -> str:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import warnings
-from types import FrameType
 
-from pretrain.cli import app
-from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
-from pretrain.config.arguments import expand_home
-from pretrain.exits import leave
-from pretrain.rundir.states import ExitCode, exit_code_of
+from pretrain.interrupt import leave_on_ctrl_c, raise_on_ctrl_c
 
 
 def main() -> None:
@@ -23,21 +17,29 @@ def main() -> None:
     81 when its ranks hold different weights, 82 when the disk is full, 130 after Ctrl-C. None of
     these shows a traceback. Any other exception is a bug and keeps its own.
     """
+    leave_on_ctrl_c()
     # What a run writes is readable by its owner and group only, as under the launcher.
     os.umask(0o027)
     # Megatron and DeepSpeed warn about optional packages at import, a screenful for every process.
     warnings.simplefilter("ignore")
-    interrupts = _record_interrupts()
+    # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
+    from pretrain.cli import app
+    from pretrain.config import NO_SPACE_ERRORS, ConfigError, RunFailed
+    from pretrain.config.arguments import expand_home
+    from pretrain.exits import leave
+    from pretrain.rundir.states import ExitCode, exit_code_of
+
+    interrupts: list[int] = []
     try:
+        raise_on_ctrl_c(interrupts)
         app(expand_home(sys.argv[1:]))
     except SystemExit as end:
         # typer ends every command with a SystemExit. After a Ctrl-C its exit code is 130 already.
         if not (end.code and interrupts):
+            leave_on_ctrl_c()
             raise
         leave(ExitCode.INTERRUPTED, "interrupted")
     except BaseException as error:
-        # Libraries turn a KeyboardInterrupt into errors of their own: the record decides, not the
-        # type.
         if interrupts:
             leave(ExitCode.INTERRUPTED, "interrupted")
         if isinstance(error, ConfigError | RunFailed):
@@ -67,19 +69,3 @@ def _lost_connection(error: BaseException) -> str | None:
         str(error),
     )
     return (said[1] or said[0]) if isinstance(error, RuntimeError) and said else None
-
-
-def _record_interrupts() -> list[int]:
-    """Return a list that grows with every Ctrl-C from now on; each still raises KeyboardInterrupt.
-
-    Where Ctrl-C is ignored, as in a shell's background job, it stays ignored.
-    """
-    recorded: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        recorded.append(number)
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, record)
-    return recorded

@@ -29,7 +29,7 @@ class EvaluationOptions:
     """Hold the user's options for the evaluation of checkpoints."""
 
     request: EvaluationRequest
-    """What is measured."""
+    """The lengths and protocols to measure."""
     tasks: int | None = None
     """GPUs of one evaluation, on one node; None: as many as training has on each of its nodes."""
     time_limit: str | None = None

@@ -26,17 +26,17 @@ from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, in_words
 
 FIRST_LINES = 20
-"""How many of the last lines --follow prints first."""
+"""The number of last lines that --follow prints first."""
 TAIL_BYTES = 1024 * 1024
-"""How much of the end of a log is searched for these lines."""
+"""Bytes at the end of a log that are searched for these lines."""
 CHUNK_BYTES = 1024 * 1024
-"""How much of a log is read at a time."""
+"""Bytes of a log that are read at a time."""
 POLL_SECONDS = 0.3
 """Between two looks at a log that has not grown."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue that ask if the run is over."""
 LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
-"""What srun --label writes before a line: the rank, padded to the width of the largest rank."""
+"""The label of srun --label before a line: the rank, padded to the width of the largest."""
 
 
 def print_log(run: Path, rank: int | None, number: int | None, following: bool) -> None:

@@ -47,7 +47,7 @@ class Experiment:
     nodes: int | None
     time_limit: str | None
     options: evaluations.EvaluationOptions
-    """How its checkpoints are evaluated, unless the run has a plan already."""
+    """The plan of its evaluations, unless the run has one already."""
 
     @property
     def directory(self) -> Path:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from pathlib import Path
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
 from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
+from pretrain.launcher.login.progress import Rates, read_num_steps, read_rates, waits_for
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import say
@@ -30,26 +29,19 @@ from pretrain.rundir.attempts import (
     last_heartbeat,
 )
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
-from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
 from pretrain.rundir.paths import OWN_FOLDERS, RUN_MARKS, RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
 LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
 """Beginnings of Slurm's reasons for a job whose batch script it could not start."""
-RATE_STEPS = 50
-"""Rates are means over this many of the latest steps."""
-TAIL_BYTES = 256 * 1024
-"""How much of the end of metrics.jsonl is read, which may be huge: `RATE_STEPS` steps of some 300
-bytes, and some evaluations between them."""
+WAITING = "waiting"
+"""The state of a run between two attempts, while Slurm says nothing about its job."""
 UNREADABLE = "unreadable"
 """The state of a run whose files cannot be read, which may be so for a moment only."""
-NUM_STEPS = re.compile(r"num_steps *= *([0-9]{1,15})")
-"""The line of a config that `dump_config` writes for train.num_steps."""
 SEARCH_DEPTH = 4
-"""How many levels below runs/ a run is looked for."""
+"""Levels below runs/ in which a run is looked for."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +51,7 @@ class Queue:
     states: dict[str, JobState] = field(default_factory=dict)
     """By job id. Jobs that Slurm has forgotten are missing."""
     away: str | None = None
-    """Why Slurm gave no answer; None if it did, or there was no job to ask about."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The progress of training, from the end of metrics.jsonl."""
-
-    step: int
-    """The last step."""
-    loss_nats: float
-    """The last step's loss, which may be nan or infinite."""
-    tokens_per_second: float
-    """Mean over the last `RATE_STEPS` steps, weighted by their time."""
-    step_seconds: float
-    """Mean over the last `RATE_STEPS` steps."""
+    """The reason why Slurm gave no answer; None if it did, or there was no job to ask about."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +61,8 @@ class RunStatus:
     run: Path
     state: str
     """Slurm's state while a training job is in the queue (PENDING, RUNNING, ...). Otherwise one of
-    ours, in lower case: running, unknown, ended, died, not started, not recorded, unreadable, or an
-    outcome."""
+    ours: running, waiting, unknown, ended, died, not started, not recorded, unreadable, an outcome.
+    """
     reason: str
     """Slurm's reason for the state, the reason for which the last attempt ended, or what keeps the
     run from being read."""
@@ -117,7 +95,7 @@ class RunStatus:
     @property
     def is_over(self) -> bool:
         """True if the run neither runs nor waits, and will not unless somebody starts it again."""
-        return self.job is None and self.state not in ("running", "unknown", UNREADABLE)
+        return self.job is None and self.state not in ("running", "unknown", WAITING, UNREADABLE)
 
 
 def read_statuses(
@@ -250,8 +228,11 @@ def _status(
     # Two can be in the queue when one was sent by hand. The running one is of interest.
     newest = training[-1] if training else None
     job = next((job for job in training if job.state == "RUNNING"), newest)
+    waits = waits_for(attempts[-1].directory, now) if attempts else ""
     if job:
-        state, reason = job.state, job.reason + _why_not_launched(run, job)
+        state, reason = job.state, (job.reason or waits) + _why_not_launched(run, job)
+    elif waits:
+        state, reason = WAITING, waits
     else:
         state, reason = _state_without_a_job(run, sent, attempts, alive, queue)
     # A heartbeat may be late because the file system is slow, so Slurm's word that the job runs
@@ -403,44 +384,3 @@ def _estimated_end(
     spent = {part: sum(split.parts[part] for split in splits) for part in WORK}
     overhead = sum(spent.values()) / spent[Phase.TRAINING] if spent[Phase.TRAINING] else 1.0
     return now + (num_steps - rates.step) * rates.step_seconds * overhead
-
-
-# ---- files of the run ----
-def read_num_steps(run: Path) -> int | None:
-    """Return train.num_steps as submitted, or else as started; None if neither can be read."""
-    # Not `load_config`: this has to work on the configs of other releases, too. Nor tomllib, whose
-    # time grows with the square of the file in one that was made for it.
-    paths = RunPaths(run)
-    for path in (paths.launch_config, paths.config):
-        section = ""
-        for line in read_text(path).splitlines():
-            section = line.strip() if line.startswith("[") else section
-            if section == "[train]" and (found := NUM_STEPS.fullmatch(line.strip())):
-                return int(found[1])
-    return None
-
-
-def read_rates(path: Path) -> Rates | None:
-    """Return the rates at the end of a metrics.jsonl; None if there is no step in it."""
-    records = read_metrics(path, TAIL_BYTES)
-    steps = [r for r in records if not is_evaluation(r) and _number(r, "step_seconds") > 0]
-    if not steps:
-        return None
-    last, latest = steps[-1], steps[-RATE_STEPS:]
-    seconds = sum(record["step_seconds"] for record in latest)
-    # Weighted by time: the tokens of all these steps over the seconds of all these steps.
-    tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
-    return Rates(
-        step=last["step"],
-        loss_nats=_number(last, "loss_nats", math.nan),
-        tokens_per_second=tokens / seconds,
-        step_seconds=seconds / len(latest),
-    )
-
-
-def _number(record: Record, key: str, default: float = 0.0) -> float:
-    """Return a number of a record; `default` when it is missing or something else."""
-    value = record.get(key)
-    if isinstance(value, float) or (type(value) is int and abs(value) < MAX_NUMBER):
-        return value
-    return default

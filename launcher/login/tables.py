@@ -7,6 +7,7 @@ and then left out, the least important one first.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -14,14 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
+from pretrain.launcher.login.progress import read_num_steps
 from pretrain.launcher.login.records import Records
-from pretrain.launcher.login.status import RunStatus, find_runs, read_num_steps, read_statuses
+from pretrain.launcher.login.status import WAITING, RunStatus, find_runs, read_statuses
 from pretrain.launcher.nodes import failing_nodes
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
+from pretrain.rundir.jobs import read_local_launch
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import ENDED_WELL, in_words
+from pretrain.rundir.states import ENDED_WELL, ExitCode, in_words
 from pretrain.rundir.unsaved import steps_lost
 
 WATCH_SECONDS = 5.0
@@ -94,7 +97,8 @@ def _page(given: Sequence[Path], records: Records | None = None) -> str:
     statuses, away = read_statuses(given or find_runs([]), now, records)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
-    if away is None or not any(status.state in ("running", "unknown") for status in statuses):
+    live = ("running", WAITING, "unknown")
+    if away is None or not any(status.state in live for status in statuses):
         return text
     note = f"Slurm gave no answer, so job states are missing ({plain(away)})"
     return f"{note[: terminal_width()]}\n{text}"
@@ -129,6 +133,7 @@ def detail(status: RunStatus, now: float) -> str:
     lines = [plain(str(status.run))]
     lines += _field("state", ", ".join([status.state, *_job_and_nodes(status, now)]))
     lines += _field("reason", status.reason)
+    lines += _field("started by", _started_by(status))
     lines += _field("step", _progress(status, now))
     if status.checkpoint is not None:
         lines += _field("checkpoint", checkpoint_name(status.checkpoint))
@@ -166,6 +171,19 @@ def summary(run: Path) -> str:
             goodput_line(whole),
         ]
     )
+
+
+def print_summary(run: Path, code: int) -> None:
+    """Print what the time of a run was spent on.
+
+    Nothing is printed for a run that failed: the error should be the last thing on the terminal.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+    """
+    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
+        print(summary(run), file=sys.stderr, flush=True)
 
 
 def stopped(run: Path) -> str:
@@ -219,6 +237,13 @@ def _cell(text: str, width: int, column: str) -> str:
 def _field(name: str, text: str) -> list[str]:
     """Return a line with a name and its value; no line if there is no value."""
     return [f"  {name:<12}{plain(text)}"] if text else []
+
+
+def _started_by(status: RunStatus) -> str:
+    """Return the command that last started the run on a single machine, and where it was given."""
+    attempts = [each for each in status.attempts if each.owner.slurm_job_id is None]
+    launch = read_local_launch(status.run) if attempts else None
+    return f"{shlex.join(launch.command)} (in {launch.directory})" if launch else ""
 
 
 def _job_and_nodes(status: RunStatus, now: float) -> list[str]:

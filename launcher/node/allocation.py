@@ -21,7 +21,7 @@ from pretrain.rundir.lock import Attempt
 from pretrain.rundir.states import Phase
 
 STARTUP_SECONDS = 60.0
-"""How long an attempt is taken to need until its first step, before one has been measured."""
+"""The time to the first step that an attempt is taken to need, before one has been measured."""
 EARLY_SECONDS = 60.0
 """Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
 EXCLUDE = "--exclude="

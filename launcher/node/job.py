@@ -23,6 +23,7 @@ from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
 from pretrain.launcher.node.supervise import End, Supervisor
 from pretrain.launcher.node.verdict import NotStarted
+from pretrain.launcher.node.waiting import waiting
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner, is_finished, read_attempt
 from pretrain.rundir.jobs import LaunchRecord, job_id_of, read_launch
@@ -32,15 +33,15 @@ from pretrain.rundir.starts import already_done, is_done
 from pretrain.rundir.states import ExitCode, Outcome
 
 AWAY_SECONDS = 600.0
-"""How long a requeue is tried, or the next attempt waits, while slurmctld does not answer."""
+"""The time for which a requeue is tried, or an attempt waits, while slurmctld does not answer."""
 REFUSED_SECONDS = 60.0
-"""How long a requeue is tried while slurmctld refuses it: Slurm may be ending the job itself."""
+"""The time for which a refused requeue is tried: Slurm may be ending the job itself."""
 REQUEUED_SECONDS = 300.0
-"""How long a job that has been requeued waits for Slurm to end it."""
+"""The time that a job that has been requeued gives Slurm to end it."""
 RETRY_SECONDS = 2.0
 """Time between two tries of a requeue."""
 EXCLUDE_TRIES = 3
-"""How often Slurm is asked to keep a requeued job off a node."""
+"""The number of times that Slurm is asked to keep a requeued job off a node."""
 NOT_REQUEUED = (
     "Slurm did not put the job back into its queue. `launcher requeue {run}` submits it again, "
     "from the newest checkpoint"
@@ -125,11 +126,13 @@ class _Start:
             if why := self._why_requeue(end):
                 if end.outcome != Outcome.RESTART:
                     say(f"job {self._job_id}: goes back to the queue: {why}")
-                if not _requeue(self._job_id, self._signals, self._allocation.without()):
+                with waiting(attempt.directory, "Slurm to put its job back into the queue"):
+                    is_back = _requeue(self._job_id, self._signals, self._allocation.without())
+                if not is_back:
                     supervisor.give_up(end, NOT_REQUEUED.format(run=self._run))
                 return _exit_code(end)
             self._check_nodes = True
-            self._wait_for_slurm()
+            self._wait_for_slurm(attempt)
             # The nodes have not been waited for since.
             owner = job_owner(self._job_id, self._launch.num_tasks, is_first=False)
 
@@ -141,7 +144,8 @@ class _Start:
         """
         self._ranks = None
         if self._check_nodes:
-            self._allocation.check(attempt)
+            with waiting(attempt.directory, "the check of its nodes"):
+                self._allocation.check(attempt)
             self._check_nodes = False
         nodes = self._allocation.choose()
         where = ",".join(nodes) or "this job's nodes"
@@ -159,22 +163,25 @@ class _Start:
         )
         return self._ranks
 
-    def _wait_for_slurm(self) -> None:
+    def _wait_for_slurm(self, attempt: Attempt) -> None:
         """Wait until slurmctld answers, for `AWAY_SECONDS` at most, or until a signal comes.
 
         No job step can be made without it, so each attempt would fail and count as one without
         progress.
+
+        Args:
+            attempt: The attempt that has just ended.
         """
         began, num_signals = time.monotonic(), len(self._signals.received)
-        is_said = False
-        while _is_away(self._job_id) and time.monotonic() - began < AWAY_SECONDS:
-            if len(self._signals.received) > num_signals:
-                return
-            if not is_said:
-                minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
-                say(f"job {self._job_id}: waits for slurmctld, which is away, for up to {minutes}")
-            is_said = True
-            time.sleep(RETRY_SECONDS)
+        if not _is_away(self._job_id):
+            return
+        minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
+        say(f"job {self._job_id}: waits for slurmctld, which is away, for up to {minutes}")
+        with waiting(attempt.directory, f"slurmctld, which is away, for up to {minutes}"):
+            while time.monotonic() - began < AWAY_SECONDS:
+                time.sleep(RETRY_SECONDS)
+                if len(self._signals.received) > num_signals or not _is_away(self._job_id):
+                    return
 
     def _why_requeue(self, end: End) -> str | None:
         """Return why the next attempt needs another start of the job, or None if it does not.

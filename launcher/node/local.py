@@ -19,14 +19,16 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunConfig, dump_config
 from pretrain.launcher import rank_logs
 from pretrain.launcher.node.output import RankOutput
+from pretrain.launcher.node.series import SIGNAL_CODE
 from pretrain.launcher.node.signals import Signals, signals_blocked
-from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
+from pretrain.launcher.node.supervise import Supervisor
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
+from pretrain.rundir.jobs import LocalLaunch, write_local_launch
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.paths import RunPaths, claim_version
+from pretrain.rundir.paths import RunPaths, check_apart, claim_version
 from pretrain.rundir.states import ExitCode
 from pretrain.rundir.trust import check_trusted
 
@@ -49,6 +51,7 @@ def run_locally(
     arguments: Sequence[str] | None,
     resume: str | None = None,
     signals: Signals | None = None,
+    launch: LocalLaunch | None = None,
 ) -> int:
     """Run `nproc` copies of `command` with `arguments` until the run is over.
 
@@ -65,18 +68,21 @@ def run_locally(
             `config` as it is, whatever the files say by now.
         resume: The value of --resume for the first attempt; None leaves the option out.
         signals: Records PASSED_ON already, and none came so far; None records them from now on.
+        launch: What the user called, for RUN/launch/local.json.
 
     Returns:
         The exit code of the last attempt.
 
     Raises:
-        ConfigError: The run's directory cannot be made, or has the layout of a later release.
+        ConfigError: The run's directory cannot be made, has the layout of a later release, or lies
+            inside another run's.
         RunBusy: Another process trains this run.
         RunFailed: The disk refused.
     """
     run, logs = config.directory, RunPaths(config.directory).logs
     try:
         check_trusted(run)
+        check_apart(run)
         make_directory(logs)
     except OSError as error:
         raise ConfigError(
@@ -87,6 +93,7 @@ def run_locally(
     with contextlib.nullcontext(signals) if signals else Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         claim_version(run)
+        _record(run, launch)
         first = attempt.number
 
         def start(attempt: Attempt) -> LocalRanks:
@@ -113,6 +120,15 @@ def run_locally(
         while (end := supervisor.make_attempt(attempt, start)).again:
             attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
         return end.code
+
+
+def _record(run: Path, launch: LocalLaunch | None) -> None:
+    """Write what the user called, which no run fails for."""
+    try:
+        if launch is not None:
+            write_local_launch(run, launch)
+    except OSError as error:
+        say(f"{RunPaths(run).local_launch}: cannot be written ({error.strerror}); the run goes on")
 
 
 class _ResumeOption:

@@ -19,7 +19,7 @@ from typing import IO
 from pretrain.launcher.terminal import plain_output, say
 
 CHUNK_BYTES = 64 * 1024
-"""How much is read at a time, and the longest line."""
+"""Bytes that are read at a time, and the longest line."""
 LOOK_SECONDS = 0.1
 """From one look if the rank has ended to the next."""
 BAR_SECONDS = 10.0
@@ -47,7 +47,7 @@ class RankOutput:
         """
         ends = [_terminal_like(stream) or _pipe() for stream in STREAMS]
         self.ends = tuple(write for _, write in ends)
-        """What the rank gets as stdout and stderr."""
+        """The descriptors that the rank gets as stdout and stderr."""
         self._copies = {
             read: (stream, _PlainLines(log)) for stream, (read, _) in zip(STREAMS, ends)
         }

@@ -13,7 +13,7 @@ class Ranks(Protocol):
     """The ranks of one attempt, which have been started."""
 
     failure: str
-    """What failed first, in one line for the user. Set when `poll` returns a code other than 0."""
+    """The first failure, in one line for the user. Set when `poll` returns a code other than 0."""
 
     nodes: tuple[str, ...]
     """The nodes that the failure came from, where that is known. Set with `failure`."""

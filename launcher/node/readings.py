@@ -12,17 +12,17 @@ from pretrain.rundir.files import Json, from_json, parse_json
 LABELLED = re.compile(r"\s*(?P<rank>\d+): (?P<text>.*)")
 """A line of a process, with the number that `srun --label` puts before it."""
 ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
-"""What srun says of processes that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
+"""The words of srun for processes that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
 NOT_LAUNCHED = re.compile(
     r"srun: error: (?:Task launch for \S+ failed on node (?P<silent>\S+): (?P<why>.*)"
     r"|Node failure on (?P<failed>\S+))"
 )
-"""What srun says of a node whose slurmd does not start its processes, or that died."""
+"""The words of srun for a node whose slurmd does not start its processes, or that died."""
 STAGES = ("started", "directory", "torch", "device", "gemm", "ready")
-"""What a process of the preflight goes through by itself, in order."""
+"""The stages that a process of the preflight goes through by itself, in order."""
 
 _NEXT = dict(itertools.pairwise(STAGES))
-"""What a process does when it has finished a stage."""
+"""The next thing that a process does when it has finished a stage."""
 SILENT_SECONDS = 5.0
 """A process says something every second. One that was silent for so long is stopped or gone."""
 IDLE_SECONDS = 8.0
@@ -58,15 +58,15 @@ class Process:
     during: str = "started"
     """The stage it last said it was in."""
     said_at: float = 0.0
-    """When it last said anything, by this side's clock."""
+    """The time at which it last said anything, by this side's clock."""
     busy: float = 0.0
     """Its processor time, which grows while it works."""
     worked_at: float = 0.0
-    """When that was last seen to grow."""
+    """The time at which that was last seen to grow."""
     words: str = ""
     """The last line it printed that is not one of ours, such as the end of a traceback."""
     ended: str = ""
-    """How srun says that it ended, if badly."""
+    """The words of srun for its end, if that was bad."""
 
     @property
     def is_ready(self) -> bool:

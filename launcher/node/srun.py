@@ -16,8 +16,8 @@ from typing import IO, NamedTuple
 
 from pretrain.config import ConfigError, writing
 from pretrain.launcher import slurm
+from pretrain.launcher.node.series import SIGNAL_CODE
 from pretrain.launcher.node.signals import signals_blocked
-from pretrain.launcher.node.supervise import SIGNAL_CODE
 from pretrain.launcher.terminal import say
 from pretrain.rundir.files import open_own
 
@@ -37,7 +37,7 @@ yet that the step before is over."""
 STEP_SECONDS, STEP_RETRY_SECONDS = 120.0, 5.0
 """For how long such an srun is started again, and the time between two tries."""
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-"""How srun words a task that exited by itself."""
+"""The words of srun for a task that exited by itself."""
 LOST_NODE = re.compile(
     r"srun: error: (?:Node failure on (?P<failed>\S+)$"
     r"|Task launch for \S+ failed on node (?P<silent>\S+): )"
@@ -46,7 +46,7 @@ LOST_NODE = re.compile(
 IN_COLLECTIVE = b"distributed_c10d.py"
 """The file of torch in which a rank waits for the others."""
 LABEL = re.compile(rb"\s*(\d+): ")
-"""What `srun --label` puts before each line of a task: its rank, padded with spaces."""
+"""The beginning that `srun --label` gives to each line of a task: its rank, padded with spaces."""
 
 
 class SrunRanks:
@@ -154,7 +154,9 @@ class SrunRanks:
         """Send a signal to every rank, through srun where it forwards the signal.
 
         Other signals are sent by slurmctld. When it does not answer, that is printed and the ranks
-        do not get the signal.
+        do not get the signal. SIGTERM is not waited for: after `scancel` Slurm has sent it to the
+        ranks itself, and kills this process within KillWait, before which the end of the ranks
+        must be recorded.
         """
         if number == signal.SIGUSR2:
             with contextlib.suppress(OSError):
@@ -162,7 +164,11 @@ class SrunRanks:
         if number in FORWARDED_BY_SRUN:
             self._srun.send_signal(number)
             return
-        signal_step(self._job_id, self._name, number)
+        step = (self._job_id, self._name, number)
+        sending = threading.Thread(target=signal_step, args=step, daemon=True)
+        sending.start()
+        if number != signal.SIGTERM:
+            sending.join()
 
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""

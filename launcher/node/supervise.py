@@ -32,17 +32,20 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.launcher.node.ranks import Ranks
+from pretrain.launcher.node.repeater import Repeater
+from pretrain.launcher.node.series import IsOurs, why_permanent, without_progress
 from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
 from pretrain.launcher.node.suspension import LOOK_SECONDS, SuspensionClock
 from pretrain.launcher.node.verdict import NotStarted, Verdict, judge
+from pretrain.launcher.node.waiting import waiting
 from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts, steps_done
+from pretrain.rundir.attempts import read_attempt, read_attempts, steps_done
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.states import (
@@ -61,16 +64,11 @@ POLL_SECONDS = 0.02
 EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
 STOP_SECONDS = 2.0
-"""How long the end of an attempt waits for a call in a thread before it is recorded."""
+"""The time that the end of an attempt waits for a call in a thread before it is recorded."""
 ANSWER_SECONDS = 1.0
-"""How long Slurm is waited for before the end of an attempt is recorded without its answer."""
+"""The time that Slurm is waited for before the end of an attempt is recorded without its answer."""
 DUMP_SECONDS = 3.0
 """Time that hung ranks are given to write their stacks."""
-SIGNAL_CODE = 128
-"""The exit code of a process that signal n ended is this plus n."""
-
-IsOurs = Callable[[AttemptRecord], bool]
-"""Tells if an earlier attempt belongs to this series of restarts."""
 
 
 @dataclass(frozen=True)
@@ -94,27 +92,6 @@ def never() -> bool:
     return False
 
 
-class Repeater(threading.Thread):
-    """Call a function at once and then every few seconds, in a thread, until `stop`."""
-
-    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._seconds, self._function, self._over = seconds, function, threading.Event()
-
-    def run(self) -> None:
-        """Run the thread; threading.Thread.start calls this."""
-        while True:
-            self._function()
-            if self._over.wait(self._seconds):
-                return
-
-    def stop(self, seconds: float | None = None) -> None:
-        """Stop calling, and wait for a call that is under way, for `seconds` at most."""
-        self._over.set()
-        if self.is_alive():
-            self.join(seconds)
-
-
 @dataclass
 class Supervisor:
     """Make attempts at a run, one at a time."""
@@ -132,7 +109,7 @@ class Supervisor:
     """Asks, when an attempt was stopped, if Slurm took the nodes away for another job: then the run
     is to come back."""
     _passed_on: int = 0
-    """How many of the received signals were passed on to the ranks."""
+    """The number of received signals that were passed on to the ranks."""
 
     def make_attempt(
         self,
@@ -228,7 +205,8 @@ class Supervisor:
         asking.join(ANSWER_SECONDS)
         if asking.is_alive():
             self._record(attempt, verdict)
-            asking.join()
+            with waiting(attempt.directory, "Slurm's word on whether it preempted the job"):
+                asking.join()
         return answer == [True]
 
     # ---- while the ranks run ---------------------------------------------------------------------
@@ -341,7 +319,9 @@ class Supervisor:
         if again:
             records = read_attempts(attempt.run)
             count = without_progress(records, self.is_ours)
-            if why := self._permanent(records, verdict.code, count):
+            if why := why_permanent(
+                records, verdict.code, count, recovery.max_restarts, self.local
+            ):
                 reason = f"{verdict.reason}; given up: {why}"
                 verdict, again = (
                     Verdict(Outcome.GAVE_UP, verdict.code, reason, verdict.nodes),
@@ -365,37 +345,6 @@ class Supervisor:
             say(f"attempt {attempt.number}: {in_words(verdict.outcome)}: {verdict.reason}")
         return End(attempt, *verdict, again)
 
-    def _permanent(self, records: list[AttemptRecord], code: int, count: int) -> str | None:
-        """Return why another attempt would fail as well, or None if it may succeed.
-
-        Args:
-            records: All attempts at the run; the last is the one that just ended.
-            code: Its exit code.
-            count: Attempts in a row without a new checkpoint, this one included.
-        """
-        most = self.config.recovery.max_restarts
-        if count > most:
-            return (
-                f"{count} attempts in a row without a new checkpoint "
-                f"(recovery.max_restarts = {most})"
-            )
-        now, before = records[-1], records[-2] if count > 1 else None
-        if before is None or before.ended is None:
-            return None
-        if before.ended.outcome not in (Outcome.FAILED, Outcome.DIVERGED):
-            return None
-        # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
-        # signal ended may have been a victim of its node (out of memory, a fault), so signals do
-        # not count as the same failure.
-        same_end = (before.ended.code, before.ended.step) == (code, steps_done(now.directory))
-        both_trained = all(
-            any(phase.phase == Phase.TRAINING for phase in record.phases)
-            for record in (before, now)
-        )
-        if same_end and code < SIGNAL_CODE and (self.local or both_trained):
-            return "the attempt before failed in the same way at the same step"
-        return None
-
     def _record(self, attempt: Attempt, verdict: Verdict) -> None:
         """Write the attempt's ended.json, which also gives the run back."""
         finished = verdict.outcome == Outcome.FINISHED
@@ -409,28 +358,3 @@ class Supervisor:
                 f"{attempt.directory}: cannot record how the attempt ended ({error.strerror}). "
                 "Free disk space; the run can be started again"
             )
-
-
-def without_progress(records: Sequence[AttemptRecord], is_ours: IsOurs) -> int:
-    """Return how many attempts in a row, up to the last, ended without a new checkpoint.
-
-    An attempt made progress if the next one began with a newer checkpoint than it did; for the last
-    attempt, the run's newest checkpoint is compared. Counting stops at an attempt that made
-    progress, that finished or gave up, or that belongs to an earlier series.
-
-    Args:
-        records: All attempts at a run, oldest first.
-        is_ours: Tells if an attempt belongs to this series of restarts.
-    """
-    if not records:
-        return 0
-    count = 0
-    newest = newest_checkpoint_step(records[0].directory.parents[1])
-    for record in reversed(records):
-        ended = record.ended
-        series_over = ended and ended.outcome in (Outcome.FINISHED, Outcome.GAVE_UP)
-        progressed = (newest or 0) > (record.owner.checkpoint_step or 0)
-        if series_over or progressed or not is_ours(record):
-            return count
-        newest, count = record.owner.checkpoint_step, count + 1
-    return count

@@ -31,7 +31,7 @@ from pretrain.importing.settings import CONFIG, Source, read_source
 from pretrain.importing.weights import FolderWeights, read_tensors
 from pretrain.rundir.files import new_directory, replace_file
 from pretrain.rundir.lineage import Branch, new_id
-from pretrain.rundir.paths import RunPaths, claim_version
+from pretrain.rundir.paths import RunPaths, check_apart, claim_version
 
 MOST_LAYERS = 1000
 PARITY_ROWS = 2
@@ -53,6 +53,7 @@ def import_folder(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Non
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out}: already exists and is not an empty folder. Choose another")
+    check_apart(out)
     source = read_source(folder)
     config = run_config(folder, source, out, overrides)
     weights = _open_weights(folder, source)

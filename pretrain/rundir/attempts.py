@@ -38,6 +38,7 @@ METRICS_BYTES = 64 * 1024
 """How much of the end of metrics.jsonl is read for the last step: some 200 lines."""
 SUSPENSIONS = "suspensions.jsonl"
 PREFLIGHT = "preflight.json"
+WAITING = "waiting.json"
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,16 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """The reason why the launcher makes no attempt just now (waiting.json)."""
+
+    at: float
+    """Unix seconds at which the waiting began."""
+    what: str
+    """What is waited for, in a few words for people."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """The end of an attempt (ended.json)."""
 
@@ -264,6 +275,20 @@ def read_attempt(directory: Path) -> AttemptRecord:
 def read_progress(directory: Path) -> Progress | None:
     """Return the last sign of life of an attempt's training; None before the first."""
     return from_json(Progress, read_json(directory / PROGRESS))
+
+
+def read_waiting(directory: Path) -> tuple[Waiting | None, float]:
+    """Return what the launcher waits for after or before an attempt, and when it last said so.
+
+    The time is in unix seconds by the file server's clock. A process that was killed leaves the
+    file, which is renewed as often as the lease.
+    """
+    path = directory / WAITING
+    try:
+        seen = path.stat().st_mtime
+    except OSError:
+        return None, 0.0
+    return from_json(Waiting, read_json(path)), seen
 
 
 def steps_done(directory: Path) -> int:

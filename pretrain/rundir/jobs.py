@@ -1,4 +1,4 @@
-"""The Slurm jobs sent for a run (jobs.jsonl), and what its training job runs (launch.json)."""
+"""The Slurm jobs sent for a run (jobs.jsonl), and how it is started (launch.json, local.json)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, writing
+from pretrain.rundir.credentials import redacted
 from pretrain.rundir.files import (
     MAX_BYTES,
     append_json_line,
     from_json,
+    make_directory,
     parse_json,
+    read_json,
     read_json_lines,
+    replace_json,
 )
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.trust import check_trusted, read_trusted
@@ -68,6 +72,20 @@ class LaunchRecord:
     """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
 
 
+@dataclass(frozen=True)
+class LocalLaunch:
+    """local.json: how a run was last started on a single machine."""
+
+    command: tuple[str, ...]
+    """The command line, with *** for what looks like a secret."""
+    directory: str
+    """The directory in which it was given, from which relative paths in the config start."""
+    num_tasks: int
+    """Ranks."""
+    over: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of a sweep: the keys and values that make this run."""
+
+
 def job_id_of(environment: Mapping[str, str]) -> str | None:
     """Return the id of the Slurm job that a process with these variables runs in, or None.
 
@@ -91,6 +109,32 @@ def read_jobs(run: Path) -> list[JobRecord]:
     lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
     records = (from_json(JobRecord, line) for line in lines)
     return [record for record in records if record is not None]
+
+
+def write_local_launch(run: Path, launch: LocalLaunch) -> None:
+    """Write RUN/launch/local.json. A run of a sweep stays one when it is started by itself.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    path = RunPaths(run).local_launch
+    before = read_local_launch(run)
+    over = launch.over or (before.over if before else {})
+    command = tuple(redacted(launch.command))
+    make_directory(path.parent)
+    replace_json(path, dataclasses.asdict(dataclasses.replace(launch, command=command, over=over)))
+
+
+def read_local_launch(run: Path) -> LocalLaunch | None:
+    """Return how a run was last started on a single machine; None if it never was."""
+    return from_json(LocalLaunch, read_json(RunPaths(run).local_launch))
+
+
+def read_over(run: Path) -> dict[str, Any]:
+    """Return the keys and values of the sweep that made a run; {} if it is of no sweep."""
+    over = read_json(RunPaths(run).launch_record).get("over")
+    local = read_local_launch(run)
+    return over if isinstance(over, dict) and over else local.over if local else {}
 
 
 def read_launch(run: Path) -> LaunchRecord:

@@ -58,6 +58,7 @@ attempts/####/rendezvous.json | rank 0 | where the others reach it; removed when
 attempts/####/suspensions.jsonl | launcher | a line for each time in which its job was suspended
 attempts/####/preflight.json | launcher | what the check of the nodes before the ranks found
 attempts/####/preflight.log | launcher | what that check's processes printed
+attempts/####/waiting.json | launcher | what it waits for while it makes no attempt
 attempts/####/ended.json | launcher or rank 0 | how the attempt ended
 attempts/####/config.toml | launcher local | config of a restart or a sweep's run, safe from edits
 logs/rank-<rank>.log | launcher local | what a rank prints, in all attempts
@@ -67,6 +68,7 @@ logs/evaluate-step-########.log | launcher | what the evaluation of a checkpoint
 launch/config.toml | launcher submit | the resolved config that was submitted
 launch/launch.json | launcher submit | how the job starts its ranks
 launch/train.sbatch | launcher submit | the batch script
+launch/local.json | launcher local | the command of the last start on a single machine
 jobs.jsonl | launcher | a line per Slurm job that was sent for the run
 evaluations/plan.json | launcher | how checkpoints are evaluated; without it they are not
 evaluations/plan.paused.json | launcher cancel | the plan while the run is cancelled
@@ -174,6 +176,10 @@ class RunPaths:
     def launch_script(self) -> Path:
         return self.launch / "train.sbatch"
 
+    @property
+    def local_launch(self) -> Path:
+        return self.launch / "local.json"
+
     def newest_config(self) -> Path | None:
         """Return the config the run was submitted with, or else was started with."""
         return next((p for p in (self.launch_config, self.config) if p.is_file()), None)
@@ -209,6 +215,9 @@ RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "m
 OWN_FOLDERS = frozenset(entry.path.split("/")[0] for entry in LAYOUT if "/" in entry.path)
 """The folders that a run's directory has for itself. No other run lies in them."""
 
+SEARCH_BELOW = 2
+"""How many levels below a new run's directory another run is looked for."""
+
 
 def is_run(directory: Path) -> bool:
     """Return True for the directory of a run that was submitted, started or imported.
@@ -222,6 +231,62 @@ def is_run(directory: Path) -> bool:
         # Last, since `launcher status --watch` asks every few seconds, and only this opens a file.
         or (paths.version.is_file() and "run_directory_version" in read_json(paths.version))
     )
+
+
+def check_apart(run: Path) -> None:
+    """Check that a new run's directory lies in no other run's, and holds none.
+
+    Each run removes, renames and lists what lies in its directory. A run that is there already
+    goes on: in earlier releases the runs of a sweep lay in the directory of another one.
+
+    Raises:
+        ConfigError: One of the two lies inside the other.
+    """
+    if is_run(run):
+        return
+    resolved = Path(os.path.realpath(run))
+    for parent in resolved.parents:
+        if _has_begun(parent):
+            raise ConfigError(
+                f"run.directory = {run}: lies inside {parent}, which is the directory of another "
+                "run. Choose a directory outside of it, as beside it"
+            )
+    if inner := _run_below(resolved, SEARCH_BELOW):
+        raise ConfigError(
+            f"run.directory = {run}: {inner} is another run, inside of it. Choose a directory "
+            "that holds no other run"
+        )
+
+
+def _has_begun(directory: Path) -> bool:
+    """Return True for a run's directory, by files that no other program writes."""
+    paths = RunPaths(directory)
+    if "run_directory_version" in read_json(paths.version):
+        return True
+    try:
+        owners = list(paths.attempts.glob("[0-9]*/owner.json"))
+    except OSError:
+        # Another user's, which may not be read.
+        return False
+    return bool(owners)
+
+
+def _run_below(directory: Path, levels: int) -> Path | None:
+    """Return a run's directory at most so many levels below a directory, or None."""
+    try:
+        with os.scandir(directory) as entries:
+            folders = [Path(entry.path) for entry in entries if _is_folder(entry)]
+    except OSError:
+        # It is not there yet, as for most new runs, or may not be read.
+        return None
+    if begun := next(filter(_has_begun, sorted(folders)), None):
+        return begun
+    deeper = (_run_below(folder, levels - 1) for folder in sorted(folders) if levels > 1)
+    return next(filter(None, deeper), None)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def claim_version(run: Path) -> None:

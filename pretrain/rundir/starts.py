@@ -16,7 +16,7 @@ from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.metrics import evaluations_at
-from pretrain.rundir.paths import RunPaths, check_version
+from pretrain.rundir.paths import RunPaths, check_apart, check_version
 from pretrain.rundir.states import Outcome
 from pretrain.rundir.trust import check_trusted
 
@@ -69,12 +69,13 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
         allow_changed: The keys of --allow-changed.
 
     Raises:
-        ConfigError: The directory belongs to another user or has the layout of a later release, or
-            the run differs from the checkpoint in what may not change, or has done more steps; or
-            a new run would share the directory of a data set.
+        ConfigError: The directory belongs to another user, has the layout of a later release or
+            lies inside another run's, or the run differs from the checkpoint in what may not
+            change, or has done more steps; or a new run would share the directory of a data set.
     """
     check_trusted(config.directory)
     check_version(config.directory)
+    check_apart(config.directory)
     found = complete_checkpoints(config.directory)
     if not found:
         # A data set is built anew after its directory is removed, and the run would go with it.

@@ -19,7 +19,7 @@ from types import TracebackType
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.fence import Superseded
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
-from pretrain.rundir.paths import claim_version
+from pretrain.rundir.paths import check_apart, claim_version
 from pretrain.rundir.states import ExitCode, Outcome, Phase, exit_code_of, outcome_of
 from pretrain.rundir.warn import WarnOnce
 
@@ -54,6 +54,7 @@ class AttemptReporter:
 
     def begin(self, run: Path, owner: Owner) -> None:
         """Take the run and begin an attempt. Raises RunBusy when another process trains it."""
+        check_apart(run)
         self._attempt = Attempt.begin(run, owner)
         claim_version(run)
         self._heartbeat = _Heartbeat(self._attempt, self._abandon)

@@ -41,7 +41,7 @@ PROGRAMS = (
 )
 PACKAGES = "slurmctld slurmd slurm-client munge"
 PREFIX = os.environ.get("SLURM_PREFIX")
-"""Where another Slurm than the system's is installed (tests/slurm/build_slurm.sh), if it is to be
+"""The folder of another Slurm than the system's (tests/slurm/build_slurm.sh), if it is to be
 tested. Its programs come first in PATH."""
 START_SECONDS = 60
 STATE_SAVE_SECONDS = 6
@@ -88,7 +88,7 @@ class Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.root.chmod(0o755)
         self.without_pyxis: str | None = "the cluster has not been started"
-        """Why this cluster has no pyxis, or None if it has."""
+        """The reason why this cluster has no pyxis, or None if it has."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -159,9 +159,19 @@ class Cluster:
         """Kill slurmctld (SIGKILL), after the seconds in which it saves its current state to disk.
 
         Without the wait, a job's start might not be saved. The next slurmctld would then start the
-        job a second time, and drain the node on which it already runs.
+        job a second time, and drain the node on which it already runs. A change that is made now is
+        saved with all that came before, so the wait is over when the file has been written.
         """
-        time.sleep(STATE_SAVE_SECONDS)
+        saved = self.root / "state/job_state"
+        before = saved.stat().st_ino if saved.exists() else 0
+        jobs = self.run("squeue", "--noheader", "--states=running", "--format=%A").stdout.split()
+        for job in jobs[:1]:
+            self.run("scontrol", "update", f"JobId={job}", "Comment=saved")
+        deadline = time.monotonic() + STATE_SAVE_SECONDS
+        while jobs and time.monotonic() < deadline:
+            if saved.exists() and saved.stat().st_ino != before:
+                break
+            time.sleep(0.05)
         self._kill(CONTROLLER)
 
     def start_controller(self) -> None:

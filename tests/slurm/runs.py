@@ -224,7 +224,7 @@ class Run:
 
     @property
     def outcomes(self) -> list[str | None]:
-        """How each attempt ended; None for one that was killed or goes on."""
+        """Return how each attempt ended; None for one that was killed or goes on."""
         return [attempt.ended.outcome if attempt.ended else None for attempt in self.attempts]
 
     def ranks(self) -> dict[int, tuple[int, str]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 NODE_TIMEOUT_SECONDS = 5
 MUNGE_SECONDS = 5
-"""How long a credential is valid, 5 s at least.
+"""The time for which a credential is valid, 5 s at least.
 
 slurmctld starts a requeued job only after the credentials of its last start have expired.
 """
 GRACE_SECONDS = 60
-"""How long a preempted job of the partitions "low" and "low_cancel" has to end by itself."""
+"""The time that a preempted job of "low" and "low_cancel" has to end by itself."""
 PARTITIONS = {
     "main": "Default=YES PriorityTier=5 PreemptMode=OFF",
     "low": f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}",

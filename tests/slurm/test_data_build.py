@@ -290,7 +290,7 @@ def test_a_disturbed_build_goes_on(builds: Builds, disturb: str) -> None:
 
 @pytest.mark.torture
 def test_the_builder_may_be_a_job_itself(builds: Builds) -> None:
-    """Where login nodes must not be used. Its jobs must not see the variables of its own array."""
+    """As where no login node may be used. Its jobs must not see the variables of its own array."""
     words = ["data", "build", builds.config, "--site", builds.site, "--nodes", 4]
     command = [*LAUNCHER, *map(str, words), "--set", f"data.directory={builds.root / 'job'}"]
     log = builds.root / "job.log"

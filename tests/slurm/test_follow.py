@@ -23,6 +23,7 @@ import tomli_w
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import LAUNCHER, ROOT, TIMEOUT_SECONDS, Done, wait_for
+from tests.slurm import forked
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
@@ -93,10 +94,10 @@ class Desk:
         (folder / "site.toml").write_text(tomli_w.dumps(site))
 
     def launcher(self, *words: object, code: int = 0) -> Done:
-        command = [*LAUNCHER, *with_scripted_ranks(words)]
-        done = self.cluster.run(*command, environment={"COLUMNS": "120"}, cwd=self.folder)
-        assert done.returncode == code, done.stdout + done.stderr
-        return Done(done.returncode, done.stdout, done.stderr)
+        variables = os.environ | self.cluster.environment | {"COLUMNS": "120"}
+        done = forked.launcher(with_scripted_ranks(words), self.folder, variables)
+        assert done.code == code, done.text
+        return done
 
     def send(self, command: str, *words: object) -> Done:
         settings = [
@@ -178,6 +179,14 @@ def fields(text: str) -> dict[str, str]:
     }
 
 
+def check_followed(text: str, run: Path) -> None:
+    """Check that `logs --follow --rank 1` printed the two attempts' lines from some line on."""
+    said = [line for line in text.splitlines() if "took" in line]
+    logs = [(run / f"logs/attempt-{number:04d}.log").read_text() for number in (1, 2)]
+    first, second = (re.findall(r"^ *1: (.* took .*)$", log, re.MULTILINE) for log in logs)
+    assert said == [*first[len(second) - len(said) :], *second] and said[0] in first
+
+
 def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> None:
     run, job = "runs/a", desk.send("submit", "--nodes", 2).out.split()[1].strip(":")
     desk.wait_for_step(run, 1)
@@ -224,12 +233,7 @@ def test_a_run_is_followed_requeued_saved_stopped_and_sent_again(desk: Desk) -> 
             and step > second.step
         )
         following.wait(TIMEOUT_SECONDS)
-    said = [line for line in log.read_text().splitlines() if "took" in line]
-    logs = [(desk.folder / run / f"logs/attempt-{number:04d}.log").read_text() for number in (1, 2)]
-    printed = [re.findall(r"^ *1: (.* took .*)$", text, re.MULTILINE) for text in logs]
-    assert (
-        said == [*printed[0][-len(said) + len(printed[1]) :], *printed[1]] and said[0] in printed[0]
-    )
+    check_followed(log.read_text(), desk.folder / run)
     assert f"{run}: stopped: saved at step {step}" in log.read_text()
 
     shown = desk.launcher("status", run).out

@@ -139,6 +139,28 @@ def test_requeue_resumes_a_suspended_job(desk: Desk) -> None:
     wait_for(lambda: outcomes(desk)[:1] == ["restart"], 60)
 
 
+def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(desk: Desk) -> None:
+    """`scancel` gives the job KillWait seconds, in which squeue says nothing."""
+    folder, slow = desk.folder / "commands", desk.folder / "slow"
+    folder.mkdir()
+    real = desk.cluster.run("bash", "-c", "command -v squeue").stdout.strip()
+    squeue = folder / "squeue"
+    squeue.write_text(f'#!/bin/bash\ntest -e {slow} && sleep 30\nexec {real} "$@"\n')
+    squeue.chmod(0o755)
+    add_to_environment(desk, PATH=f"{folder}:{desk.cluster.environment['PATH']}")
+    job = submit(desk)
+    desk.wait_for_step(RUN, 1)
+    slow.touch()
+    assert desk.cluster.run("scancel", job).returncode == 0
+    desk.cluster.wait_for_job(job, ["CANCELLED"])
+    # The launcher has been killed by now, and so has its squeue.
+    wait_for(lambda: not desk.cluster.step_processes(job), 60)
+    [attempt] = read_attempts(desk.folder / RUN)
+    assert attempt.ended is not None and attempt.ended.outcome == "stopped"
+    assert attempt.ended.step == newest_checkpoint_step(desk.folder / RUN)
+    assert f"saved at step {attempt.ended.step}" in attempt.ended.reason
+
+
 @pytest.mark.torture
 def test_a_requeue_that_ends_scontrol_itself_is_no_failure(desk: Desk) -> None:
     """As in a large job, which Slurm begins to end before scontrol has had its answer."""

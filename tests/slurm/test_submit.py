@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pretrain.launcher import slurm
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import ROOT, Done, explained, wait_for
+from tests.slurm import forked
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 
@@ -75,15 +75,8 @@ class Desk:
 
     def launcher(self, *words: object, **environment: str) -> Done:
         """Run `launcher` as a user does, in this directory."""
-        done = self.cluster.run(
-            sys.executable,
-            "-m",
-            "pretrain.launcher",
-            *with_scripted_ranks(words),
-            cwd=self.work,
-            environment={"HOME": str(self.home), **environment},
-        )
-        return Done(done.returncode, done.stdout, done.stderr)
+        variables = os.environ | self.cluster.environment | {"HOME": str(self.home), **environment}
+        return forked.launcher(with_scripted_ranks(words), self.work, variables)
 
     def submit(self, run: str, *words: object, data: str = "data", **environment: str) -> Done:
         return self.launcher(

@@ -1,4 +1,4 @@
-"""What both commands answer without a run: versions, help, completion, and words they do not know.
+"""Test what both commands answer without a run: versions, help, completion, unknown words.
 
 Each runs in a process of its own, as in a shell.
 """
@@ -6,9 +6,12 @@ Each runs in a process of its own, as in a shell.
 from __future__ import annotations
 
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -113,3 +116,55 @@ def test_the_home_directory_in_the_value_of_an_option(tmp_path):
     assert f"{tmp_path}/none.toml" in run("launcher", *words, HOME=str(tmp_path)).stderr
     kept = ["a=~/x", "--set", "run.directory=~/x", "--set=run.directory=~/x", "~/x", "--out"]
     assert expand_home(kept) == kept
+
+
+# ---- Ctrl-C while a command starts ----
+MOMENTS = 20
+"""The number of moments between the first line of ours that runs and the end of the command."""
+
+
+def ended_at(name: str, words: Sequence[str], moment: int | None) -> tuple[int, list[str], int]:
+    """Run a command, with a Ctrl-C when it has made so many imports after that of its `main`.
+
+    Returns its exit code, what it printed to stderr, and how many imports it made.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", COMMANDS[name].removesuffix(".main"), *words],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # The tests may run in a background job, which ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    said, imports, has_begun = [], 0, False
+    assert process.stderr is not None
+    for line in process.stderr:
+        if not line.startswith("import time:"):
+            said.append(line)
+            continue
+        imports += has_begun
+        has_begun |= line.split("|")[-1].strip() == COMMANDS[name]
+        if imports == moment and has_begun:
+            process.send_signal(signal.SIGINT)
+    return process.wait(), said, imports
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pretrain", ["config", "configs/demo.toml"]),
+        ("launcher", ["local", "configs/demo.toml", "--nproc", "1"]),
+        pytest.param("pretrain", ["train", "configs/demo.toml"], marks=pytest.mark.torture),
+        pytest.param("launcher", ["status", "runs/none"], marks=pytest.mark.torture),
+    ],
+)
+def test_ctrl_c_while_a_command_starts_shows_no_traceback(request, name, words):
+    """At random moments of its imports, from the first one on."""
+    _, _, imports = ended_at(name, words, None)
+    is_torture = request.node.get_closest_marker("torture") is not None
+    chosen = random.Random(15)
+    for _ in range(MOMENTS if is_torture else MOMENTS // 5):
+        moment = chosen.randrange(1, imports)
+        code, said, _ = ended_at(name, words, moment)
+        assert (code, "".join(said)) == (130, "interrupted\n"), moment

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"pretrain.lean_imports"},
     {"pretrain"},
+    {"pretrain.interrupt"},
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
     {"pretrain.devices", "pretrain.rendezvous"},
@@ -46,7 +47,7 @@ BESIDE = {
 }
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
-LAUNCHER_USES = {"pretrain.config", "pretrain.rundir"}
+LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt"}
 LAUNCHER_FLOORS = [
     {
         f"{LAUNCHER}.{name}"
@@ -67,7 +68,7 @@ LAUNCHER_FLOORS = [
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.local_sweep"},
-    {f"{LAUNCHER}.data_cli", f"{LAUNCHER}.run_cli", f"{LAUNCHER}.sweep_cli"},
+    {f"{LAUNCHER}.{name}_cli" for name in ("data", "local", "node", "run", "sweep")},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},

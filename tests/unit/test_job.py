@@ -18,15 +18,17 @@ from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.cluster import parse_site
 from pretrain.launcher.job import Job, check_path, check_time, job_name
-from pretrain.launcher.login import sweep
+from pretrain.launcher.login import sweep_runs as sweep
 from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
 from pretrain.launcher.login.limits import signal_seconds, start_seconds
+from pretrain.launcher.login.sweep import sweep as submit_sweep
 from pretrain.launcher.node import job as node_job
 from pretrain.launcher.slurm_options import OUR_OPTIONS
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
+from pretrain.rundir.paths import claim_version
 from pretrain.rundir.starts import is_done
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
@@ -680,6 +682,66 @@ def test_runs_of_a_sweep_lie_beside_the_run_and_those_of_earlier_releases_stay(t
     assert sweep.sweep_folder(Path(".")) == Path("sweep")
 
 
+def config_of(folder, name, directory):
+    """A config file in `folder` that puts its run into a directory."""
+    path = folder / f"{name}.toml"
+    path.write_text(dump_config(run_config(run={"directory": str(directory)})))
+    return path
+
+
+def test_a_run_of_a_sweep_lies_in_no_other_one_s_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for one, two, says in (
+        ("a", "a/b", "lies inside"),
+        ("a/b/c", "a", "lies inside"),
+        ("there", "link/b/c", "lies inside"),
+        ("a", "a/", "is that of"),
+        ("a", "c/../a", "is that of"),
+        ("there/a", "link/a", "is that of"),
+        ("a", str(tmp_path / "a"), "is that of"),
+    ):
+        paths = [config_of(tmp_path, "one", one), config_of(tmp_path, "two", two)]
+        with pytest.raises(ConfigError, match=says) as refused:
+            sweep.wanted_runs(paths, [], [])
+        assert all(f"{path}: run.directory = " in str(refused.value) for path in paths)
+    # A common beginning of their names is no common directory.
+    paths = [config_of(tmp_path, "one", "a"), config_of(tmp_path, "two", "ab")]
+    assert len(sweep.wanted_runs(paths, [], [])[0]) == 2
+
+
+def test_a_combination_of_a_sweep_that_is_a_link_to_another_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-sweep/alibi").mkdir(parents=True)
+    (tmp_path / "a-sweep/rotary").symlink_to("alibi")
+    path, axis = config_of(tmp_path, "one", "a"), "position.method=alibi,rotary"
+    with pytest.raises(ConfigError, match="is that of") as refused:
+        sweep.wanted_runs([path], [axis], [])
+    assert all(f"position.method = {name}" in str(refused.value) for name in ("alibi", "rotary"))
+
+
+def test_a_new_run_lies_in_no_other_run_s_directory(tmp_path):
+    around = tmp_path / "runs"
+    outer, inside = around / "outer", around / "outer/x/y"
+    (tmp_path / "link").symlink_to(outer)
+    # A folder that another program calls attempts makes no run.
+    (tmp_path / "attempts/2024").mkdir(parents=True)
+    for directory in (inside, around, outer):
+        is_done(run_config(run={"directory": str(directory)}))
+    Attempt.begin(outer)
+    for directory in (inside, tmp_path / "link/checkpoints"):
+        with pytest.raises(ConfigError, match=f"{directory}: lies inside {outer}, which is"):
+            is_done(run_config(run={"directory": str(directory)}))
+    with pytest.raises(ConfigError, match=f"{around}: {outer} is another run, inside of it"):
+        is_done(run_config(run={"directory": str(around)}))
+    # The run goes on, and so does one that an earlier release put inside of it.
+    is_done(run_config(run={"directory": str(outer)}))
+    inside.mkdir(parents=True)
+    claim_version(inside)
+    is_done(run_config(run={"directory": str(inside)}))
+
+
 @pytest.mark.parametrize(
     ("axis", "values"),
     [
@@ -704,7 +766,7 @@ def test_a_sweep_trains_the_values_that_it_names(tmp_path, axis, values):
 
 def test_a_sweep_does_not_remove_a_key_and_does_not_lose_a_setting(tmp_path):
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
-    plan = partial(sweep.sweep, [Path("configs/demo.toml")], site, dry_run=True)
+    plan = partial(submit_sweep, [Path("configs/demo.toml")], site, dry_run=True)
     with pytest.raises(ConfigError, match=r"--set evaluation\.max_tokens="):
         plan(["evaluation.max_tokens=none,1000"])
     with pytest.raises(ConfigError, match="a value is missing"):

@@ -19,6 +19,7 @@ import pytest
 from pretrain.config import ConfigError, load_config
 from pretrain.launcher.node.local import run_locally
 from pretrain.launcher.node.output import RankOutput
+from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 
 ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = (
@@ -439,6 +440,9 @@ main.main()
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     assert done.stderr.startswith(f"{tmp_path}/run: finished at step 70"), done.stderr
     assert said(tmp_path / "run", 0) == said(tmp_path / "run", 1) == expected
+    launch = read_local_launch(tmp_path / "run")
+    words = ("launcher", "local", config, "--nproc=2", *arguments, *allowed)
+    assert launch == LocalLaunch(words, str(tmp_path), 2)
 
 
 def test_the_launcher_does_not_import_torch():

@@ -5,6 +5,7 @@ They stand in for `pretrain train` as a package of that name, which the ranks fi
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
+from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.login.tables import detail
+from pretrain.rundir.jobs import LocalLaunch, read_local_launch, write_local_launch
 from tests.end_to_end.commands import Done, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +175,25 @@ def test_the_directory_of_a_sweep_can_be_set(desk: Desk) -> None:
     assert done.code == 0 and done.out.count("12/12") == 2, done.text
     assert {path.name for path in (desk.folder / "runs").iterdir()} == {"demo", "mine-sweep"}
     assert "next: pretrain evaluate runs/mine-sweep/1 runs/mine-sweep/2" in done.out
+
+
+def test_how_a_run_of_a_sweep_was_started_is_known_afterwards(desk: Desk) -> None:
+    """Also of which sweep it is, so that another one of the same names does not go on from it."""
+    settings = ("--set", "run.directory=runs/mine", "--nproc", "1")
+    done = desk.sweep("--over", "data.sequence_length=64", *settings)
+    assert done.code == 0, done.text
+    run = desk.folder / "runs/mine-sweep/64"
+    launch = read_local_launch(run)
+    assert launch is not None
+    assert (launch.directory, launch.num_tasks) == (str(desk.folder), 1)
+    assert launch.command[:4] == ("launcher", "sweep", CONFIG, "--nproc=1")
+    assert launch.over == {"data.sequence_length": 64}
+    shown = detail(read_statuses([run])[0][0], 0)
+    assert f"started by  {shlex.join(launch.command)} (in {desk.folder})" in shown
+    # Started by itself it stays the sweep's.
+    write_local_launch(run, LocalLaunch(("launcher", "local"), "/", 1))
+    done = desk.sweep("--over", "model.hidden_size=64", *settings)
+    assert done.code == 2 and "mine-sweep/64: is the run of {'data.seq" in done.err, done.text
 
 
 def test_of_runs_that_all_failed_there_is_nothing_to_evaluate(desk: Desk) -> None:

@@ -21,7 +21,7 @@ from pretrain.rundir.files import replace_json
 
 ROOT = Path(__file__).parents[2]
 NOW = 20.0
-"""When the check is over, on the clock of the readings."""
+"""The time at which the check is over, on the clock of the readings."""
 UNIX = 1_800_000_000.0
 GPU = {
     "count": 8,

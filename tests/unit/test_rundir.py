@@ -380,9 +380,11 @@ def test_the_page_and_the_code_have_the_same_keys():
         attempts.PROGRESS: attempts.Progress,
         attempts.SUSPENSIONS: attempts.Suspension,
         attempts.PREFLIGHT: attempts.Preflight,
+        attempts.WAITING: attempts.Waiting,
         attempts.ENDED: attempts.Ended,
         "jobs.jsonl": jobs.JobRecord,
         "launch/launch.json": jobs.LaunchRecord,
+        "launch/local.json": jobs.LocalLaunch,
     }
     documented = {
         names(file)[0]: names(keys) for file, keys in [*table("Attempts"), *table("Slurm jobs")]

@@ -18,7 +18,9 @@ import pytest
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import rank_logs
 from pretrain.launcher.login import control, logs, tables
-from pretrain.launcher.login.status import TAIL_BYTES, find_runs, read_rates, read_statuses
+from pretrain.launcher.login.progress import TAIL_BYTES, read_rates
+from pretrain.launcher.login.status import find_runs, read_statuses
+from pretrain.launcher.node.waiting import waiting
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
@@ -154,6 +156,37 @@ def test_a_run_whose_processes_are_gone_has_died():
     os.utime(attempt.directory / "heartbeat", (old, old))
     status = status_of(run)
     assert status.state == "died" and "no sign of life since" in status.reason and status.is_over
+
+
+def test_a_launcher_that_waits_between_two_attempts_says_for_what_and_since_when():
+    run, attempt = make_run("a", job="12")
+    attempt.end("failed", 1, "rank 0 was ended", 100)
+    before = status_of(run)
+    assert before.state == "failed" and before.is_over
+    with waiting(attempt.directory, "slurmctld, which is away"):
+        path = attempt.directory / "waiting.json"
+        at = json.loads(path.read_text())["at"]
+        since = time.strftime("%b %d %H:%M:%S", time.localtime(at))
+        status = status_of(run)
+        assert status.state == "waiting" and not status.is_over
+        assert status.reason == f"waits since {since} for slurmctld, which is away"
+        assert f"waiting\n  reason      {status.reason}" in tables.detail(status, time.time())
+        # One that a killed launcher has left is not believed.
+        os.utime(path, (at - 1000, at - 1000))
+        assert status_of(run).state == "failed"
+    assert status_of(run) == before
+
+
+def test_who_waits_renews_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("pretrain.launcher.node.waiting.HEARTBEAT_SECONDS", 0.01)
+    with waiting(tmp_path, "a word"):
+        path = tmp_path / "waiting.json"
+        os.utime(path, (0, 0))
+        wait_for(lambda: path.stat().st_mtime > 0, 60)
+    assert not path.exists()
+    # Where nothing can be written, the run goes on.
+    with waiting(tmp_path / "none", "a word"):
+        pass
 
 
 def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell():

@@ -19,9 +19,10 @@ import pytest
 from pretrain.config import load_config
 from pretrain.launcher.node import supervise, suspension
 from pretrain.launcher.node.local import run_locally
+from pretrain.launcher.node.series import without_progress
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import _first_failure
-from pretrain.launcher.node.supervise import Supervisor, without_progress
+from pretrain.launcher.node.supervise import Supervisor
 from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
