@@ -257,11 +257,8 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     checkpoint = open_checkpoint(find_checkpoint(source))
     run = _run_of(checkpoint.path)
     is_named = checkpoint.path == source
-    for folder in [] if is_named else no_checkpoints(source, checkpoint.trainer_state.step):
-        _say(
-            f"{folder}: no checkpoint, it holds neither weights nor a {MANIFEST}; "
-            f"{checkpoint.path} is the newest"
-        )
+    for line in [] if is_named else no_checkpoints(source, checkpoint.path):
+        _say(line)
     config = evaluation_config(checkpoint, request, overrides)
     stream = open_validation(checkpoint, config)
     total = len(stream)

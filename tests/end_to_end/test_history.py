@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.login.tables import detail
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.holds import hold
 from pretrain.rundir.lineage import read_lineage
@@ -219,6 +222,7 @@ def weights_file(checkpoint: Path) -> Path:
 DAMAGE = {
     "weights": lambda checkpoint: flip(weights_file(checkpoint)),
     "manifest": lambda checkpoint: (checkpoint / "manifest.json").write_text("{"),
+    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
     "state": lambda checkpoint: (checkpoint / "state.json").unlink(),
 }
 
@@ -234,6 +238,11 @@ def test_a_damaged_newest_checkpoint_does_not_stop_the_run(copy, train, kind):
     assert why["reason"].startswith("damaged: step-00000008: ") and why["step"] == 6
     assert (copy / "abandoned/0001/step-00000008").is_dir()
     assert read_lineage(step(copy, 6)).is_ancestor_of(read_lineage(step(copy, 10)))
+    # Whatever the manifest was, the lost step 8 and the new one are not of one branch.
+    whole = read_lineage(step(copy.with_name("eight"), 8))
+    assert not whole.is_ancestor_of(read_lineage(step(copy, 10)))
+    (status,) = read_statuses([copy])[0]
+    assert "passed over step-00000008 is in abandoned/0001: damaged" in detail(status, time.time())
 
 
 def test_an_explicit_damaged_checkpoint_is_refused(copy, train):
