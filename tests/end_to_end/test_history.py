@@ -303,6 +303,9 @@ def test_foreign_things_named_like_a_save_are_left_alone(copy, train, tmp_path):
     assert (folder / ".step-00000010.0001-0123456789abcdef.partial").read_text() == "mine"
     assert (folder / ".step-00000010.removed").is_symlink() and (tmp_path / "kept").exists()
     assert not left_over.exists()
+    # Each of them is said, once.
+    assert done.err.count(f"{step(copy, 10)}: no checkpoint, it holds neither") == 1, done.err
+    assert done.err.count(f"{step(copy, 10)}: attempt 1 ended while it was saved") == 1, done.err
 
 
 def test_a_checkpoint_that_a_killed_replacement_left_hidden_is_named(copy, tmp_path):
