@@ -338,7 +338,7 @@ def evaluate(
     if not text:
         evaluate_sources(sources, request, overrides, out)
         return
-    with text_data_set(sources, text) as folder:
+    with text_data_set(sources, text, overrides) as folder:
         evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.config.evaluation import MASKED
+from pretrain.config.overrides import check_beside, check_unread
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
@@ -61,15 +62,8 @@ def evaluation_config(
 
     Raises:
         ConfigError: The overrides describe a model that does not fit the weights, or change the
-            training length, or bound the text.
+            training length.
     """
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.strip() == "evaluation.max_tokens":
-            raise ConfigError(
-                f"--set {override}: bounds the evaluations while training. Give --max-tokens "
-                f"{value} to bound this one"
-            )
     world_size = pretrain.topology.Process.from_environment().world_size
     sections: dict[str, dict[str, Any]] = {
         "parallel": {},
@@ -113,6 +107,22 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
             "while it trained"
         )
     return stream
+
+
+def _check_overrides(request: EvaluationRequest, overrides: Sequence[str]) -> None:
+    """Check that no --set says what an option of the command says, or another value of it."""
+    lengths = ",".join(map(str, request.lengths)) if request.lengths else None
+    given = {
+        "--lengths": (lengths, "evaluation.lengths"),
+        "--stride": (request.stride, "evaluation.stride"),
+    }
+    check_beside(overrides, given)
+    training = "is about the evaluations while training. For this one give"
+    unread = {
+        "evaluation.max_tokens": f"{training} --max-tokens {{value}}",
+        "evaluation.protocols": f"{training} --protocols",
+    }
+    check_unread(overrides, unread)
 
 
 def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
@@ -169,6 +179,7 @@ def evaluate_sources(
             is shorter than a length, or the report cannot be written to `out`.
     """
     # The input is checked before the process group starts, which takes seconds.
+    _check_overrides(request, overrides)
     jobs = [_prepare(source, request, overrides) for source in sources]
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:

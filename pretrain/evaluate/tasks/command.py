@@ -15,6 +15,7 @@ import pretrain.topology
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.overrides import check_beside, check_unread
 from pretrain.data.stream import TokenStream
 from pretrain.evaluate.command import evaluation_config, open_validation
 from pretrain.evaluate.memory import check_memory
@@ -33,6 +34,15 @@ from pretrain.rundir.holds import hold
 
 SEED = 1234
 """Seed of all that is drawn, so that every checkpoint is asked the same."""
+UNREAD = {
+    "train.fusion": "the tasks are scored without fusion, since a fused loss has no logits to tell "
+    "the accuracy from. Leave it out",
+    **dict.fromkeys(
+        ("evaluation.max_tokens", "evaluation.protocols", "evaluation.stride"),
+        "the tasks do not score the text in windows. Leave it out",
+    ),
+}
+"""Keys that --set may not be about, because they would have no effect, and why."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,9 @@ def evaluate_tasks(
             another tokenizer, or the report cannot be written to `out`.
     """
     # All of it is checked before the process group starts, which takes seconds.
+    lengths = ",".join(map(str, request.lengths)) if request.lengths else None
+    check_beside(overrides, {"--lengths": (lengths, "evaluation.lengths")})
+    check_unread(overrides, UNREAD)
     plans = [_plan(source, request, overrides) for source in sources]
     if out is not None:
         check_out(out)
