@@ -18,7 +18,7 @@ from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.states import ExitCode
 from pretrain.study import evaluation
-from pretrain.study.processes import Processes, Stopped
+from pretrain.processes import Processes, Stopped
 from pretrain.study.progress import (
     FAILED,
     FINISHED,

@@ -19,7 +19,7 @@ from pretrain.data.stream import open_stream
 from pretrain.evaluate.reading import read_records
 from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.files import make_directory, read_json, replace_json
-from pretrain.study.processes import Processes
+from pretrain.processes import Processes
 from pretrain.study.runs import Study, StudyRun
 from pretrain.study.schema import request_of
 

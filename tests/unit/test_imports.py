@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
-    {"pretrain.devices", "pretrain.rendezvous"},
+    {"pretrain.devices", "pretrain.rendezvous", "pretrain.processes"},
     {"pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},
