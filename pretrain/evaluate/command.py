@@ -251,6 +251,7 @@ class Job:
                 "settings": settings_hash(trained, data.get(TRAINING))[:HASH_DIGITS],
                 "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
                 "validation": self.stream.identity[:HASH_DIGITS],
+                "precision": self.config.train.precision,
                 **result.record(),
                 "checkpoint": str(self.checkpoint.path),
             }

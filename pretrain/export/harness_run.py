@@ -349,6 +349,7 @@ def _records(scored: Scored, window: int, answer: Mapping[str, Any]) -> Iterator
                 "seed": checkpoint.config.run.seed,
                 "train_length": checkpoint.config.data.sequence_length,
                 "checkpoint": str(checkpoint.path),
+                "precision": "fp32",
                 "window": window,
                 "task": task,
                 "version": answer.get("versions", {}).get(task),

@@ -250,6 +250,7 @@ def records_of(text: Text, runs: list[tuple[str, str, int]]) -> list[dict]:
     for number, (run, method, trained) in enumerate(runs):
         common = {"run": run, "step": 8, "method": method, "seed": 1, "train_length": trained}
         common |= {"tokenizer": "a" * 12, "validation": "b" * 12, "checkpoint": f"{run}/c"}
+        common["precision"] = "fp32"
         for task, length in (("needle", 128), ("induction", 128), ("documents", 300)):
             cell = make_cell(task, text, length, 6, CUT)
             score = copier if number == 0 and task != "documents" else uniform
@@ -288,6 +289,9 @@ def test_other_tokenizers_and_texts_are_said(text):
     table = format_tables(records)
     assert "Not all runs have the same tokenizer" in table
     assert "not measured on the same" in table or "same validation text" in table
+    assert "precision" not in table
+    records[-1]["precision"] = "bf16"
+    assert "runs/a in fp32, runs/b in fp32, runs/b in bf16" in format_tables(records)
 
 
 def test_a_report_of_something_else_is_not_overwritten(tmp_path):

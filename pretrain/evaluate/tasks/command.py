@@ -70,6 +70,7 @@ class Plan:
             "train_length": trained.data.sequence_length,
             "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
             "validation": self.stream.identity[:HASH_DIGITS],
+            "precision": self.config.train.precision,
             "checkpoint": str(self.checkpoint.path),
         }
 

@@ -147,6 +147,13 @@ def _warnings(records: Sequence[Record]) -> list[str]:
         )
     if len({record["validation"] for record in records}) > 1:
         found.append("Not all runs were measured on the same validation text.")
+    precisions = sorted({record["precision"] for record in records})
+    if len(precisions) > 1:
+        by_run = (f"{r['run']} in {r['precision']}" for r in records)
+        found.append(
+            "Not all runs were measured in the same precision, which is a difference of its own: "
+            f"{', '.join(dict.fromkeys(by_run))}."
+        )
     return found
 
 

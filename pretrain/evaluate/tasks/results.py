@@ -20,6 +20,7 @@ FIELDS = (
     "train_length",
     "tokenizer",
     "validation",
+    "precision",
     "task",
     "length",
     "depth",
