@@ -60,7 +60,7 @@ FIELDS = (
 | length | int | tokens in a window |
 | perplexity | float | exp(loss_nats), per token of this tokenizer |
 | loss_nats | float | mean loss over all scored tokens, end-of-document tokens among them, in nats |
-| loss_low, loss_high | float | 95 % confidence interval of loss_nats, by a bootstrap over blocks |
+| loss_low, loss_high | float | 95 % confidence interval of loss_nats, over blocks of the text |
 | bits_per_byte | float | all nats / ln 2 / bytes: comparable between tokenizers |
 | tokens | int | tokens scored; masked: those that were masked |
 | bytes | int | bytes of the text of these tokens, in UTF-8 |

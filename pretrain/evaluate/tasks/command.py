@@ -186,7 +186,7 @@ def _measure(plan: Plan, is_main: bool) -> Iterator[dict[str, Any]]:
     if is_main:
         print(f"{plan.run}, step {common['step']} ({common['method']})", flush=True)
     for cell in plan.cells:
-        found = list(measure(cell, scorer, SEED))
+        found = list(measure(cell, scorer))
         if is_main:
             gains = [r["value"] for r in found if r["measure"] == "gain_nats"]
             spread = (
