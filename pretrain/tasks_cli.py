@@ -7,17 +7,11 @@ from typing import Annotated
 
 import typer
 
-from pretrain.config.arguments import Overrides
+from pretrain.config.arguments import Overrides, Sources
 
 
 def evaluate_tasks(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN|CHECKPOINT...",
-            help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
-        ),
-    ],
+    sources: Sources,
     tasks: Annotated[
         str, typer.Option(metavar="NAME,NAME,...", help="Which to measure.")
     ] = "needle,induction,documents",

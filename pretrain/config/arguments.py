@@ -46,6 +46,14 @@ Source = Annotated[
     ),
 ]
 """The first argument of commands that read a checkpoint."""
+Sources = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN|CHECKPOINT...",
+        help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
+    ),
+]
+"""The first argument of commands that evaluate several checkpoints together."""
 
 
 def expand_home(words: Sequence[str]) -> list[str]:

@@ -70,9 +70,7 @@ def confidence_interval(
     return cluster_interval(losses, counts)
 
 
-def cluster_interval(
-    sums: NDArray[np.float64], counts: NDArray[np.float64]
-) -> tuple[float, float]:
+def cluster_interval(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[float, float]:
     """Return a 95 % confidence interval of a mean over values that come in clusters.
 
     The mean is a ratio, of all sums to all counts, whose variance is that of the residuals of the

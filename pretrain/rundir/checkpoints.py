@@ -204,8 +204,8 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     headless = headless_checkpoints(run)
     if not found and headless:
         raise ConfigError(
-            f"{headless[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has no "
-            "other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or train "
+            f"{headless[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has "
+            "no other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or train "
             "anew in another run.directory"
         )
     if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
@@ -271,8 +271,8 @@ def find_checkpoint(path: Path) -> Path:
         if headless:
             # Like any other damage to the newest one: an older one is taken by its name alone.
             raise ConfigError(
-                f"{headless[-1]}: holds weights but no {MANIFEST}, so the checkpoint is damaged. The "
-                f"one before it is {newest.path}; name that one, or restore the file"
+                f"{headless[-1]}: holds weights but no {MANIFEST}, so the checkpoint is damaged. "
+                f"The one before it is {newest.path}; name that one, or restore the file"
             )
         return newest.path
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
+from pretrain.processes import Processes, Stopped
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.states import ExitCode
 from pretrain.study import evaluation
-from pretrain.processes import Processes, Stopped
 from pretrain.study.progress import (
     FAILED,
     FINISHED,

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import shutil
 import signal
 import time

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config
+from pretrain.processes import Processes, Stopped
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
-from pretrain.processes import Processes, Stopped
 from pretrain.study.progress import states_of, table, write_study
 from pretrain.study.runs import Study, check_directory, check_runs, other_differences, resolve
 from pretrain.study.schema import load_study_file

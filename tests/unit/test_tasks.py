@@ -236,7 +236,7 @@ def test_intervals_of_one_sample_a_document_are_those_of_the_t_test(n):
 
 
 def test_samples_of_few_documents_are_covered():
-    """64 needles from 6 plays that differ: taken as independent, 4 of 10 intervals miss the mean."""
+    """64 needles from 6 plays that differ: as if independent, 4 of 10 intervals miss the mean."""
     generator, hits, single = np.random.default_rng(3), 0, 0
     for _ in range(500):
         documents = generator.integers(0, 6, 64)

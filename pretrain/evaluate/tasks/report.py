@@ -18,8 +18,8 @@ from pretrain.rundir.files import replace_file
 
 INTERVALS = (
     "In brackets: the 95 % confidence interval of the mean of n samples, by Student's t over the "
-    "documents that they are from (of random tokens: over the samples); none where all are from one "
-    "document. It is about other such samples, not about another seed of the training."
+    "documents that they are from (of random tokens: over the samples); none where all are from "
+    "one document. It is about other such samples, not about another seed of the training."
 )
 EXPLAINED = {
     "needle": f"**needle**: {PLANTED} tokens of validation text stand at a depth of other "

@@ -96,5 +96,6 @@ def interval(samples: Samples, clusters: Sequence[int]) -> tuple[float | None, f
     if not np.isfinite(samples).all():
         return math.nan, math.nan
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
-    low, high = cluster_interval(np.bincount(cluster, samples), np.bincount(cluster).astype(float))
+    sums, counts = np.bincount(cluster, samples), np.bincount(cluster).astype(np.float64)
+    low, high = cluster_interval(sums.astype(np.float64), counts)
     return (None, None) if math.isnan(low) else (low, high)
