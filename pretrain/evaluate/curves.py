@@ -125,8 +125,8 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
 
     Runs are averaged when they agree in method, training length, settings, tokenizer, validation
     set, precision, step, protocol and lengths, and each has another seed. Records of earlier
-    releases do not say the settings, and what else their runs differ in is the user's to know. Two runs with one
-    seed differ in something else, and then none of them is averaged.
+    releases do not say the settings, and what else their runs differ in is the user's to know.
+    Two runs with one seed differ in something else, and then none of them is averaged.
 
     Args:
         records: Evaluations with the keys of `records.FIELDS`.

@@ -205,8 +205,8 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     if not found and headless:
         raise ConfigError(
             f"{headless[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has "
-            "no other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or train "
-            "anew in another run.directory"
+            "no other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or "
+            "train anew in another run.directory"
         )
     if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
         # Not from scratch, as if the run had never saved anything.
