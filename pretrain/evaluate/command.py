@@ -5,6 +5,7 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -188,19 +189,21 @@ def evaluate_sources(
     records: list[dict[str, Any]] = []
     positions: dict[tuple[str, int], PositionLosses] = {}
     blocks: dict[BlockKey, BlockLosses] = {}
-    for job in jobs:
-        text = ScoredText(job.stream, request.max_tokens)
-        if is_main:
-            print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
-        with hold(job.checkpoint.path):
-            results = evaluate_checkpoint(job, text)
-        for result in results:
-            record = job.record(result)
-            records.append(record)
-            blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
-            # Sliding windows score few positions, so loss by position is reported without overlap.
-            if result.protocol.name == "nonoverlapping":
-                positions[record["checkpoint"], result.protocol.length] = result.by_position
+    with contextlib.ExitStack() as held:
+        # All from now on: while one is evaluated, its run may go on and delete the next one.
+        for job in jobs:
+            held.enter_context(hold(job.checkpoint.path))
+        for job in jobs:
+            text = ScoredText(job.stream, request.max_tokens)
+            if is_main:
+                print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
+            for result in evaluate_checkpoint(job, text):
+                record = job.record(result)
+                records.append(record)
+                blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
+                # Sliding windows score few positions: loss by position is that without overlap.
+                if result.protocol.name == "nonoverlapping":
+                    positions[record["checkpoint"], result.protocol.length] = result.by_position
     if is_main:
         # The table is printed first: its numbers are not lost if the report cannot be written.
         print("\n" + format_table(records))

@@ -5,6 +5,7 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,7 +108,11 @@ def evaluate_tasks(
     if rank == 0:
         for sentence in left_out:
             print(sentence, file=sys.stderr, flush=True)
-    records = [record for plan in plans for record in _measure(plan, rank == 0)]
+    with contextlib.ExitStack() as held:
+        # All from now on: while one is measured, its run may go on and delete the next one.
+        for plan in plans:
+            held.enter_context(hold(plan.checkpoint.path))
+        records = [record for plan in plans for record in _measure(plan, rank == 0)]
     if rank == 0:
         # The tables are printed first: their numbers are not lost if the report cannot be written.
         print("\n" + format_tables(records))
@@ -177,8 +182,7 @@ def _measure(plan: Plan, is_main: bool) -> Iterator[dict[str, Any]]:
     topology = pretrain.topology.initialize(config)
     chunks = build_model(config)
     check_positions(config, chunks)
-    with hold(checkpoint.path):
-        load_weights(checkpoint, chunks)
+    load_weights(checkpoint, chunks)
     lengths = dict.fromkeys(cell.length for cell in plan.cells)
     check_memory(config, topology, [Protocol("nonoverlapping", n, n) for n in lengths])
     scorer = Scorer(chunks, topology, plan.stream.eos_id, config.evaluation.tokens_per_batch)
