@@ -44,6 +44,19 @@ from pretrain.study_cli import study
 from pretrain.tasks_cli import evaluate_tasks
 from pretrain.train.stopping import Requests
 
+Protocols = Annotated[
+    str, typer.Option(help="nonoverlapping, sliding, or both separated by a comma.")
+]
+Harness = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.yaml|FOLDER|TASK",
+        help="Run these tasks of lm-evaluation-harness in place of all that, offline, on an export "
+        "of the checkpoint; an export that is missing is made. TASK names a task of the export, "
+        "such as pretrain_validation, or one of lm-eval's. --lengths bounds what the model is "
+        "given; default: the training length.",
+    ),
+]
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -265,9 +278,7 @@ def evaluate(
             "config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.",
         ),
     ] = None,
-    protocols: Annotated[
-        str, typer.Option(help="nonoverlapping, sliding, or both separated by a comma.")
-    ] = "nonoverlapping,sliding",
+    protocols: Protocols = "nonoverlapping,sliding",
     stride: Annotated[
         int | None,
         typer.Option(
@@ -299,16 +310,7 @@ def evaluate(
             "one document. Needs the run alone, and no data set.",
         ),
     ] = [],  # noqa: B006
-    harness: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.yaml|FOLDER|TASK",
-            help="Run these tasks of lm-evaluation-harness in place of all that, offline, on an "
-            "export of the checkpoint; an export that is missing is made. TASK names a task of the "
-            "export, such as pretrain_validation, or one of lm-eval's. --lengths bounds what the "
-            "model is given; default: the training length.",
-        ),
-    ] = None,
+    harness: Harness = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Measure perplexity at several window lengths.
@@ -337,7 +339,7 @@ def evaluate(
     if not text:
         evaluate_sources(sources, request, overrides, out)
         return
-    with text_data_set(sources, text) as folder:
+    with text_data_set(sources, text, overrides) as folder:
         evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
 
 

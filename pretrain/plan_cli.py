@@ -9,6 +9,7 @@ import typer
 
 from pretrain.config import load_config
 from pretrain.config.arguments import Config, Overrides
+from pretrain.config.overrides import check_beside
 
 
 def plan(
@@ -49,6 +50,7 @@ def plan(
       pretrain plan configs/demo.toml --gpus 8 --gpu-type h100 --set train.precision=bf16 \\
           --write demo_h100.toml
     """
+    check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
     run = load_config(config, overrides)
     from pretrain.plan.command import plan_run, read_target
 

@@ -21,6 +21,7 @@ from pretrain.launcher.login.progress import Rates, read_num_steps, read_rates, 
 from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import say
+from pretrain.rundir.abandoned import read_abandoned
 from pretrain.rundir.attempts import (
     PROGRESS,
     AttemptRecord,
@@ -28,7 +29,12 @@ from pretrain.rundir.attempts import (
     is_idle,
     last_heartbeat,
 )
-from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.checkpoints import (
+    MANIFEST,
+    checkpoint_step,
+    headless_checkpoints,
+    newest_checkpoint_step,
+)
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
 from pretrain.rundir.paths import OWN_FOLDERS, RUN_MARKS, RunPaths, check_version, is_run
@@ -84,6 +90,9 @@ class RunStatus:
     """The training job in the queue."""
     evaluations: list[JobState]
     """Evaluation jobs in the queue."""
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints that have lost their manifest, and what the last start that did not go on
+    from the newest one has set aside, each with the reason."""
 
     @property
     def step(self) -> int | None:
@@ -262,7 +271,25 @@ def _status(
         splits=splits,
         job=job,
         evaluations=queued(sent, queue, JobKind.EVALUATE),
+        passed_over=(*_damaged(run), *_set_aside(run)),
     )
+
+
+def _damaged(run: Path) -> Iterator[str]:
+    """Yield a line for each checkpoint after the newest complete one that lost its manifest."""
+    newest = newest_checkpoint_step(run)
+    for path in headless_checkpoints(run):
+        if (checkpoint_step(path.name) or 0) > (newest or 0):
+            after = "" if newest is None else f"; training would go on from step {newest}"
+            yield f"{path.name} is damaged, it has no {MANIFEST}{after}"
+
+
+def _set_aside(run: Path) -> Iterator[str]:
+    """Yield the line about the last turn that the run took away from its checkpoints, if any."""
+    turns = [(folder, why) for folder, why in read_abandoned(run) if why.checkpoints]
+    for folder, why in turns[-1:]:
+        names = ", ".join(sorted(why.checkpoints))
+        yield f"{names} is in abandoned/{folder.name}: {why.reason}"
 
 
 def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobState]:

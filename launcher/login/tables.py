@@ -137,6 +137,8 @@ def detail(status: RunStatus, now: float) -> str:
     lines += _field("step", _progress(status, now))
     if status.checkpoint is not None:
         lines += _field("checkpoint", checkpoint_name(status.checkpoint))
+    for line in status.passed_over:
+        lines += _field("passed over", line)
     lines += _field("evaluations", _evaluations(status))
     if status.splits:
         attempts = _attempts(status.attempts, status.splits, now)

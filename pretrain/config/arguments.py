@@ -53,7 +53,7 @@ Sources = Annotated[
         help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
     ),
 ]
-"""The arguments of commands that read several."""
+"""The first argument of commands that evaluate several checkpoints together."""
 
 
 def expand_home(words: Sequence[str]) -> list[str]:

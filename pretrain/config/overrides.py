@@ -49,6 +49,41 @@ def check_overrides(overrides: Sequence[str]) -> list[str]:
     return list(overrides)
 
 
+def check_beside(overrides: Sequence[str], options: Mapping[str, tuple[object, str]]) -> None:
+    """Check that no option of a command is given beside a --set of the key that it sets.
+
+    Args:
+        overrides: The options --set of the command.
+        options: "--name" -> its value, None where it is not given; and the key.
+
+    Raises:
+        ConfigError: A key is set by both, so that it is not known which of the two is meant.
+    """
+    settings = {key_of(override): override for override in overrides}
+    for option, (value, key) in options.items():
+        if value is not None and key in settings:
+            raise ConfigError(
+                f"--set {settings[key]}: {option} {value} says what {key} is, too. Give one of the "
+                "two"
+            )
+
+
+def check_unread(overrides: Sequence[str], unread: Mapping[str, str]) -> None:
+    """Check that no --set is about a key that a command does not read.
+
+    Args:
+        overrides: The options --set of the command.
+        unread: Key -> why it is not read, and what to do; "{value}" stands for what is set.
+
+    Raises:
+        ConfigError: One is; it would have no effect.
+    """
+    for override in overrides:
+        section, name, value = _split(override)
+        if why := unread.get(f"{section}.{name}"):
+            raise ConfigError(f"--set {override}: {why.format(value=value)}")
+
+
 def key_of(override: str) -> str:
     """Return the key that an override is about, as "section.key"."""
     section, name, _ = _split(override)

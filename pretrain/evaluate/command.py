@@ -5,10 +5,11 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.config.evaluation import MASKED
+from pretrain.config.overrides import check_beside, check_unread
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
@@ -61,15 +63,8 @@ def evaluation_config(
 
     Raises:
         ConfigError: The overrides describe a model that does not fit the weights, or change the
-            training length, or bound the text.
+            training length.
     """
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.strip() == "evaluation.max_tokens":
-            raise ConfigError(
-                f"--set {override}: bounds the evaluations while training. Give --max-tokens "
-                f"{value} to bound this one"
-            )
     world_size = pretrain.topology.Process.from_environment().world_size
     sections: dict[str, dict[str, Any]] = {
         "parallel": {},
@@ -113,6 +108,22 @@ def open_validation(checkpoint: Checkpoint, config: RunConfig) -> TokenStream:
             "while it trained"
         )
     return stream
+
+
+def _check_overrides(request: EvaluationRequest, overrides: Sequence[str]) -> None:
+    """Check that no --set says what an option of the command says, or another value of it."""
+    lengths = ",".join(map(str, request.lengths)) if request.lengths else None
+    given = {
+        "--lengths": (lengths, "evaluation.lengths"),
+        "--stride": (request.stride, "evaluation.stride"),
+    }
+    check_beside(overrides, given)
+    training = "is about the evaluations while training. For this one give"
+    unread = {
+        "evaluation.max_tokens": f"{training} --max-tokens {{value}}",
+        "evaluation.protocols": f"{training} --protocols",
+    }
+    check_unread(overrides, unread)
 
 
 def evaluate_checkpoint(job: Job, text: ScoredText) -> list[Evaluation]:
@@ -169,6 +180,7 @@ def evaluate_sources(
             is shorter than a length, or the report cannot be written to `out`.
     """
     # The input is checked before the process group starts, which takes seconds.
+    _check_overrides(request, overrides)
     jobs = [_prepare(source, request, overrides) for source in sources]
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
@@ -177,19 +189,21 @@ def evaluate_sources(
     records: list[dict[str, Any]] = []
     positions: dict[tuple[str, int], PositionLosses] = {}
     blocks: dict[BlockKey, BlockLosses] = {}
-    for job in jobs:
-        text = ScoredText(job.stream, request.max_tokens)
-        if is_main:
-            print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
-        with hold(job.checkpoint.path):
-            results = evaluate_checkpoint(job, text)
-        for result in results:
-            record = job.record(result)
-            records.append(record)
-            blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
-            # Sliding windows score few positions, so loss by position is reported without overlap.
-            if result.protocol.name == "nonoverlapping":
-                positions[record["checkpoint"], result.protocol.length] = result.by_position
+    with contextlib.ExitStack() as held:
+        # All from now on: while one is evaluated, its run may go on and delete the next one.
+        for job in jobs:
+            held.enter_context(hold(job.checkpoint.path))
+        for job in jobs:
+            text = ScoredText(job.stream, request.max_tokens)
+            if is_main:
+                print(f"{job.outlook()}\n{_text_line(job, text)}", flush=True)
+            for result in evaluate_checkpoint(job, text):
+                record = job.record(result)
+                records.append(record)
+                blocks[block_key(record)] = BlockLosses(result.block_losses, result.block_tokens)
+                # Sliding windows score few positions: loss by position is that without overlap.
+                if result.protocol.name == "nonoverlapping":
+                    positions[record["checkpoint"], result.protocol.length] = result.by_position
     if is_main:
         # The table is printed first: its numbers are not lost if the report cannot be written.
         print("\n" + format_table(records))
@@ -240,6 +254,7 @@ class Job:
                 "settings": settings_hash(trained, data.get(TRAINING))[:HASH_DIGITS],
                 "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
                 "validation": self.stream.identity[:HASH_DIGITS],
+                "precision": self.config.train.precision,
                 **result.record(),
                 "checkpoint": str(self.checkpoint.path),
             }
@@ -257,11 +272,8 @@ def _prepare(source: Path, request: EvaluationRequest, overrides: list[str]) -> 
     checkpoint = open_checkpoint(find_checkpoint(source))
     run = _run_of(checkpoint.path)
     is_named = checkpoint.path == source
-    for folder in [] if is_named else no_checkpoints(source, checkpoint.trainer_state.step):
-        _say(
-            f"{folder}: no checkpoint, it holds neither weights nor a {MANIFEST}; "
-            f"{checkpoint.path} is the newest"
-        )
+    for line in [] if is_named else no_checkpoints(source, checkpoint.path):
+        _say(line)
     config = evaluation_config(checkpoint, request, overrides)
     stream = open_validation(checkpoint, config)
     total = len(stream)

@@ -19,6 +19,7 @@ from pretrain.evaluate.curves import (
     has_bits,
     lengths_of,
     number,
+    precisions,
 )
 from pretrain.evaluate.tables import cell, full_name, length_in_words
 
@@ -154,6 +155,11 @@ def what_stands_out(texts: Sequence[Text]) -> str:
             blocks += _of_one_tokenizer(curves, where)
         if len(text.by_tokenizer) > 1 and has_bits(text.curves):
             blocks += _across_tokenizers(text.curves)
+        if len(found := precisions(text.curves)) > 1:
+            blocks.append(
+                f"These models were evaluated in several precisions ({', '.join(found)}), which is "
+                "a difference of its own: see the tables."
+            )
     is_masked = any(curve.protocol == MASKED for text in texts for curve in text.curves)
     # The paper's models predict the next token.
     return "\n\n".join([*blocks, EXPLAINED if is_masked else f"{EXPLAINED} {PAPER}"])
@@ -251,9 +257,12 @@ def _ranking(curves: Sequence[Curve], length: int, train_length: int | None, qua
 
 
 def _named(curve: Curve, among: Iterable[Curve]) -> str:
-    """Return a curve's name, with training length and step where the others have others."""
+    """Return a curve's name, with training length, precision and step where others have others."""
     step, among = curve.sources[0].step, list(among)
     name = full_name(curve) if len({c.train_length for c in among}) > 1 else curve.name
+    precision = curve.sources[0].precision or "unknown"
+    if len(precisions(among)) > 1 and f"precision {precision}" not in name:
+        name += f", precision {precision}"
     if len({c.sources[0].step for c in among}) == 1 or f"step {step}" in name:
         return name
     return f"{name}, step {'unknown' if step is None else step}"

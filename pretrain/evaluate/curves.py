@@ -29,6 +29,7 @@ class Source(NamedTuple):
     settings: str | None
     tokenizer: str | None
     validation: str | None
+    precision: str | None
     step: int | None
     run: str | None
     checkpoint: str
@@ -123,9 +124,9 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     """Return the curves by window length, in the order of the records.
 
     Runs are averaged when they agree in method, training length, settings, tokenizer, validation
-    set, step, protocol and lengths, and each has another seed. Records of earlier releases do not
-    say the settings, and what else their runs differ in is the user's to know. Two runs with one
-    seed differ in something else, and then none of them is averaged.
+    set, precision, step, protocol and lengths, and each has another seed. Records of earlier
+    releases do not say the settings, and what else their runs differ in is the user's to know.
+    Two runs with one seed differ in something else, and then none of them is averaged.
 
     Args:
         records: Evaluations with the keys of `records.FIELDS`.
@@ -214,6 +215,11 @@ def by_text(curves: Iterable[Curve]) -> list[Text]:
 def train_lengths(curves: Iterable[Curve]) -> list[int]:
     """Return the different training lengths in tokens, ascending."""
     return _known(curve.train_length for curve in curves)
+
+
+def precisions(curves: Iterable[Curve]) -> list[str]:
+    """Return the different precisions of the evaluations; "unknown" where none is recorded."""
+    return sorted({curve.sources[0].precision or "unknown" for curve in curves})
 
 
 def lengths_of(curves: Iterable[Curve]) -> list[int]:
@@ -357,6 +363,7 @@ _QUALIFIERS = (
     _field("seed"),
     _field("tokenizer"),
     _field("validation"),
+    _field("precision"),
     _field("step"),
     _path("run"),
     _path("checkpoint"),

@@ -13,6 +13,7 @@ from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tokenizer import tokenizer_of
 from pretrain.config import ConfigError
+from pretrain.config.overrides import check_beside
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, read
 from pretrain.data.sources.locations import find
@@ -24,7 +25,9 @@ TOKENS_PER_BLOCK = 2**16
 
 
 @contextlib.contextmanager
-def text_data_set(sources: Sequence[Path], patterns: Sequence[str]) -> Iterator[str]:
+def text_data_set(
+    sources: Sequence[Path], patterns: Sequence[str], overrides: Sequence[str]
+) -> Iterator[str]:
     """Yield the directory of a data set of text files, which is removed at the end.
 
     Each file is a document, and ends with the end-of-document token.
@@ -32,10 +35,13 @@ def text_data_set(sources: Sequence[Path], patterns: Sequence[str]) -> Iterator[
     Args:
         sources: Run or checkpoint directories, whose own tokenizer makes the tokens.
         patterns: Names of text files, glob patterns, or URLs.
+        overrides: The options --set of the command.
 
     Raises:
-        ConfigError: A file cannot be read or is no text, or the sources have several tokenizers.
+        ConfigError: A file cannot be read or is no text, or the sources have several tokenizers, or
+            another data set is set.
     """
+    check_beside(overrides, {"--text": (patterns[0], "data.directory")})
     tokenizer = _tokenizer(sources)
     with tempfile.TemporaryDirectory(prefix="pretrain-text-") as folder:
         _write(Path(folder), tokenizer, patterns)

@@ -32,6 +32,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "settings": _OPTIONAL_TEXT,
     "tokenizer": _OPTIONAL_TEXT,
     "validation": _OPTIONAL_TEXT,
+    "precision": _OPTIONAL_TEXT,
     "protocol": str,
     "stride": int,
     "length": int,

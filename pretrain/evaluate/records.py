@@ -29,6 +29,7 @@ FIELDS = (
     "settings",
     "tokenizer",
     "validation",
+    "precision",
     "protocol",
     "stride",
     "length",
@@ -53,12 +54,13 @@ FIELDS = (
 | settings | str | first 12 hex digits of a hash of all that training depends on but the seed |
 | tokenizer | str | first 12 hex digits of the SHA-256 of the tokenizer's file |
 | validation | str | first 12 hex digits of the SHA-256 of the validation split that was scored |
+| precision | str | "fp32", "bf16" or "fp16": what the model computed in, by train.precision |
 | protocol | str | "nonoverlapping" or "sliding"; "masked" if the model predicts masked tokens |
 | stride | int | tokens by which a window moves on; equals length where windows do not overlap |
 | length | int | tokens in a window |
 | perplexity | float | exp(loss_nats), per token of this tokenizer |
 | loss_nats | float | mean loss over all scored tokens, end-of-document tokens among them, in nats |
-| loss_low, loss_high | float | 95 % confidence interval of loss_nats, by a bootstrap over blocks |
+| loss_low, loss_high | float | 95 % confidence interval of loss_nats, over blocks of the text |
 | bits_per_byte | float | all nats / ln 2 / bytes: comparable between tokenizers |
 | tokens | int | tokens scored; masked: those that were masked |
 | bytes | int | bytes of the text of these tokens, in UTF-8 |
@@ -68,8 +70,8 @@ The interval is of the text: it says how far the mean would move if other text o
 were scored, and nothing about another seed of the training. Masked tokens are predicted from both
 sides, so their perplexity is no other protocol's; their bits_per_byte and bytes are None. A value
 that is not known is None too: bits_per_byte and bytes where a vocabulary of words has `<unk>` for
-some words of the text, and in files of earlier releases run, step, seed, train_length, settings,
-tokenizer, validation, loss_low, loss_high, bits_per_byte and bytes.
+some words of the text, and in files of earlier releases precision, run, step, seed, train_length,
+settings, tokenizer, validation, loss_low, loss_high, bits_per_byte and bytes.
 """
 
 HASH_DIGITS = 12

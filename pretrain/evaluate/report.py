@@ -70,9 +70,10 @@ MASKED_EXPLAINED = (
 )
 """The same of models that predict masked tokens."""
 INTERVALS_EXPLAINED = (
-    "The number after +- is the longer half of the 95 % confidence interval, by a bootstrap over "
-    "blocks of the text: it says how far the value would move on other text of the same kind, and "
-    "nothing about another seed of the training. Values of several seeds, of runs that agree in "
+    "The number after +- is the longer half of the 95 % confidence interval, by Student's t over "
+    "blocks of the text: it says how far the value would move on other text of the same documents, "
+    "and nothing about another seed of the training. Text of a few long documents says less about "
+    "other documents than that. Values of several seeds, of runs that agree in "
     "all other settings of training, are the geometric mean of their perplexities (the mean of "
     "their bits per byte) and, in brackets, the least and the "
     'largest; the value of each seed is in the CSV. A value that is not known is "-".'

@@ -18,6 +18,7 @@ from pretrain.evaluate.curves import (
     is_known,
     length_label,
     lengths_of,
+    precisions,
     relative_length,
     train_lengths,
 )
@@ -122,8 +123,9 @@ def source_table(curves: Iterable[Curve]) -> Table:
             run = source.run or source.checkpoint
             words = [full_name(curve), run, *map(_or_dash, (source.step, source.seed))]
             words += map(_or_dash, (source.train_length, source.tokenizer, source.validation))
+            words.append(_or_dash(source.precision))
             rows.setdefault("\0".join(words), words)
-    header = ["curve", "run", "step", "seed", "L", "tokenizer", "validation set"]
+    header = ["curve", "run", "step", "seed", "L", "tokenizer", "validation set", "precision"]
     return Table("What was evaluated", header, list(rows.values()), names=len(header))
 
 
@@ -147,6 +149,11 @@ def _table(
         heads.insert(-1, "step")
         for row, curve in zip(words, curves):
             row.insert(-1, _or_dash(curve.sources[0].step))
+    # Nor is a model in bf16 beside one in fp32, which rounds less.
+    if len(precisions(curves)) > 1:
+        heads.insert(-1, "precision")
+        for row, curve in zip(words, curves):
+            row.insert(-1, curve.sources[0].precision or "unknown")
     count = "tokens" if quantity == PERPLEXITY else "bytes"
     counts = [tokens_in_words([c]) if quantity == PERPLEXITY else _range(c.bytes()) for c in curves]
     table_rows = [[*w, n, *row] for w, n, row in zip(words, counts, rows)]

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ from pretrain.evaluate.report import check_report_path
 from pretrain.evaluate.tables import Table
 from pretrain.export.command import checked_length, export_source
 from pretrain.export.written import is_export_of
+from pretrain.processes import Processes, Stopped
 from pretrain.rundir.checkpoints import find_checkpoint, run_of
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import RunPaths
@@ -125,14 +126,25 @@ def evaluate_with_harness(
     found = Tasks.parse(tasks)
     _check_options(request, overrides, out, text)
     scored = [_prepare(source, request) for source in sources]
+    # Last: what is wrong with the input shall be known before anything is installed for it.
+    for package in ("lm_eval", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"--harness: {package} is not installed. Run: {INSTALL}")
     records: list[dict[str, Any]] = []
     answers = []
-    for each in scored:
-        with _exported(each, overrides) as folder:
-            for window in each.windows:
-                answer = _run(each, folder, found, window, tasks)
-                answers.append(answer)
-                records += _records(each, window, answer)
+    processes = Processes()
+    try:
+        with processes.listening():
+            for each in scored:
+                with _exported(each, overrides) as folder:
+                    for window in each.windows:
+                        answer = _run(each, folder, found, window, tasks, processes)
+                        answers.append(answer)
+                        records += _records(each, window, answer)
+    except Stopped:
+        # Now that lm-eval has ended and temporary files are gone, it takes its usual effect.
+        signal.raise_signal(processes.heard or signal.SIGTERM)
+        raise
     print("\n" + _table(records, tasks).plain())
     if out is not None:
         version = answers[0].get(VERSION)
@@ -147,7 +159,7 @@ def evaluate_with_harness(
 def _check_options(
     request: EvaluationRequest, overrides: Sequence[str], out: Path | None, text: Sequence[str]
 ) -> None:
-    """Check the environment, and the options that do not depend on a checkpoint.
+    """Check the options that do not depend on a checkpoint.
 
     Args:
         request: The options of an evaluation.
@@ -157,9 +169,6 @@ def _check_options(
     """
     if topology.Process.from_environment().world_size > 1:
         raise ConfigError("--harness: lm-eval runs in one process. Start it without torchrun, srun")
-    for package in ("lm_eval", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"--harness: {package} is not installed. Run: {INSTALL}")
     ours = {
         "--text": bool(text),
         "--protocols": set(request.protocols) != set(PROTOCOLS),
@@ -244,7 +253,9 @@ def _existing(scored: Scored) -> Path | None:
 
 
 # ---- lm-eval -------------------------------------------------------------------------------------
-def _run(scored: Scored, export: Path, tasks: Tasks, window: int, given: str) -> dict[str, Any]:
+def _run(
+    scored: Scored, export: Path, tasks: Tasks, window: int, given: str, processes: Processes
+) -> dict[str, Any]:
     """Run lm-eval on an export and return what it writes.
 
     Args:
@@ -253,9 +264,11 @@ def _run(scored: Scored, export: Path, tasks: Tasks, window: int, given: str) ->
         tasks: The tasks.
         window: The longest sequence in tokens that the model is given.
         given: The value of --harness, for messages.
+        processes: Runs lm-eval, which ends with this command.
 
     Raises:
         RunFailed: lm-eval fails. Its output is kept.
+        Stopped: A signal asked to end; lm-eval has ended.
     """
     batch = max(1, scored.checkpoint.config.evaluation.tokens_per_batch // window)
     export = export.absolute()
@@ -280,32 +293,34 @@ def _run(scored: Scored, export: Path, tasks: Tasks, window: int, given: str) ->
         # -P: nothing that lies beside a task stands in for a library's module.
         command = [*ENVIRONMENT, sys.executable, "-P", "-m", "lm_eval", "run", "--config"]
         print(f"lm-eval at {window} tokens: {given}", flush=True)
-        done = subprocess.run(
-            [*command, str(config)],
-            cwd=tasks.folder or export,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        output = Path(temporary, "output.log")
+        with output.open("wb") as file:
+            code = processes.run([[*command, str(config)]], tasks.folder or export, file)
+        if processes.stopped:
+            raise Stopped
         written = sorted(Path(temporary).glob("results_*.json"))
-        if done.returncode or not written:
-            raise RunFailed(_failure(given, done))
+        if code or not written:
+            raise RunFailed(_failure(given, code, output.read_text(errors="replace")))
         answer: dict[str, Any] = json.loads(written[-1].read_text())
     # Hundreds of lines about the machine, which a run's own provenance holds.
     answer.pop("pretty_env_info", None)
     return answer
 
 
-def _failure(given: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Return what to say when lm-eval has failed; its whole output is kept in a file."""
+def _failure(given: str, code: int, output: str) -> str:
+    """Return what to say when lm-eval has failed; its whole output is kept in a file.
+
+    Args:
+        given: The value of --harness.
+        code: The exit code.
+        output: All that lm-eval has printed.
+    """
     descriptor, log = tempfile.mkstemp(prefix="lm_eval-", suffix=".log", text=True)
     with os.fdopen(descriptor, "w") as file:
-        file.write(done.stdout)
-    said = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "nothing")
+        file.write(output)
+    said = next((line for line in reversed(output.splitlines()) if line.strip()), "nothing")
     return (
-        f"--harness {given}: lm-eval failed with exit code {done.returncode}: {said.strip()}\n"
+        f"--harness {given}: lm-eval failed with exit code {code}: {said.strip()}\n"
         "It runs offline, so a task's data must be in files or in Hugging Face's cache. All of "
         f"its output is in {log}"
     )
@@ -334,6 +349,7 @@ def _records(scored: Scored, window: int, answer: Mapping[str, Any]) -> Iterator
                 "seed": checkpoint.config.run.seed,
                 "train_length": checkpoint.config.data.sequence_length,
                 "checkpoint": str(checkpoint.path),
+                "precision": "fp32",
                 "window": window,
                 "task": task,
                 "version": answer.get("versions", {}).get(task),

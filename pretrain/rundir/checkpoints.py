@@ -118,8 +118,25 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
     Those that are being moved to RUN/abandoned are not the run's any more.
     """
-    found = [path for path in named_by_step(RunPaths(run).checkpoints) if is_complete(path)]
-    leaving = being_set_aside(run)
+    return [path for path in _staying(run) if is_complete(path)]
+
+
+def headless_checkpoints(run: Path) -> list[Path]:
+    """Return the folders under a checkpoint's name that hold weights but no manifest, by step.
+
+    Publication is one rename, so such a folder has been whole: it is damaged.
+    """
+    return [path for path in _staying(run) if is_headless(path)]
+
+
+def is_headless(checkpoint: Path) -> bool:
+    """Return True for a checkpoint that has lost its manifest."""
+    return not is_complete(checkpoint) and any(checkpoint.glob("rank-*.safetensors"))
+
+
+def _staying(run: Path) -> list[Path]:
+    """Return what lies under a checkpoint's name and is not being moved to RUN/abandoned."""
+    found, leaving = named_by_step(RunPaths(run).checkpoints), being_set_aside(run)
     return [path for path in found if path.name not in leaving or not _is(path, leaving[path.name])]
 
 
@@ -140,7 +157,7 @@ class Saved:
     @property
     def step(self) -> int:
         """Return the step that its name says."""
-        return checkpoint_step(self.path.name) or 0
+        return _step(self.path)
 
     @property
     def is_sound(self) -> bool:
@@ -182,12 +199,12 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
                 f"checkpoint since. Go on from there (--resume {why.resumed}) or name another one"
             )
         break
-    if not found and (cut := _without_manifest(run)):
-        # Publication is one rename, so such a folder has been whole.
+    headless = headless_checkpoints(run)
+    if not found and headless:
         raise ConfigError(
-            f"{cut[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has no "
-            "other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or train "
-            "anew in another run.directory"
+            f"{headless[-1]}: holds weights but no {MANIFEST}, so it is damaged, and the run has "
+            "no other checkpoint. Restore the file, --resume a checkpoint that is elsewhere, or "
+            "train anew in another run.directory"
         )
     if not found and (left := [p for p in abandoned_checkpoints(run) if is_complete(p)]):
         # Not from scratch, as if the run had never saved anything.
@@ -195,25 +212,22 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
             f"{run}: its only checkpoints are in abandoned/. Name one (--resume {left[-1]}), or "
             "start from scratch (--resume none)"
         )
-    return [saved.path for saved in reversed(found)]
+    return sorted((*(saved.path for saved in found), *headless), key=_step, reverse=True)
 
 
-def no_checkpoints(run: Path, step: int) -> list[Path]:
-    """Return the folders under the names of later steps that hold nothing of a checkpoint."""
-    named = [p for p in named_by_step(RunPaths(run).checkpoints) if not is_complete(p)]
-    cut = set(_without_manifest(run))
-    return _later_than(step, [path for path in named if path not in cut])
-
-
-def _later_than(step: int, checkpoints: Sequence[Path]) -> list[Path]:
-    """Return those that are named after later steps."""
-    return [path for path in checkpoints if (checkpoint_step(path.name) or 0) > step]
-
-
-def _without_manifest(run: Path) -> list[Path]:
-    """Return the folders under a checkpoint's name that hold its files, but no manifest."""
+def no_checkpoints(run: Path, newest: Path) -> list[str]:
+    """Return a line for each folder after the newest checkpoint that holds nothing of one."""
     named = named_by_step(RunPaths(run).checkpoints)
-    return [p for p in named if not is_complete(p) and any(p.glob("rank-*.safetensors"))]
+    others = [path for path in named if not (is_complete(path) or is_headless(path))]
+    return [
+        f"{path}: no checkpoint, it holds neither weights nor a {MANIFEST}; {newest} is the newest"
+        for path in others
+        if _step(path) > _step(newest)
+    ]
+
+
+def _step(checkpoint: Path) -> int:
+    return checkpoint_step(checkpoint.name) or 0
 
 
 def check_one_line(found: Sequence[Saved]) -> None:
@@ -251,11 +265,12 @@ def find_checkpoint(path: Path) -> Path:
     if found := saved_checkpoints(path):
         check_one_line(found)
         newest = found[-1]
-        if cut := _later_than(newest.step, _without_manifest(path)):
+        headless = [each for each in headless_checkpoints(path) if _step(each) > newest.step]
+        if headless:
             # Like any other damage to the newest one: an older one is taken by its name alone.
             raise ConfigError(
-                f"{cut[-1]}: holds weights but no {MANIFEST}, so the checkpoint is damaged. The "
-                f"one before it is {newest.path}; name that one, or restore the file"
+                f"{headless[-1]}: holds weights but no {MANIFEST}, so the checkpoint is damaged. "
+                f"The one before it is {newest.path}; name that one, or restore the file"
             )
         return newest.path
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"

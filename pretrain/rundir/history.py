@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ from pretrain.rundir.checkpoints import (
     Saved,
     checkpoints_awaiting_evaluation,
     complete_checkpoints,
+    headless_checkpoints,
     is_complete,
+    is_headless,
     named_by_step,
     partial_attempt,
     saved_checkpoints,
@@ -65,6 +68,13 @@ def recover(run: Path, attempt: Path | None) -> None:
         if (other := partial_attempt(path.name)) is not None and other < number:
             # The rename comes first: a save that still writes to the folder loses it at once.
             _remove_later(path.rename(path.with_name(_removed_name(path))))
+            name = path.name[1:].partition(".")[0]
+            print(
+                f"{checkpoints / name}: attempt {other} ended while it was saved; what there was "
+                "of it is removed",
+                file=sys.stderr,
+                flush=True,
+            )
         elif _REMOVED.fullmatch(path.name):
             _remove_later(path)
     _put_back_replaced(run)
@@ -98,7 +108,8 @@ def settle(
         OSError: The disk refused; the next start goes on with the move.
     """
     paths, damaged = RunPaths(run), damaged or {}
-    found = saved_checkpoints(run)
+    headless = [Saved(path, None) for path in headless_checkpoints(run)]
+    found = [*saved_checkpoints(run), *headless]
     away = [saved for saved in found if not _leads_to(saved, lineage)]
     if not away:
         return None
@@ -170,10 +181,12 @@ def begins_branch(run: Path, resumed: Path, lineage: Lineage) -> bool:
     """
     if resumed.resolve().parent != RunPaths(run).checkpoints.resolve():
         return True
-    for path in (*complete_checkpoints(run), *abandoned_checkpoints(run)):
+    own = (*complete_checkpoints(run), *headless_checkpoints(run))
+    for path in (*own, *abandoned_checkpoints(run)):
         other = read_lineage(path)
         # Of a damaged one nobody knows where it lies.
-        if is_complete(path) and other is None and _step(path) > lineage.step:
+        is_damaged = other is None and (is_complete(path) or is_headless(path))
+        if is_damaged and _step(path) > lineage.step:
             return True
         if other is not None and lineage.shares_branch_beyond(other):
             return True

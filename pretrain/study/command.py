@@ -15,11 +15,11 @@ from typing import Any
 
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.data.stream import open_stream
+from pretrain.processes import Processes, Stopped
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.states import ExitCode
 from pretrain.study import evaluation, unigram
-from pretrain.study.processes import Processes, Stopped
 from pretrain.study.progress import (
     FAILED,
     FINISHED,

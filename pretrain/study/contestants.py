@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.overrides import check_beside
 
 
 def with_methods(file: Path, overrides: list[str], methods: str | None) -> list[RunConfig]:
@@ -18,6 +19,7 @@ def with_methods(file: Path, overrides: list[str], methods: str | None) -> list[
     Raises:
         ConfigError: The config is wrong with one of them.
     """
+    check_beside(overrides, {"--methods": (methods, "position.method")})
     settings = [[]] if methods is None else [[f"position.method={m}"] for m in names(methods)]
     return [load_config(file, [*overrides, *each]) for each in settings]
 
@@ -39,6 +41,11 @@ def with_lengths(
         ConfigError: The config is wrong, or a length does not divide the tokens of a step or of a
             micro batch.
     """
+    options = {
+        "--methods": (methods, "position.method"),
+        "--lengths": (lengths, "data.sequence_length"),
+    }
+    check_beside(overrides, options)
     given = load_config(file, overrides)
     own = given.data.sequence_length
     chosen = parse_lengths(lengths) if lengths is not None else [own]

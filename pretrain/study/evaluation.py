@@ -17,9 +17,9 @@ from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.config.trajectory import VALIDATION
 from pretrain.data.stream import open_stream
 from pretrain.evaluate.reading import read_records
+from pretrain.processes import Processes
 from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.files import make_directory, read_json, replace_json
-from pretrain.study.processes import Processes
 from pretrain.study.runs import Study, StudyRun
 from pretrain.study.schema import request_of
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.config.schema import LoggingSection
+from pretrain.processes import Stopped
 from pretrain.rundir.files import read_json, replace_json
-from pretrain.study.processes import Stopped
 from pretrain.study.summaries import Results
 from pretrain.train.weights_and_biases import INSTALL, is_installed, settings
 

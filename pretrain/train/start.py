@@ -31,7 +31,7 @@ from pretrain.evaluate.windows import Protocol
 from pretrain.model.checks import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import checkpoint_step
+from pretrain.rundir.checkpoints import checkpoint_step, no_checkpoints
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import bring_back_lines, recover, settle
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
@@ -152,6 +152,8 @@ def take_run(
         config, resume, start_point.checkpoint, data, allowed, evaluations=tuple(evaluations)
     )
     _say_damaged(start_point)
+    if start_point.is_automatic and start_point.checkpoint is not None:
+        _say(*no_checkpoints(config.directory, start_point.checkpoint.path))
     made, changes = record_provenance(config.directory, reporter, start_point.checkpoint)
     return dataclasses.replace(start_point, provenance=made, provenance_changes=changes)
 
@@ -255,12 +257,15 @@ def _say_damaged(start_point: StartPoint) -> None:
     """Print which newer checkpoints are damaged and how many steps are lost with them."""
     for path, damage in start_point.damaged:
         lost = (checkpoint_step(path.name) or 0) - start_point.step
-        print(
+        _say(
             f"warning: {path} is damaged ({first_sentence(damage)}) and set aside; training goes "
-            f"on from step {start_point.step}, {lost} steps are lost and trained again",
-            file=sys.stderr,
-            flush=True,
+            f"on from step {start_point.step}, {lost} steps are lost and trained again"
         )
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) -> None:
@@ -274,11 +279,9 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
         bring_back_lines(config.directory, path, lineage.step)
     if folder is not None:
         names = ", ".join(sorted(found.name for found in folder.glob("step-*")))
-        print(
+        _say(
             f"{config.directory}: {names} moved to {folder}, because training goes on from step "
-            f"{start_point.step}",
-            file=sys.stderr,
-            flush=True,
+            f"{start_point.step}"
         )
 
 

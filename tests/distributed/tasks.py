@@ -829,5 +829,5 @@ def measure_tasks(
     for task, length in cells:
         cell = make_cell(task, text, length, samples, trained)
         assert not isinstance(cell, str), cell
-        found += list(measure(cell, scorer, 1))
+        found += list(measure(cell, scorer))
     return found

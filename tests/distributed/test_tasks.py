@@ -50,7 +50,7 @@ def _expected(data):
     stream = TokenStream(data / "validation")
     text = Text(stream, 1, long_documents(stream, 2 * LENGTH))
     cells = [make_cell(task, text, length, SAMPLES, LENGTH) for task, length in CELLS]
-    return [record for cell in cells for record in measure(cell, score, 1)]
+    return [record for cell in cells for record in measure(cell, score)]
 
 
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])

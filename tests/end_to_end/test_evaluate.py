@@ -113,16 +113,19 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
         assert (record["step"], record["seed"], record["train_length"]) == (8, 1234, 32)
         assert record["tokenizer"] == stream.tokenizer_sha256[:12]
         assert record["validation"] == stream.identity[:12]
+        assert record["precision"] == "fp32"
         assert record["loss_low"] < record["loss_nats"] < record["loss_high"]
         # 1,000 tokens of a vocabulary of 512 are one and a half to two bytes each.
         assert 1200 < record["bytes"] < 2200
         bits = record["loss_nats"] * record["tokens"] / math.log(2) / record["bytes"]
         assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     # A seed on the command line is not the one that the checkpoint was trained with.
-    seeded = (run, *QUICK, "--set", "run.seed=5", "--out", tmp_path / "seeded/curve.json")
-    done = pretrain("evaluate", *seeded)
+    # The precision is the one in which it was evaluated.
+    changed = ("--set", "run.seed=5", "--set", "train.precision=bf16")
+    done = pretrain("evaluate", run, *QUICK, *changed, "--out", tmp_path / "changed/curve.json")
     assert done.code == 0, done.text
-    assert [r["seed"] for r in curve(tmp_path / "seeded/curve.json")] == [1234]
+    [found] = curve(tmp_path / "changed/curve.json")
+    assert (found["seed"], found["precision"]) == (1234, "bf16")
     events = [r for r in metrics(run) if r.get("evaluation")]
     theirs = {"loss_low", "loss_high", "bits_per_byte", "tokens", "bytes", "validation"}
     assert all(event.keys() >= theirs for event in events)

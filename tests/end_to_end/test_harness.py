@@ -7,6 +7,9 @@ import importlib.util
 import json
 import math
 import shutil
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,15 @@ from pretrain.config import load_config
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.export.written import is_export_of
-from tests.end_to_end.commands import explained, pretrain, sets
+from tests.end_to_end.commands import (
+    PRETRAIN,
+    TIMEOUT_SECONDS,
+    ended,
+    explained,
+    pretrain,
+    sets,
+    started,
+)
 from tests.end_to_end.damage import contents
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -55,6 +66,20 @@ def score(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> float:
         bootstrap_iters=0,
     )
     return float(results["results"]["pretrain_validation"]["bits_per_byte,none"])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(answer: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not answer():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @needs_lm_eval
@@ -234,6 +259,40 @@ def test_the_export_s_own_task_and_a_checkpoint_without_a_run(run, tmp_path):
 
 
 @needs_lm_eval
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.torture),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.torture),
+    ],
+)
+def test_lm_eval_ends_with_the_command(run, tmp_path, number):
+    """The task's own code writes its process id and sleeps, so lm-eval runs until it is ended."""
+    pid = tmp_path / "pid"
+    code = "import os, time\nfrom pathlib import Path\n"
+    code += f"Path('{pid}.new').write_text(str(os.getpid()))\nos.rename('{pid}.new', '{pid}')\n"
+    (tmp_path / "slow.py").write_text(code + "time.sleep(600)\ntext = str\n")
+    task = TASK.format(name="slow", text="slow.jsonl").replace('""', "!function slow.text")
+    (tmp_path / "slow.yaml").write_text(task)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    alone = tmp_path / "alone"
+    shutil.copytree(run / "checkpoints/step-00000008", alone)
+    words = ["evaluate", str(alone), "--harness", str(tmp_path / "slow.yaml")]
+    process = started([*PRETRAIN, *words], {"TMPDIR": str(temporary)})
+    wait_for(lambda: pid.exists() or process.poll() is not None)
+    assert process.poll() is None, ended(process).text
+    child = int(pid.read_text())
+    process.send_signal(number)
+    done = ended(process)
+    assert done.code == (130 if number == signal.SIGINT else -number), done.text
+    wait_for(lambda: not is_alive(child))
+    # Neither the export of a checkpoint without a run nor lm-eval's files are left.
+    assert number == signal.SIGKILL or not any(temporary.glob("pretrain-*")), done.text
+
+
+@needs_lm_eval
 def test_what_lm_eval_says_of_a_task_that_cannot_work_is_shown(run, tasks, tmp_path):
     (tmp_path / "gone.yaml").write_text(TASK.format(name="gone", text="gone.jsonl"))
     done = pretrain("evaluate", run, "--harness", tmp_path / "gone.yaml")
@@ -241,7 +300,6 @@ def test_what_lm_eval_says_of_a_task_that_cannot_work_is_shown(run, tasks, tmp_p
     explained(pretrain("evaluate", run, "--harness", "no_such_task"), 1, "no_such_task")
 
 
-@needs_lm_eval
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -261,7 +319,6 @@ def test_wrong_options_are_refused(refused, run, options, words):
     refused(["evaluate", run, *options], *words)
 
 
-@needs_lm_eval
 def test_a_model_without_a_class_is_refused_before_anything_is_written(refused, workspace, config):
     other = workspace / "runs/t5"
     settings = sets(f"run.directory={other}", "position.method=t5", "train.num_steps=1")
@@ -271,7 +328,6 @@ def test_a_model_without_a_class_is_refused_before_anything_is_written(refused, 
     )
 
 
-@needs_lm_eval
 def test_results_replace_results_alone(refused, run, tmp_path):
     for name, content in (("a.json", "{}"), ("curve.json", '{"records": []}')):
         (tmp_path / name).write_text(content)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.login.tables import detail
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.holds import hold
 from pretrain.rundir.lineage import read_lineage
@@ -219,6 +222,7 @@ def weights_file(checkpoint: Path) -> Path:
 DAMAGE = {
     "weights": lambda checkpoint: flip(weights_file(checkpoint)),
     "manifest": lambda checkpoint: (checkpoint / "manifest.json").write_text("{"),
+    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
     "state": lambda checkpoint: (checkpoint / "state.json").unlink(),
 }
 
@@ -234,6 +238,11 @@ def test_a_damaged_newest_checkpoint_does_not_stop_the_run(copy, train, kind):
     assert why["reason"].startswith("damaged: step-00000008: ") and why["step"] == 6
     assert (copy / "abandoned/0001/step-00000008").is_dir()
     assert read_lineage(step(copy, 6)).is_ancestor_of(read_lineage(step(copy, 10)))
+    # Whatever the manifest was, the lost step 8 and the new one are not of one branch.
+    whole = read_lineage(step(copy.with_name("eight"), 8))
+    assert not whole.is_ancestor_of(read_lineage(step(copy, 10)))
+    (status,) = read_statuses([copy])[0]
+    assert "passed over step-00000008 is in abandoned/0001: damaged" in detail(status, time.time())
 
 
 def test_an_explicit_damaged_checkpoint_is_refused(copy, train):
@@ -294,6 +303,9 @@ def test_foreign_things_named_like_a_save_are_left_alone(copy, train, tmp_path):
     assert (folder / ".step-00000010.0001-0123456789abcdef.partial").read_text() == "mine"
     assert (folder / ".step-00000010.removed").is_symlink() and (tmp_path / "kept").exists()
     assert not left_over.exists()
+    # Each of them is said, once.
+    assert done.err.count(f"{step(copy, 10)}: no checkpoint, it holds neither") == 1, done.err
+    assert done.err.count(f"{step(copy, 10)}: attempt 1 ended while it was saved") == 1, done.err
 
 
 def test_a_checkpoint_that_a_killed_replacement_left_hidden_is_named(copy, tmp_path):

@@ -27,6 +27,7 @@ def make_record(method="alibi", protocol="nonoverlapping", length=128, perplexit
         "settings": "cccccccccccc",
         "tokenizer": "aaaaaaaaaaaa",
         "validation": "bbbbbbbbbbbb",
+        "precision": "fp32",
         "protocol": protocol,
         "stride": 64 if protocol == "sliding" else length,
         "length": length,

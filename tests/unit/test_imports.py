@@ -18,7 +18,7 @@ FLOORS = [
     {"pretrain.interrupt"},
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
-    {"pretrain.devices", "pretrain.rendezvous"},
+    {"pretrain.devices", "pretrain.rendezvous", "pretrain.processes"},
     {"pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},

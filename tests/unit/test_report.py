@@ -647,6 +647,30 @@ def test_records_of_earlier_releases_are_read(tmp_path):
     assert "L = unknown" in (tmp_path / "again/report.md").read_text()
 
 
+def test_precisions_are_told_apart_and_said(tmp_path):
+    """Of one checkpoint in two precisions, of two methods, of seeds; and of the release before."""
+    paths = []
+    for name, precision in (("a", "fp32"), ("b", "bf16"), ("c", None)):
+        changes = {"precision": precision, "seed": len(paths), "run": "runs/a"}
+        records = curve_of("alibi", [20.0 + len(paths), 19.0], **changes)
+        if precision is None:
+            records = [{k: v for k, v in r.items() if k != "precision"} for r in records]
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps({"train_length": 128, "records": records}))
+    one = combine(paths[:1], tmp_path / "one/curve.json")
+    assert "precision" not in one and "precision" not in combine(paths[1:2], None)
+    page = (tmp_path / "one/report.md").read_text()
+    assert "several precisions" not in page and "| fp32 |" in page
+    table = combine(paths, tmp_path / "all/curve.json")
+    # Three values, none of them an average.
+    assert all(value in table for value in ("20.00 +-", "21.00 +-", "22.00 +-")), table
+    assert re.search(r"precision +protocol", table) and "unknown" in table
+    page = (tmp_path / "all/report.md").read_text()
+    assert "evaluated in several precisions (bf16, fp32, unknown)" in page
+    ranking = next(line for line in page.splitlines() if "1. alibi" in line)
+    assert all(f"precision {name}" in ranking for name in ("fp32", "bf16", "unknown")), ranking
+
+
 def test_reports_of_several_runs_are_one_report(tmp_path):
     paths = []
     for n in (128, 256):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, dump_config, load_config
+from pretrain.processes import Processes, Stopped
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
-from pretrain.study.processes import Processes, Stopped
 from pretrain.study.progress import states_of, table, write_study
 from pretrain.study.reading import read_study
 from pretrain.study.runs import (
@@ -378,7 +378,7 @@ def test_a_signal_is_passed_on_once_and_ends_the_study_after_that(tmp_path: Path
     script += "sleep 0.05; done; exit 80"
     code = f"""
 from pretrain.study.efficiency import check_contestants
-from pretrain.study.processes import Processes, Stopped
+from pretrain.processes import Processes, Stopped
 processes = Processes()
 with processes.listening():
     code = processes.run([["sh", "-c", {script!r}]])
@@ -403,7 +403,7 @@ def test_a_signal_between_two_commands_stops_at_once() -> None:
 
 def test_what_a_study_started_dies_with_it(tmp_path: Path) -> None:
     code = f"""
-from pretrain.study.processes import Processes
+from pretrain.processes import Processes
 Processes().run([["sh", "-c", "echo $$ > {tmp_path}/pid; sleep 60"]])
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)

@@ -16,7 +16,7 @@ from pretrain.config import ConfigError
 from pretrain.data.stream import TokenStream
 from pretrain.evaluate.tasks.report import check_out, format_tables, write_report
 from pretrain.evaluate.tasks.request import TasksRequest
-from pretrain.evaluate.tasks.results import FEWEST, FIELDS, interval, measure
+from pretrain.evaluate.tasks.results import FIELDS, interval, measure
 from pretrain.evaluate.tasks.rows import (
     DEPTHS,
     PLANTED,
@@ -83,7 +83,7 @@ def text(tmp_path: Path) -> Text:
 
 
 def values(cell: Cell, score, name: str) -> list[float]:
-    return [r["value"] for r in measure(cell, score, 0) if r["measure"] == name]
+    return [r["value"] for r in measure(cell, score) if r["measure"] == name]
 
 
 @pytest.mark.parametrize("task", ["needle", "induction", "documents"])
@@ -221,27 +221,56 @@ def test_a_text_without_needles_says_so(tmp_path):
 
 
 # ---- intervals -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("n", [5, 64, 500])
-def test_intervals_are_those_of_scipys_bootstrap(n):
-    from scipy.stats import bootstrap
+@pytest.mark.parametrize("n", [2, 5, 64, 500])
+def test_intervals_of_one_sample_a_document_are_those_of_the_t_test(n):
+    from scipy.stats import ttest_1samp
 
     samples = np.random.default_rng(n).exponential(size=n)
-    expected = bootstrap(
-        (samples,), np.mean, method="percentile", n_resamples=10_000, rng=np.random.default_rng(0)
-    ).confidence_interval
-    low, high = interval(samples, 0)
-    # Of 10,000 resamples: a standard error of 0.016 (low tail) of the interval's half width.
-    width = expected.high - expected.low
-    assert low == pytest.approx(expected.low, abs=0.03 * width)
-    assert high == pytest.approx(expected.high, abs=0.03 * width)
-    assert interval(samples, 0) == (low, high)
+    expected = ttest_1samp(samples, 0).confidence_interval(0.95)
+    # A rounding of the sums.
+    assert interval(samples, range(n)) == pytest.approx((expected.low, expected.high), rel=1e-10)
+    # Of samples that are copies of others nothing is learned.
+    copies = np.repeat(samples, 7)
+    documents = np.repeat(np.arange(n), 7).tolist()
+    assert interval(copies, documents) == pytest.approx(interval(samples, range(n)), rel=1e-10)
 
 
-def test_few_samples_have_no_interval_and_a_loss_that_is_not_finite_shows():
-    assert interval(np.ones(FEWEST - 1), 0) == (None, None)
-    assert interval(np.ones(FEWEST), 0) == (1.0, 1.0)
-    assert all(math.isnan(end) for end in interval(np.array([1, 2, 3, 4, math.nan]), 0))
-    assert all(math.isnan(end) for end in interval(np.array([1, 2, 3, 4, math.inf]), 0))
+def test_samples_of_few_documents_are_covered():
+    """64 needles from 6 plays that differ: as if independent, 4 of 10 intervals miss the mean."""
+    generator, hits, single = np.random.default_rng(3), 0, 0
+    for _ in range(500):
+        documents = generator.integers(0, 6, 64)
+        samples = 0.5 * generator.standard_normal(6)[documents] + generator.standard_normal(64)
+        low, high = interval(samples, documents.tolist())
+        hits += low <= 0 <= high
+        low, high = interval(samples, range(64))
+        single += low <= 0 <= high
+    # 475 of 500, less and more three standard deviations of the count, which are 15.
+    assert 460 <= hits <= 490 and single < 400
+
+
+def test_needles_and_pieces_know_their_document(tmp_path):
+    text = make_text(tmp_path, [300, 200, 900])
+    needle = make_cell("needle", text, 128, 20, CUT)
+    starts = np.cumsum([0, 301, 201])
+    for sample, row in enumerate(needle.arms["without"].rows):
+        tokens, found = row.tokens()[-PLANTED:], []
+        for document, start in enumerate(starts):
+            body = text.stream.read(int(start), [300, 200, 900][document])
+            windows = np.lib.stride_tricks.sliding_window_view(body, PLANTED)
+            found += [document] * bool((windows == tokens).all(axis=1).any())
+        assert needle.clusters[sample] in found
+    assert needle.documents == len(set(needle.clusters)) > 1
+    assert make_cell("induction", text, 128, 20, CUT).clusters == list(range(20))
+    [record] = [r for r in measure(needle, uniform) if r["measure"] == "loss_nats"][:1]
+    assert (record["n"], record["documents"]) == (20, needle.documents)
+
+
+def test_one_document_has_no_interval_and_a_loss_that_is_not_finite_shows():
+    assert interval(np.ones(9), [3] * 9) == (None, None)
+    assert interval(np.ones(9), range(9)) == (1.0, 1.0)
+    assert all(math.isnan(end) for end in interval(np.array([1, 2, 3, 4, math.nan]), range(5)))
+    assert all(math.isnan(end) for end in interval(np.array([1, 2, 3, 4, math.inf]), range(5)))
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -250,10 +279,11 @@ def records_of(text: Text, runs: list[tuple[str, str, int]]) -> list[dict]:
     for number, (run, method, trained) in enumerate(runs):
         common = {"run": run, "step": 8, "method": method, "seed": 1, "train_length": trained}
         common |= {"tokenizer": "a" * 12, "validation": "b" * 12, "checkpoint": f"{run}/c"}
+        common["precision"] = "fp32"
         for task, length in (("needle", 128), ("induction", 128), ("documents", 300)):
             cell = make_cell(task, text, length, 6, CUT)
             score = copier if number == 0 and task != "documents" else uniform
-            found += [{**common, **record} for record in measure(cell, score, 1)]
+            found += [{**common, **record} for record in measure(cell, score)]
     return [{field: record[field] for field in FIELDS} for record in found]
 
 
@@ -272,7 +302,7 @@ def test_a_report_says_every_value_and_keeps_runs_apart(text, tmp_path):
     assert "needle at 9 is left out: why" in page and "tasks.png" in page
     for run in ("runs/a", "runs/b"):
         assert f"alibi ({run}, step 8)" in page
-    assert "n = 6" in page and "bootstrap" in page
+    assert "n = 6" in page and "Student's t" in page
     assert Image.open(tmp_path / "tasks.png").size[0] > 1000
     assert ElementTree.parse(tmp_path / "tasks.svg").getroot().tag.endswith("svg")
     again = {name: (tmp_path / name).read_bytes() for name in names}
@@ -288,6 +318,9 @@ def test_other_tokenizers_and_texts_are_said(text):
     table = format_tables(records)
     assert "Not all runs have the same tokenizer" in table
     assert "not measured on the same" in table or "same validation text" in table
+    assert "precision" not in table
+    records[-1]["precision"] = "bf16"
+    assert "runs/a in fp32, runs/b in fp32, runs/b in bf16" in format_tables(records)
 
 
 def test_a_report_of_something_else_is_not_overwritten(tmp_path):

@@ -5,6 +5,7 @@ The command runs on as many processes as it is started with, alone or under torc
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pretrain.topology
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.overrides import check_beside, check_unread
 from pretrain.data.stream import TokenStream
 from pretrain.evaluate.command import evaluation_config, open_validation
 from pretrain.evaluate.memory import check_memory
@@ -33,6 +35,15 @@ from pretrain.rundir.holds import hold
 
 SEED = 1234
 """Seed of all that is drawn, so that every checkpoint is asked the same."""
+UNREAD = {
+    "train.fusion": "the tasks are scored without fusion, since a fused loss has no logits to tell "
+    "the accuracy from. Leave it out",
+    **dict.fromkeys(
+        ("evaluation.max_tokens", "evaluation.protocols", "evaluation.stride"),
+        "the tasks do not score the text in windows. Leave it out",
+    ),
+}
+"""Keys that --set may not be about, because they would have no effect, and why."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class Plan:
             "train_length": trained.data.sequence_length,
             "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
             "validation": self.stream.identity[:HASH_DIGITS],
+            "precision": self.config.train.precision,
             "checkpoint": str(self.checkpoint.path),
         }
 
@@ -83,6 +95,9 @@ def evaluate_tasks(
             another tokenizer, or the report cannot be written to `out`.
     """
     # All of it is checked before the process group starts, which takes seconds.
+    lengths = ",".join(map(str, request.lengths)) if request.lengths else None
+    check_beside(overrides, {"--lengths": (lengths, "evaluation.lengths")})
+    check_unread(overrides, UNREAD)
     plans = [_plan(source, request, overrides) for source in sources]
     if out is not None:
         check_out(out)
@@ -93,7 +108,11 @@ def evaluate_tasks(
     if rank == 0:
         for sentence in left_out:
             print(sentence, file=sys.stderr, flush=True)
-    records = [record for plan in plans for record in _measure(plan, rank == 0)]
+    with contextlib.ExitStack() as held:
+        # All from now on: while one is measured, its run may go on and delete the next one.
+        for plan in plans:
+            held.enter_context(hold(plan.checkpoint.path))
+        records = [record for plan in plans for record in _measure(plan, rank == 0)]
     if rank == 0:
         # The tables are printed first: their numbers are not lost if the report cannot be written.
         print("\n" + format_tables(records))
@@ -163,8 +182,7 @@ def _measure(plan: Plan, is_main: bool) -> Iterator[dict[str, Any]]:
     topology = pretrain.topology.initialize(config)
     chunks = build_model(config)
     check_positions(config, chunks)
-    with hold(checkpoint.path):
-        load_weights(checkpoint, chunks)
+    load_weights(checkpoint, chunks)
     lengths = dict.fromkeys(cell.length for cell in plan.cells)
     check_memory(config, topology, [Protocol("nonoverlapping", n, n) for n in lengths])
     scorer = Scorer(chunks, topology, plan.stream.eos_id, config.evaluation.tokens_per_batch)
@@ -172,7 +190,7 @@ def _measure(plan: Plan, is_main: bool) -> Iterator[dict[str, Any]]:
     if is_main:
         print(f"{plan.run}, step {common['step']} ({common['method']})", flush=True)
     for cell in plan.cells:
-        found = list(measure(cell, scorer, SEED))
+        found = list(measure(cell, scorer))
         if is_main:
             gains = [r["value"] for r in found if r["measure"] == "gain_nats"]
             spread = (

@@ -12,14 +12,14 @@ from pretrain.config import ConfigError
 from pretrain.evaluate.drawing import FORMATS
 from pretrain.evaluate.tables import Table, to_csv
 from pretrain.evaluate.tasks.plots import Curve, draw
-from pretrain.evaluate.tasks.results import FEWEST, FIELDS, RESAMPLES, Record
+from pretrain.evaluate.tasks.results import FIELDS, Record
 from pretrain.evaluate.tasks.rows import CUTS, PLANTED, QUERY
 from pretrain.rundir.files import replace_file
 
 INTERVALS = (
-    "In brackets: the 95 % confidence interval of the mean, by a bootstrap over the n samples "
-    f"({RESAMPLES:,} resamples; none below {FEWEST} samples). It is about other samples of this "
-    "text, not about another seed of the training."
+    "In brackets: the 95 % confidence interval of the mean of n samples, by Student's t over the "
+    "documents that they are from (of random tokens: over the samples); none where all are from "
+    "one document. It is about other such samples, not about another seed of the training."
 )
 EXPLAINED = {
     "needle": f"**needle**: {PLANTED} tokens of validation text stand at a depth of other "
@@ -99,6 +99,10 @@ def make_tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
         counts = sorted({record["n"] for record in own})
         if len(counts) == 1:
             title += f", n = {counts[0]}"
+        documents = sorted({record["documents"] for record in own} - {None})
+        if documents:
+            few, many = documents[0], documents[-1]
+            title += f" from {few if few == many else f'{few} to {many}'} documents"
         cells: dict[tuple[str, Any], dict[int, str]] = {}
         for record in own:
             row = labels[record["run"], record["step"]], record[key] if key else None
@@ -147,6 +151,13 @@ def _warnings(records: Sequence[Record]) -> list[str]:
         )
     if len({record["validation"] for record in records}) > 1:
         found.append("Not all runs were measured on the same validation text.")
+    precisions = sorted({record["precision"] for record in records})
+    if len(precisions) > 1:
+        by_run = (f"{r['run']} in {r['precision']}" for r in records)
+        found.append(
+            "Not all runs were measured in the same precision, which is a difference of its own: "
+            f"{', '.join(dict.fromkeys(by_run))}."
+        )
     return found
 
 

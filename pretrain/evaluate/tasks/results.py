@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.evaluate.spread import cluster_interval
 from pretrain.evaluate.tasks.rows import Arm, Cell
 from pretrain.evaluate.tasks.scoring import Score
 
@@ -20,6 +21,7 @@ FIELDS = (
     "train_length",
     "tokenizer",
     "validation",
+    "precision",
     "task",
     "length",
     "depth",
@@ -37,22 +39,16 @@ FIELDS = (
 MEASURES = ("gain_nats", "loss_nats", "accuracy")
 """What is measured of every cell: the gain from the context, the loss with it, and the share of
 scored tokens that the model then holds for the most probable ones. In nats per token."""
-RESAMPLES = 10_000
-"""Resamples of a bootstrap."""
-FEWEST = 5
-"""Samples from which on an interval is given: a bootstrap over fewer is too narrow by far."""
-
 Record = Mapping[str, Any]
 Samples = NDArray[np.float64]
 
 
-def measure(cell: Cell, score: Score, seed: int) -> Iterator[dict[str, Any]]:
+def measure(cell: Cell, score: Score) -> Iterator[dict[str, Any]]:
     """Yield the records of a cell, with the keys of FIELDS from "task" to "tokens".
 
     Args:
         cell: A task at one length.
         score: Scores one arm.
-        seed: Seed of the bootstrap.
     """
     losses = {name: _by_sample(arm, score(arm), cell.samples) for name, arm in cell.arms.items()}
     for place in cell.places:
@@ -61,7 +57,7 @@ def measure(cell: Cell, score: Score, seed: int) -> Iterator[dict[str, Any]]:
         values = dict(zip(MEASURES, (alone[:, 0] - helped[:, 0], helped[:, 0], helped[:, 1])))
         arm = cell.arms[place.helped]
         for name, samples in values.items():
-            low, high = interval(samples, seed)
+            low, high = interval(samples, cell.clusters)
             yield {
                 "task": cell.task,
                 "length": cell.length,
@@ -86,27 +82,20 @@ def _by_sample(arm: Arm, scores: NDArray[np.float64], samples: int) -> Samples:
     return sums / counts[:, None]
 
 
-def interval(samples: Samples, seed: int) -> tuple[float | None, float | None]:
-    """Return the 95 % confidence interval of the mean, by a percentile bootstrap over samples.
+def interval(samples: Samples, clusters: Sequence[int]) -> tuple[float | None, float | None]:
+    """Return the 95 % confidence interval of the mean of samples that come in clusters.
 
     Args:
         samples: [n] values.
-        seed: Seed of the resamples.
+        clusters: [n] the cluster of each. Samples of one document are alike, so that many of them
+            know little more than one.
 
     Returns:
-        (low, high); (None, None) with fewer than FEWEST samples, and (nan, nan) if one is nan.
+        (low, high); (None, None) with a single cluster, and (nan, nan) if a value is not finite.
     """
-    if len(samples) < FEWEST:
-        return None, None
     if not np.isfinite(samples).all():
         return math.nan, math.nan
-    random = np.random.default_rng(seed)
-    means = np.empty(RESAMPLES)
-    # In blocks, because the indices of all resamples of many samples would fill the memory.
-    block = max(1, 2**22 // len(samples))
-    for first in range(0, RESAMPLES, block):
-        count = min(block, RESAMPLES - first)
-        drawn = random.integers(0, len(samples), (count, len(samples)))
-        means[first : first + count] = samples[drawn].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+    _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
+    sums, counts = np.bincount(cluster, samples), np.bincount(cluster).astype(np.float64)
+    low, high = cluster_interval(sums.astype(np.float64), counts)
+    return (None, None) if math.isnan(low) else (low, high)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +92,11 @@ class Cell:
     samples: int
     arms: Mapping[str, Arm]
     places: Sequence[Place]
+    clusters: Sequence[int]
+    """The cluster of each sample, [samples]: its document, or itself where random tokens are drawn
+    for each. Samples of one document depend on each other."""
     documents: int | None = None
-    """documents: how many the samples are from."""
+    """needle and documents: how many the samples are from."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class Text:
     documents: tuple[tuple[int, int], ...] = field(default=())
     """(first token, tokens without the end-of-document token) of the documents that are long
     enough for the task `documents`."""
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Return the position of each end-of-document token, and the stream's end without one."""
+        return np.fromiter(_ends(self.stream), np.int64)
 
     def random(self, *key: int) -> np.random.Generator:
         """Return the generator that belongs to a key, whatever else has been drawn before."""
@@ -246,7 +254,12 @@ def _planted(
         Place(f"at {place}", "without", depth, length + 1 - PLANTED - place)
         for place, depth in places.items()
     ]
-    return Cell(task, length, len(contents), arms, compared)
+    # What is planted decides how well it is predicted. Random tokens are drawn for each sample.
+    clusters, documents = list(range(len(contents))), None
+    if task == "needle":
+        clusters = np.searchsorted(text.ends, [each.start or 0 for each in contents]).tolist()
+        documents = len(set(clusters))
+    return Cell(task, length, len(contents), arms, compared, clusters, documents)
 
 
 def _text_without(text: Text, content: Content, count: int, key: tuple[int, ...]) -> Tokens:
@@ -297,5 +310,5 @@ def _documents(text: Text, length: int, samples: int, cut: int) -> Cell | str:
             short.append(Row(sample, partial(tokens, last - cut - 1, last)))
     arms = {"full": Arm(length, scored, full), "cut": Arm(cut, stride, short)}
     place = Place("full", "cut")
-    documents = len({pieces[index][0] for index in chosen})
-    return Cell("documents", length, len(chosen), arms, [place], documents)
+    clusters = [pieces[index][0] for index in chosen]
+    return Cell("documents", length, len(chosen), arms, [place], clusters, len(set(clusters)))

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from pretrain.rundir.states import ExitCode
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a study to end; each is passed on to what runs."""
+"""Signals that ask a command to end; each is passed on to what it runs."""
 POLL_SECONDS = 0.05
 """Time between two looks at processes."""
 KILL_AFTER_SECONDS = 10.0
@@ -24,12 +26,12 @@ PR_SET_PDEATHSIG = 1
 """The option of prctl(2), from linux/prctl.h."""
 
 
-class Stopped(Exception):
-    """A user asked the study to end."""
+class Stopped(BaseException):
+    """A user asked the command to end. As KeyboardInterrupt no error, which somebody may expect."""
 
 
 class Processes:
-    """What runs on behalf of a study, and the signals that it is asked to end with.
+    """What runs on behalf of a command, and the signals that it is asked to end with.
 
     A signal that comes while a command runs is passed on to it, so that training can save; it
     raises Stopped where no command runs.
@@ -38,9 +40,15 @@ class Processes:
     def __init__(self) -> None:
         self.launches: list[list[str]] = []
         """The commands that were started, in order."""
-        self.stopped = False
+        self.heard: int | None = None
+        """The last signal that asked to end; None while none has."""
         self._running: list[subprocess.Popen[bytes]] = []
         self._busy = False
+
+    @property
+    def stopped(self) -> bool:
+        """Return True once a signal has asked to end."""
+        return self.heard is not None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -54,10 +62,20 @@ class Processes:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, commands: Sequence[Sequence[str]]) -> int:
+    def run(
+        self,
+        commands: Sequence[Sequence[str]],
+        directory: Path | None = None,
+        output: IO[bytes] | None = None,
+    ) -> int:
         """Run commands at the same time until all have ended.
 
         When one fails, the others are ended as well: they wait for it and would never end.
+
+        Args:
+            commands: The arguments of each.
+            directory: Where they are started; here by default.
+            output: A file for what they print; by default they print where this process does.
 
         Returns:
             0, or the exit code of the one that failed first; 128 + n for signal n.
@@ -76,7 +94,13 @@ class Processes:
                 # In a process group of its own: Ctrl-C on the terminal reaches this process alone,
                 # which passes it on once.
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=bind
+                    command,
+                    cwd=directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,
+                    preexec_fn=bind,
                 )
                 self._running.append(process)
             if self.stopped:
@@ -109,7 +133,7 @@ class Processes:
             process.wait()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
+        self.heard = number
         if not self._busy:
             raise Stopped
         for process in self._running:
@@ -119,7 +143,7 @@ class Processes:
 def _dies_with_parent() -> Callable[[], None] | None:
     """Return a function that makes the process that calls it die with this one.
 
-    Linux offers this through prctl(2); elsewhere None is returned, and a study that is killed by
+    Linux offers this through prctl(2); elsewhere None is returned, and a command that is killed by
     SIGKILL leaves behind what it started.
     """
     if not sys.platform.startswith("linux"):
