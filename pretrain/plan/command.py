@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from pretrain.config import ConfigError, RunConfig, load_config, writing
 from pretrain.config.inheritance import read_layers
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.hardware import GPU_TYPES, NETWORKS, Device, Network, network_of
-from pretrain.plan.planning import Planned, Target, make_plan
+from pretrain.plan.planning import Planned, make_plan
 from pretrain.plan.table import layout_name, to_table
-from pretrain.plan.timing import Scale, time_of_evaluations
+from pretrain.plan.timing import Target, time_of_evaluations
 from pretrain.plan.weights import stages_of
 
 
@@ -35,9 +36,10 @@ def read_target(
     device = GPU_TYPES.get(gpu_type)
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
-    links = _network(network, device)
-    scale = Scale() if calibration is None else read_calibration(calibration, device, links)
-    return Target(gpus, gpu_type, device, links, scale)
+    target = Target(gpus, gpu_type, device, _network(network, device))
+    if calibration is None:
+        return target
+    return replace(target, scale=read_calibration(calibration, target))
 
 
 def _network(text: str | None, device: Device) -> Network:
@@ -79,9 +81,7 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
     if plan.fits:
         best = plan.fits[0]
         stages = stages_of(best.config, best.layout)
-        evaluations = time_of_evaluations(
-            best.config, best.layout, stages, target.device, target.network, target.scale
-        )
+        evaluations = time_of_evaluations(best.config, best.layout, stages, target)
     text = to_table(config, target, plan, evaluations)
     if overlay is None:
         return text

@@ -4,42 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pretrain.config import ConfigError, Layout, RunConfig
 from pretrain.plan.activations import BIASED, WIDEST_HEAD, attention_backend
-from pretrain.plan.hardware import GPUS_PER_NODE, Device, Network
+from pretrain.plan.hardware import GPUS_PER_NODE
 from pretrain.plan.layouts import Refused, candidates
 from pretrain.plan.memory import Memory, memory_of_rank
-from pretrain.plan.step_time import Step
-from pretrain.plan.timing import Scale, Timing, time_of_step
+from pretrain.plan.timing import Target, Timing, time_of_step
 from pretrain.plan.weights import Stage, stages_of, weights_of_rank
-
-USABLE = 0.95
-"""Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
-another version of a library, should not fail at the last gigabyte."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a run is planned for."""
-
-    gpus: int
-    gpu_type: str
-    device: Device
-    network: Network
-    scale: Scale = field(default_factory=Scale)
-
-    @property
-    def is_modern(self) -> bool:
-        """True unless the GPU is older than compute capability 8.0."""
-        return not Step.is_old(self.device)
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory of a GPU that may be planned for."""
-        return int(USABLE * self.device.memory_bytes)
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -201,5 +174,5 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
     """
     memories = [memory_of_rank(config, layout, stage, target.is_modern) for stage in stages]
     largest = max(memories, key=lambda memory: memory.total)
-    timing = time_of_step(config, layout, stages, target.device, target.network, target.scale)
+    timing = time_of_step(config, layout, stages, target)
     return Planned(config, layout, largest, timing)

@@ -10,8 +10,8 @@ from pretrain.plan.activations import Activations
 from pretrain.plan.hardware import TITLES
 from pretrain.plan.inputs import INPUTS
 from pretrain.plan.memory import Memory
-from pretrain.plan.planning import USABLE, Plan, Planned, Target
-from pretrain.plan.timing import PARTS, Evaluations
+from pretrain.plan.planning import Plan, Planned
+from pretrain.plan.timing import PARTS, USABLE, Evaluations, Target
 
 ROWS = 10
 """Layouts in the table."""

@@ -18,19 +18,25 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.plan.activations import Activations, attention_backend
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.command import plan_run, read_target
-from pretrain.plan.hardware import EDR, GPU_TYPES, H200, NETWORKS, V100
+from pretrain.plan.hardware import EDR, H200, V100, Scale
 from pretrain.plan.planning import Plan, make_plan
 from pretrain.plan.step_time import Step
-from pretrain.plan.timing import PARTS, Scale, time_of_evaluations, time_of_step
+from pretrain.plan.timing import PARTS, time_of_evaluations, time_of_step
 from pretrain.plan.weights import stages_of
 from tests.conftest import tiny_config
 
 PAPER = Path("configs/cc100_roberta/alibi_1024.toml")
 SMALL = ["train.precision=bf16", "batch.global_batch_size=64"]
+FEW_LAYERS = "model.num_layers=4"
+"""A model of few layers has few virtual pipeline sizes, and its plan takes a fifth of the time."""
 
 
 def paper(*overrides: str) -> RunConfig:
     return load_config(PAPER, overrides)
+
+
+V100S = read_target(128, "v100-32", "4xedr")
+H200S = read_target(8, "h200", None)
 
 
 @functools.cache
@@ -55,8 +61,7 @@ def test_the_time_of_the_published_layout_is_that_of_the_page():
     """docs/performance.md and the plan have one model: lines of 128 V100s, "after"."""
     config = paper()
     layout = config.layout(128)
-    stages = stages_of(config, layout)
-    timing = time_of_step(config, layout, stages, V100, EDR)
+    timing = time_of_step(config, layout, stages_of(config, layout), V100S)
     page = Step(config, V100, 2**14, 2048, ranks=128, network=EDR).lines()
     assert timing.lines.keys() == page.keys()
     # The page has the part of the last bucket as a rounded input.
@@ -93,8 +98,7 @@ def test_a_pipeline_pays_for_its_bubble():
         "batch.micro_batch_size=4",
     )
     layout = config.layout(8)
-    stages = stages_of(config, layout)
-    timing = time_of_step(config, layout, stages, V100, EDR)
+    timing = time_of_step(config, layout, stages_of(config, layout), V100S)
     micro_batches, others = 8, 7
     slowest = sum(timing.part(part) for part in ("GEMM", "attention", "elementwise"))
     bubble = timing.part("bubble")
@@ -108,14 +112,14 @@ def test_a_pipeline_pays_for_its_bubble():
         }
     )
     shape = interleaved.layout(8)
-    again = time_of_step(interleaved, shape, stages_of(interleaved, shape), V100, EDR)
+    again = time_of_step(interleaved, shape, stages_of(interleaved, shape), V100S)
     assert again.part("bubble") == pytest.approx(bubble / 4, rel=0.05)
     assert again.lines["sends between stages"] > timing.lines["sends between stages"]
 
 
 @pytest.mark.parametrize("key", ["tensor_model_parallel_size", "recompute"])
 def test_what_saves_memory_costs_time(key):
-    plan = plan_of(16, "h100", None, "train.precision=bf16")
+    plan = plan_of(16, "h200", None, "train.precision=bf16", "model.num_layers=8")
     by_group = {each.group: each for each in plan.best_of_groups()}
     first, second = by_group[1, 1, None, False, 1], by_group[2, 1, None, True, 1]
     if key == "recompute":
@@ -136,7 +140,8 @@ def test_what_saves_memory_costs_time(key):
 
 
 def test_a_slower_network_is_slower():
-    steps = [plan_of(16, "h200", name, "train.precision=bf16").fits[0] for name in ("8x400", "100")]
+    settings = ("train.precision=bf16", "model.num_layers=8")
+    steps = [plan_of(16, "h200", name, *settings).fits[0] for name in (None, "100")]
     assert steps[0].timing.milliseconds < steps[1].timing.milliseconds
 
 
@@ -216,7 +221,7 @@ def test_the_overlay_is_the_planned_run(tmp_path, gpus):
     """It loads, builds on the config, and differs from it in the layout and what --set said."""
     overlay = tmp_path / "folder" / "planned.toml"
     overlay.parent.mkdir()
-    settings = ["train.precision=bf16", "parallel.pipeline_model_parallel_size=2"]
+    settings = ["train.precision=bf16", "parallel.pipeline_model_parallel_size=2", FEW_LAYERS]
     config = load_config(PAPER, settings)
     target = read_target(gpus, "a100-80", None)
     plan_run(config, PAPER, target, overlay)
@@ -257,7 +262,7 @@ def test_the_overlay_removes_what_the_planned_run_does_not_have(tmp_path):
     corpora = "".join(f'[data.corpora.{n}]\nsource = "text"\npaths = ["{n}"]\n' for n in "ab")
     source.write_text(
         f'base = "{PAPER.resolve()}"\nremove = ["data.corpora"]\n'
-        "[parallel]\nworld_size = 8\npipeline_model_parallel_size = 2\n"
+        "[model]\nnum_layers = 4\n[parallel]\nworld_size = 8\npipeline_model_parallel_size = 2\n"
         "virtual_pipeline_model_parallel_size = 2\n"
         f"[evaluation]\nmax_tokens = 5\n{corpora}"
     )
@@ -272,34 +277,102 @@ def test_the_overlay_removes_what_the_planned_run_does_not_have(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["planned.toml", "run.toml"]
 
 
-def measurement(config: RunConfig, device: str = H200.name, factor: float = 2.0) -> dict[str, Any]:
-    """What bench train would write if all that is computed took `factor` as long as modelled."""
-    layout = config.layout(1)
-    timing = time_of_step(config, layout, stages_of(config, layout), H200, NETWORKS["8x400"])
-    optimizer = timing.part("optimizer")
+def measurement(config: RunConfig, device: str = H200.name, gpus: int = 1) -> dict[str, Any]:
+    """What bench train would write if all that is computed took twice as long as modelled.
+
+    And the optimizer's step six times as long. The host waits for the device after each part, so
+    that the gather of weights hides behind nothing and is in the optimizer's step.
+    """
+    layout = config.layout(gpus)
+    slow = replace(read_target(gpus, "h200", None), scale=Scale(2.0, 6.0))
+    timing = time_of_step(config, layout, stages_of(config, layout), slow, waits=True)
+    optimizer, tail = timing.part("optimizer"), 0.0
+    if config.parallel.zero_stage < 3:
+        optimizer += timing.lines.get("gather of weights, exposed", 0.0)
+    if gpus > 1:
+        tail = timing.lines["reduction of gradients, exposed"]
     return {
         "device": device,
-        "world_size": 1,
+        "world_size": gpus,
         "config": config.model_dump(mode="json", exclude_none=True),
         "seconds": {
-            "forward and backward": 2 * (timing.milliseconds - optimizer) / 1e3,
-            "optimizer step": 6 * optimizer / 1e3,
+            "forward and backward": (timing.milliseconds - optimizer - tail) / 1e3,
+            "gradient reduction": tail / 1e3,
+            "optimizer step": optimizer / 1e3,
         },
     }
 
 
-def test_a_measurement_scales_the_times(tmp_path):
-    config = paper("train.precision=bf16", "parallel.world_size=1", "batch.global_batch_size=16")
-    file = tmp_path / "measured.json"
-    file.write_text(json.dumps(measurement(config)))
-    target = read_target(8, "h200", None, file)
+MEASURED = {
+    "one GPU": (1, {}),
+    "dp8": (8, {}),
+    "dp16, between nodes": (16, {}),
+    "dp16, 16-bit wire": (16, {"gradient_reduce_dtype": "bf16"}),
+    "tp2sp": (8, {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}),
+    "pp4": (8, {"pipeline_model_parallel_size": 4}),
+    "pp2vpp2": (
+        8,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "zero2": (8, {"zero_stage": 2}),
+    "zero3": (8, {"zero_stage": 3}),
+}
+
+
+def measured_run(case: str) -> RunConfig:
+    gpus, parallel = MEASURED[case]
+    settings = [f"parallel.{key}={value}" for key, value in parallel.items()]
+    batch = ["batch.global_batch_size=256", f"parallel.world_size={gpus}"]
+    return paper("train.precision=bf16", *batch, *settings)
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_a_calibrated_plan_predicts_the_measured_run(tmp_path, case):
+    """A measurement that was made from two known factors gives them back, and its own time."""
+    gpus, config, file = MEASURED[case][0], measured_run(case), tmp_path / "measured.json"
+    measured = measurement(config, gpus=gpus)
+    file.write_text(json.dumps(measured))
+    target = read_target(gpus, "h200", None, file)
     assert target.scale.compute == pytest.approx(2.0)
     assert target.scale.optimizer == pytest.approx(6.0)
-    before = make_plan(paper("train.precision=bf16"), replace(target, scale=Scale()))
-    after = make_plan(paper("train.precision=bf16"), target)
-    ratio = after.fits[0].timing.part("GEMM") / before.fits[0].timing.part("GEMM")
-    assert ratio == pytest.approx(2.0)
-    text = plan_run(paper("train.precision=bf16"), PAPER, target, None)
+    layout = config.layout(gpus)
+    timing = time_of_step(config, layout, stages_of(config, layout), target, waits=True)
+    total = 1e3 * sum(measured["seconds"].values())
+    assert timing.milliseconds == pytest.approx(total)
+    # Without waiting, the gather hides behind the next forward pass, and nothing else changes.
+    free = time_of_step(config, layout, stages_of(config, layout), target)
+    if gpus == 1:
+        assert free == timing
+    assert total - timing.lines.get("gather of weights, exposed", 0) <= free.milliseconds
+    assert free.milliseconds <= total * (1 + 1e-9)
+
+
+def test_what_is_left_of_the_reduction_is_part_of_the_passes(tmp_path):
+    """Its seconds count as those of the backward pass, in which the reduction began."""
+    content = measurement(measured_run("dp16, between nodes"), gpus=16)
+    file, scales = tmp_path / "measured.json", []
+    seconds = content["seconds"]
+    assert seconds["gradient reduction"] > 0
+    whole = seconds["forward and backward"] + seconds["gradient reduction"]
+    for tail in (0.0, seconds["gradient reduction"]):
+        seconds |= {"forward and backward": whole - tail, "gradient reduction": tail}
+        file.write_text(json.dumps(content))
+        scales.append(read_target(16, "h200", None, file).scale)
+    assert scales[0].compute == pytest.approx(scales[1].compute)
+    seconds["gradient reduction"] += 0.1 * whole
+    file.write_text(json.dumps(content))
+    assert read_target(16, "h200", None, file).scale.compute > 1.05 * scales[0].compute
+
+
+def test_a_measurement_scales_the_times(tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(measurement(measured_run("one GPU"))))
+    target, config = read_target(8, "h200", None, file), paper("train.precision=bf16", FEW_LAYERS)
+    plain, scaled = (
+        make_plan(config, each).fits[0].timing for each in (replace(target, scale=Scale()), target)
+    )
+    assert scaled.part("GEMM") / plain.part("GEMM") == pytest.approx(2.0)
+    text = plan_run(config, PAPER, target, None)
     assert "elementwise work x 2.000, of the optimizer x 6.000 (measured)" in text
 
 
@@ -314,19 +387,19 @@ def test_a_measurement_of_something_else_is_refused(tmp_path):
     ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=says):
-            read_calibration(file, H200, NETWORKS["8x400"])
+            read_calibration(file, H200S)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_calibration(tmp_path / "none.json", H200, NETWORKS["8x400"])
+        read_calibration(tmp_path / "none.json", H200S)
 
 
 def test_evaluations_cost_their_forward_passes():
     """Twice the text costs twice, and windows that overlap by half cost twice."""
-    device, network = GPU_TYPES["h200"], NETWORKS["8x400"]
+    target = read_target(128, "h200", None)
 
     def seconds(*overrides: str) -> float:
         config = paper("train.precision=bf16", "evaluation.lengths=[1024]", *overrides)
         layout = config.layout(128)
-        found = time_of_evaluations(config, layout, stages_of(config, layout), device, network)
+        found = time_of_evaluations(config, layout, stages_of(config, layout), target)
         assert found is not None and found.count == 10
         return found.seconds
 
@@ -337,7 +410,7 @@ def test_evaluations_cost_their_forward_passes():
     assert halves == pytest.approx(3 * once, rel=0.1)
     config = paper("evaluation.max_tokens=")
     layout = config.layout(128)
-    assert time_of_evaluations(config, layout, stages_of(config, layout), device, network) is None
+    assert time_of_evaluations(config, layout, stages_of(config, layout), target) is None
 
 
 def test_hours_count_the_tokens_of_a_ramp_up():
@@ -401,7 +474,7 @@ def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
 def test_a_mask_in_memory_is_slow():
     """T5 on a V100: products are in fp32, of which the GPU does a fraction."""
     alibi, t5 = (
-        plan_of(8, "v100-32", None, f"position.method={method}").fits[0].timing
+        plan_of(8, "v100-32", None, FEW_LAYERS, f"position.method={method}").fits[0].timing
         for method in ("alibi", "t5")
     )
     assert t5.part("attention") > 4 * alibi.part("attention")
@@ -429,6 +502,7 @@ def test_a_v100_keeps_keys_and_values_of_every_head():
 )
 def test_the_layout_of_the_config_is_never_called_illegal_if_it_is_not(gpus, overrides, says):
     settings = ["train.precision=bf16", "parallel.world_size=", "batch.micro_batch_size=16"]
+    settings.append(FEW_LAYERS)
     config = paper(*settings, *overrides)
     assert says in plan_run(config, PAPER, read_target(gpus, "h200", None), None)
 
@@ -450,4 +524,4 @@ def test_an_impossible_measurement_is_refused(tmp_path, change, says):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=says):
-        read_calibration(file, H200, NETWORKS["8x400"])
+        read_calibration(file, H200S)
