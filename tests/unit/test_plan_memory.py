@@ -68,12 +68,19 @@ CORE = {
 def small_run(layout: str, model: str) -> RunConfig:
     """A run whose activations are larger than what a model of its size has beside them."""
     world_size, parallel = LAYOUTS[layout]
+    pipeline = parallel.get("pipeline_model_parallel_size", 1)
+    data = world_size // pipeline // parallel.get("tensor_model_parallel_size", 1)
+    # As few as show every state of the schedule: one after as many as wait on the first stage; the
+    # interleaved schedule takes multiples of the stages.
+    micro_batches = 2 * pipeline if "virtual_pipeline_model_parallel_size" in parallel else (
+        pipeline + 1
+    )
     sections = {name: dict(keys) for name, keys in MODELS[model].items()}
     shape = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024}
     return tiny_config(
         parallel={**parallel, "world_size": world_size},
         data={"sequence_length": 256, **sections.pop("data", {})},
-        batch={"micro_batch_size": 2, "global_batch_size": 16},
+        batch={"micro_batch_size": 2, "global_batch_size": 2 * data * micro_batches},
         train={"precision": "bf16", **sections.pop("train", {})},
         model={**shape, **sections.pop("model", {})},
         **sections,
