@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pretrain.config import load_config
 from pretrain.config.arguments import Config, Overrides
 
 
@@ -49,8 +48,9 @@ def plan(
       pretrain plan configs/demo.toml --gpus 8 --gpu-type h100 --set train.precision=bf16 \\
           --write demo_h100.toml
     """
-    run = load_config(config, overrides)
     from pretrain.plan.command import plan_run, read_target
+    from pretrain.plan.source import load_for_plan
 
+    run, refusal = load_for_plan(Path(config), overrides)
     target = read_target(gpus, gpu_type, network, calibrate)
-    print(plan_run(run, Path(config), target, write))
+    print(plan_run(run, Path(config), target, write, refusal))

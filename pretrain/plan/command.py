@@ -14,6 +14,7 @@ from pretrain.config.inheritance import read_layers
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.hardware import GPU_TYPES, NETWORKS, Device, Network, network_of
 from pretrain.plan.planning import Planned, make_plan
+from pretrain.plan.source import values_of_file
 from pretrain.plan.table import layout_name, to_table
 from pretrain.plan.timing import Target, time_of_evaluations
 from pretrain.plan.weights import stages_of
@@ -61,7 +62,13 @@ def _network(text: str | None, device: Device) -> Network:
     return network_of(rate)
 
 
-def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | None) -> str:
+def plan_run(
+    config: RunConfig,
+    source: Path,
+    target: Target,
+    overlay: Path | None,
+    refusal: str | None = None,
+) -> str:
     """Return the text of the plan, and write the best layout if asked to.
 
     Args:
@@ -69,6 +76,7 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
         source: The file that it was read from.
         target: What it is planned for.
         overlay: Where to write the best layout as a config that builds on `source`, or None.
+        refusal: Why the layout of `source` itself is refused, or None if it is not.
 
     Raises:
         ConfigError: The run cannot be planned, or nothing fits that could be written.
@@ -82,7 +90,7 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
         best = plan.fits[0]
         stages = stages_of(best.config, best.layout)
         evaluations = time_of_evaluations(best.config, best.layout, stages, target)
-    text = to_table(config, target, plan, evaluations)
+    text = to_table(config, target, plan, evaluations, refusal)
     if overlay is None:
         return text
     if not plan.fits:
@@ -129,7 +137,8 @@ def write_overlay(path: Path, source: Path, best: Planned) -> None:
     """
     check_overlay(path, source)
     base = os.path.relpath(source.resolve(), path.resolve().parent)
-    changed, removed = _different(_values(load_config(source)), _values(best.config))
+    wanted = best.config.model_dump(mode="json", exclude_none=True)
+    changed, removed = _different(values_of_file(source), wanted)
     values = {"base": base, **({"remove": removed} if removed else {}), **changed}
     text = f"# Written by `pretrain plan`: {layout_name(best)}.\n{tomli_w.dumps(values)}"
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -145,11 +154,6 @@ def write_overlay(path: Path, source: Path, best: Planned) -> None:
                 file.write(text)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def _values(config: RunConfig) -> dict[str, Any]:
-    """Return what a config file of a run would hold."""
-    return config.model_dump(mode="json", exclude_none=True)
 
 
 def _different(

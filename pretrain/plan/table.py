@@ -27,7 +27,13 @@ PUBLISHED = {
 """Throughputs that others have published, to compare with. They decide about no number here."""
 
 
-def to_table(config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None) -> str:
+def to_table(
+    config: RunConfig,
+    target: Target,
+    plan: Plan,
+    evaluations: Evaluations | None,
+    refusal: str | None = None,
+) -> str:
     """Return the text that `pretrain plan` prints.
 
     Args:
@@ -35,11 +41,13 @@ def to_table(config: RunConfig, target: Target, plan: Plan, evaluations: Evaluat
         target: The GPUs and their network.
         plan: Its layouts.
         evaluations: Cost of an evaluation in the best layout.
+        refusal: Why the configured layout is refused; `config` has another one then.
     """
     parts = [
         _head(config, target),
         *_best(target, plan),
-        *_details(config, target, plan, evaluations),
+        *_details(config, target, plan, refusal),
+        *_evaluations(config, target, plan, evaluations),
         *_reasons(target, plan),
         *_assumptions(config, target),
     ]
@@ -96,10 +104,11 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
 
 
 def _details(
-    config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None
+    config: RunConfig, target: Target, plan: Plan, refusal: str | None
 ) -> Iterator[str]:
-    """Yield memory by part of the best layout and of the config's own, and the evaluations."""
-    own = [each for each in (*plan.fits, *plan.too_large) if _is_configured(each, config)]
+    """Yield memory by part of the best layout and of the config's own."""
+    every = [*plan.fits, *plan.too_large] if refusal is None else []
+    own = [each for each in every if _is_configured(each, config)]
     named = [("best", each) for each in plan.fits[:1]] + [("as configured", each) for each in own]
     if named:
         columns = [field.name for field in fields(Memory)]
@@ -117,15 +126,15 @@ def _details(
             f"{mfu:.1%}, {each.hours(target.gpus):,.0f} GPU-hours{verdict}"
         )
     if not own:
-        yield f"\nAs configured: {_why_not_own(config, target)}"
-    if plan.fits:
-        yield from _evaluations(config, target, plan.fits[0], evaluations)
+        yield f"\nAs configured: {_why_not_own(config, target, refusal)}"
 
 
 def _evaluations(
-    config: RunConfig, target: Target, best: Planned, evaluations: Evaluations | None
+    config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None
 ) -> Iterator[str]:
     """Yield what evaluations cost in the best layout."""
+    if not plan.fits:
+        return
     if evaluations is None:
         yield (
             "Evaluations while training: their text is bounded by the data alone. Set "
@@ -140,7 +149,7 @@ def _evaluations(
         f"Evaluations while training: {bound}{evaluations.count} of {evaluations.seconds:.1f} s "
         f"each ({evaluations.tokens:,} tokens at each of {lengths}; "
         f"{', '.join(config.evaluation.protocols)}), {hours:,.1f} GPU-hours, "
-        f"{hours / best.hours(target.gpus):.2%} of the run"
+        f"{hours / plan.fits[0].hours(target.gpus):.2%} of the run"
     )
 
 
@@ -154,8 +163,10 @@ def _is_configured(each: Planned, config: RunConfig) -> bool:
     )
 
 
-def _why_not_own(config: RunConfig, target: Target) -> str:
+def _why_not_own(config: RunConfig, target: Target, refusal: str | None) -> str:
     """Return why the config's own layout is not among those that were planned."""
+    if refusal is not None:
+        return f"not a legal layout. {refusal.splitlines()[0]}"
     parallel = config.parallel.model_copy(update={"world_size": target.gpus})
     try:
         rules.check(config.model_copy(update={"parallel": parallel}))
