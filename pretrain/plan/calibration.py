@@ -70,9 +70,7 @@ def read_calibration(path: Path, target: Target) -> Scale:
             f"{target.device.name} allows. Make the measurement anew"
         )
     step = 1e3 * seconds[OPTIMIZER]
-    return Scale(
-        compute, _factor(path, OPTIMIZER, step, lambda x: modelled(Scale(compute, x))[1])
-    )
+    return Scale(compute, _factor(path, OPTIMIZER, step, lambda x: modelled(Scale(compute, x))[1]))
 
 
 def parts(timing: Timing, config: RunConfig, layout: Layout) -> tuple[float, float]:

@@ -247,6 +247,10 @@ class Scale:
     """On the optimizer's step."""
 
 
+UNSCALED = Scale()
+"""Times as assumed."""
+
+
 def network_of(gbit_per_second: float) -> Network:
     """Return a network whose nodes have this bandwidth each way, all links together."""
     return Network(f"{gbit_per_second:g} Gbit/s a node", gbit_per_second / 8, 0.80)

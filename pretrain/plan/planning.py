@@ -12,17 +12,26 @@ from pretrain.plan.hardware import GPUS_PER_NODE
 from pretrain.plan.layouts import Refused, candidates
 from pretrain.plan.memory import Memory, memory_of_rank
 from pretrain.plan.timing import Target, Timing, time_of_step
-from pretrain.plan.weights import Stage, stages_of, weights_of_rank
+from pretrain.plan.weights import Stage, stages_of, weights_of_rank, zero_stage
+
 
 @dataclass(frozen=True)
 class Planned:
-    """A run in one layout, with its memory and its time."""
+    """Hold a run in one layout, with its memory and its time."""
 
     config: RunConfig
     layout: Layout
     memory: Memory
     """Of the rank that needs most."""
     timing: Timing
+
+    @property
+    def memory_is_bound(self) -> bool:
+        """True if the run needs no more memory than planned, and maybe less.
+
+        Of ZeRO 2 and 3 the buffers are taken at their full size, all at once.
+        """
+        return zero_stage(self.config, self.layout) > 1
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -44,7 +53,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a run."""
+    """Hold all layouts of a run."""
 
     fits: list[Planned]
     """Those that fit, the fastest first."""

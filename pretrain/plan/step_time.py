@@ -12,7 +12,7 @@ from functools import cached_property
 from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.activations import Activations
-from pretrain.plan.hardware import FAST, GPUS_PER_NODE, Device, Network, Scale
+from pretrain.plan.hardware import FAST, GPUS_PER_NODE, UNSCALED, Device, Network, Scale
 from pretrain.plan.inputs import ELEMENTWISE, INPUTS
 
 Lines = dict[str, float]
@@ -66,7 +66,7 @@ class Step:
     """The pipeline stage."""
     tail: float | None = None
     """Part of all bytes in what is last to reduce; None: as in INPUTS."""
-    scale: Scale = Scale()
+    scale: Scale = UNSCALED
     """Factors on the times of computing."""
     waits: bool = False
     """True if the host waits for the device after each part of a step, as `pretrain bench train`

@@ -87,7 +87,7 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
     width = max(len(layout_name(each)) for each in shown)
     columns = [f"{name:>{max(7, len(name) + 1)}}" for name in PARTS]
     yield (
-        f"\n{'layout':<{width}}  micro  recompute    GB  {'step ms':>8}{''.join(columns)}"
+        f"\n{'layout':<{width}}  micro  recompute     GB {'step ms':>8}{''.join(columns)}"
         f"{'tokens/s':>12}  MFU all  causal  GPU-hours"
     )
     for each in shown:
@@ -95,7 +95,7 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
         mfu = [each.timing.mfu(each.config, target.device, causal) for causal in (False, True)]
         yield (
             f"{layout_name(each):<{width}}  {each.config.batch.micro_batch_size:>5}  "
-            f"{each.config.train.recompute_granularity:<9}{each.memory.total / 1e9:>6.1f}  "
+            f"{each.config.train.recompute_granularity:<9}{_gigabytes(each):>7} "
             f"{each.timing.milliseconds:>8.0f}{times}{each.timing.tokens_per_second:>12,.0f}  "
             f"{mfu[0]:>7.1%}  {mfu[1]:>6.1%}  {each.hours(target.gpus):>9,.0f}"
         )
@@ -103,9 +103,12 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
         yield f"and {len(best) - len(shown)} slower layouts that fit"
 
 
-def _details(
-    config: RunConfig, target: Target, plan: Plan, refusal: str | None
-) -> Iterator[str]:
+def _gigabytes(each: Planned) -> str:
+    """Return the memory of the fullest rank; with <= where it is a bound."""
+    return f"{'<=' if each.memory_is_bound else ''}{each.memory.total / 1e9:.1f}"
+
+
+def _details(config: RunConfig, target: Target, plan: Plan, refusal: str | None) -> Iterator[str]:
     """Yield memory by part of the best layout and of the config's own."""
     every = [*plan.fits, *plan.too_large] if refusal is None else []
     own = [each for each in every if _is_configured(each, config)]
@@ -114,6 +117,7 @@ def _details(
         columns = [field.name for field in fields(Memory)]
         yield "\nGB of the fullest rank   " + "".join(f"{c:>13}" for c in columns) + "        total"
     for name, each in named:
+        name += ", at most" * each.memory_is_bound
         values = [getattr(each.memory, field.name) for field in fields(Memory)]
         cells = "".join(f"{value / 1e9:>13.2f}" for value in (*values, each.memory.total))
         yield f"{name:<25}{cells}"
@@ -200,7 +204,8 @@ def _reasons(target: Target, plan: Plan) -> Iterator[str]:
         yield (
             f"nearest miss: {layout_name(each)}, micro batches of "
             f"{each.config.batch.micro_batch_size}, recompute "
-            f"{each.config.train.recompute_granularity}: {missing / 1e9:.1f} GB too much ({speed})"
+            f"{each.config.train.recompute_granularity}: {'at most ' * each.memory_is_bound}"
+            f"{missing / 1e9:.1f} GB too much ({speed})"
         )
 
 
@@ -230,7 +235,8 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
             yield f"  {name}: {value:g} ({_now(row.origin)})"
     yield (
         f"  {USABLE:.0%} of a GPU's memory is usable; CUDA, NCCL and fragmentation take "
-        f"{Memory.overhead / 1e9:g} GB (assumed)"
+        f"{Memory.overhead / 1e9:g} GB (assumed). GB with <=, of ZeRO 2 and 3, are bounds: all of "
+        "DeepSpeed's buffers at their full size at once"
     )
     yield (
         "  nodes of 8 GPUs, within which tensor-parallel ranks stay. Not counted: ranks that wait "

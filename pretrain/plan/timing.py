@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pretrain.config import Layout, RunConfig
 from pretrain.model.flops import flops_per_token
-from pretrain.plan.hardware import GPUS_PER_NODE, Device, Network, Scale
+from pretrain.plan.hardware import GPUS_PER_NODE, UNSCALED, Device, Network, Scale
 from pretrain.plan.step_time import Lines, Step
 from pretrain.plan.traffic import Messages, messages
 from pretrain.plan.weights import Stage
@@ -51,7 +51,7 @@ class Target:
     gpu_type: str
     device: Device
     network: Network
-    scale: Scale = Scale()
+    scale: Scale = UNSCALED
 
     @property
     def is_modern(self) -> bool:
@@ -66,7 +66,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a step."""
+    """Hold the time of a step by class of work."""
 
     lines: Lines
     """Milliseconds by class of work, of the slowest stage, with the bubble."""
@@ -214,7 +214,7 @@ def _sends_ms(step: Step, layout: Layout, sends: Messages) -> float:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The cost of evaluating while training."""
+    """Hold the cost of evaluating while training."""
 
     count: int
     """Evaluations of the run."""

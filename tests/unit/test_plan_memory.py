@@ -72,8 +72,8 @@ def small_run(layout: str, model: str) -> RunConfig:
     data = world_size // pipeline // parallel.get("tensor_model_parallel_size", 1)
     # As few as show every state of the schedule: one after as many as wait on the first stage; the
     # interleaved schedule takes multiples of the stages.
-    micro_batches = 2 * pipeline if "virtual_pipeline_model_parallel_size" in parallel else (
-        pipeline + 1
+    micro_batches = (
+        2 * pipeline if "virtual_pipeline_model_parallel_size" in parallel else (pipeline + 1)
     )
     sections = {name: dict(keys) for name, keys in MODELS[model].items()}
     shape = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024}
