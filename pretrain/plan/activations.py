@@ -142,9 +142,10 @@ class Activations:
             # The rotated queries and keys are new tensors, and the values a view of the old ones.
             kept += query + pair // 2
             # Sines and cosines, of queries and of keys, which the batch shares.
-            kept += 4 * c.head_dim * self.item // c.batch.micro_batch_size
-        if 1 < groups < heads:
-            # Queries of several groups are not evenly spaced, and are copied.
+            kept += 4 * c.rotary_channels * self.item // c.batch.micro_batch_size
+        elif 1 < groups < heads:
+            # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
+            # in any case.
             kept += query
         core = rows
         if self.uses_columns:

@@ -19,6 +19,9 @@ from pretrain.plan.table import layout_name, to_table
 from pretrain.plan.timing import Target, time_of_evaluations
 from pretrain.plan.weights import stages_of
 
+SLOWEST, FASTEST = 0.01, 1e6
+"""Gbit/s of a node's links that are believed."""
+
 
 def read_target(
     gpus: int, gpu_type: str, network: str | None, calibration: Path | None = None
@@ -53,11 +56,11 @@ def _network(text: str | None, device: Device) -> Network:
         rate = float(text)
     except ValueError:
         rate = 0.0
-    if not 0 < rate < float("inf"):
+    if not SLOWEST <= rate <= FASTEST:
         names = ", ".join(f"{name} ({each.name})" for name, each in NETWORKS.items())
         raise ConfigError(
-            f"--network {text}: not known. Choose one of {names}, or a number of Gbit/s: all links "
-            "of a node together, in one direction"
+            f"--network {text}: not known. Choose one of {names}, or a number of Gbit/s from "
+            f"{SLOWEST:g} to {FASTEST:g}: all links of a node together, in one direction"
         )
     return network_of(rate)
 

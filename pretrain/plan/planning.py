@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pretrain.config import ConfigError, Layout, RunConfig
 from pretrain.plan.activations import BIASED, WIDEST_HEAD, attention_backend
 from pretrain.plan.hardware import GPUS_PER_NODE
-from pretrain.plan.layouts import Refused, candidates
+from pretrain.plan.layouts import RECOMPUTE, Refused, candidates
 from pretrain.plan.memory import Memory, memory_of_rank
 from pretrain.plan.timing import Target, Timing, time_of_step
 from pretrain.plan.weights import Stage, stages_of, weights_of_rank, zero_stage
+
+MOST_GPUS = 1_000_000
+"""GPUs of a job that are believed."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,10 @@ def check_target(config: RunConfig, target: Target) -> None:
         ConfigError: With the key and the remedy.
     """
     precision = config.train.precision
-    if target.gpus < 1:
-        raise ConfigError(f"--gpus {target.gpus}: not a number of GPUs. Choose 1 or more")
+    if not 0 < target.gpus <= MOST_GPUS:
+        raise ConfigError(
+            f"--gpus {target.gpus}: not a number of GPUs. Choose 1 or more, up to {MOST_GPUS:,}"
+        )
     if target.gpus > GPUS_PER_NODE and target.gpus % GPUS_PER_NODE:
         below = target.gpus // GPUS_PER_NODE * GPUS_PER_NODE
         raise ConfigError(
@@ -167,9 +172,18 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
     if not fits and not too_large:
         reasons = "\n".join(refused.examples.values())
         raise ConfigError(f"--gpus {target.gpus}: no layout is legal, because\n{reasons}")
-    fits.sort(key=lambda each: (each.timing.milliseconds, each.memory.total))
+    fits.sort(key=_order)
     too_large.sort(key=lambda each: each.memory.total)
     return Plan(fits, too_large, refused)
+
+
+def _order(each: Planned) -> tuple[float, int, int]:
+    """Return what layouts are sorted by: time, then the least recomputation, then memory.
+
+    Where the host sets the pace, what a GPU computes again costs no time in the model.
+    """
+    recompute = RECOMPUTE.index(each.config.train.recompute_granularity)
+    return each.timing.milliseconds, recompute, each.memory.total
 
 
 def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: Target) -> Planned:

@@ -148,7 +148,10 @@ def test_a_slower_network_is_slower():
         (128, "v100-32", "fast", [], "--network fast: not known. Choose one of 8x400"),
         (128, "v100-32", "-1", [], "--network -1: not known"),
         (128, "v100-32", "nan", [], "--network nan: not known"),
+        (128, "v100-32", "1e-320", [], "--network 1e-320: not known"),
+        (128, "v100-32", "1e308", [], "a number of Gbit/s from 0.01 to 1e+06"),
         (0, "v100-32", None, [], "--gpus 0: not a number of GPUs"),
+        (10**30, "v100-32", None, [], "not a number of GPUs. Choose 1 or more, up to 1,000,000"),
         (12, "v100-32", None, [], "--gpus 12: not a multiple of the 8 GPUs of a node. Choose 8 or"),
         (
             128,

@@ -39,6 +39,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "t5": {"position": {"method": "t5"}},
     "trained slopes": {"position": {"trainable_slopes": True}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
+    "rotary, a quarter of grouped queries": {
+        "position": {"method": "rotary", "rotary_percent": 0.25},
+        "model": {"num_query_groups": 4},
+    },
+    "no positions": {"position": {"method": "none"}},
     "grouped queries": {"model": {"num_query_groups": 4}},
     "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
     "as MPT, untied": {
@@ -59,6 +64,7 @@ CORE = {
     ("one rank", "ReLU, recompute full"),
     ("pp4", "recompute full"),
     ("dp4", "t5"),
+    ("dp4", "rotary, a quarter of grouped queries"),
     ("tp2dp2sp", "as MPT, untied"),
     ("pp2vpp2", "alibi"),
     ("tp2pp2sp", "recompute full"),
