@@ -122,9 +122,13 @@ class Step:
         output = [(hidden, self.config.padded_vocab_size // tensor, 1)]
         return layer + output * self.has_output
 
-    @cached_property
     def gemm_ms(self) -> tuple[float, float]:
-        """Time of all matrix products of a micro batch: forward, backward."""
+        """Return the time of all matrix products of a micro batch: forward, backward."""
+        return self._gemm_ms
+
+    @cached_property
+    def _gemm_ms(self) -> tuple[float, float]:
+        """The same, computed once."""
         tokens, gemm, products = self.micro_batch_tokens, self.device.gemm_ms, self.products()
         forward = sum(count * gemm(tokens, k, n) for k, n, count in products)
         # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
@@ -175,9 +179,13 @@ class Step:
         recomputed = self.config.train.recompute_granularity == "full"
         return total * (1.4 if recomputed else 1.0)
 
-    @cached_property
     def compute_lines(self) -> Lines:
-        """The lines that do not depend on other ranks, for the whole step."""
+        """Return the lines that do not depend on other ranks, for the whole step."""
+        return dict(self._compute_lines)
+
+    @cached_property
+    def _compute_lines(self) -> Lines:
+        """The same, computed once."""
         m, parameters, memory_ms = self.config.model, self.parameters, self.device.memory_ms
         count, tokens = self.num_micro_batches, self.tokens
         # Two bytes an element.
@@ -190,7 +198,7 @@ class Step:
             launches *= 4 / 3
         loss_bytes = self.input("bytes per logit, loss forward and backward")
         lines = {
-            "matrix products": count * sum(self.gemm_ms),
+            "matrix products": count * sum(self._gemm_ms),
             "attention": count * sum(self.attention_ms()),
             "elementwise in layers": memory_ms(2 * elements * self.num_layers * tokens),
             "cross-entropy": memory_ms(loss_bytes * logits),
@@ -330,9 +338,9 @@ class Step:
 
         What is not a matrix product or attention is divided as those are.
         """
-        (gemm_forward, gemm_backward), attention = self.gemm_ms, self.attention_ms()
+        (gemm_forward, gemm_backward), attention = self._gemm_ms, self.attention_ms()
         forward, backward = gemm_forward + attention[0], gemm_backward + attention[1]
-        whole = sum(self.compute_lines.values()) / self.num_micro_batches
+        whole = sum(self._compute_lines.values()) / self.num_micro_batches
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
 
     @property
@@ -352,7 +360,7 @@ class Step:
 
     def lines(self) -> Lines:
         """Return all lines of the step."""
-        return {**self.compute_lines, **self.optimizer_lines(), **self.communication_lines()}
+        return {**self._compute_lines, **self.optimizer_lines(), **self.communication_lines()}
 
     @property
     def milliseconds(self) -> float:
