@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pretrain.config import load_config
 from pretrain.config.arguments import Config, Overrides
 from pretrain.config.overrides import check_beside
 
@@ -51,8 +50,9 @@ def plan(
           --write demo_h100.toml
     """
     check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
-    run = load_config(config, overrides)
     from pretrain.plan.command import plan_run, read_target
+    from pretrain.plan.source import load_for_plan
 
+    run, refusal = load_for_plan(Path(config), overrides)
     target = read_target(gpus, gpu_type, network, calibrate)
-    print(plan_run(run, Path(config), target, write))
+    print(plan_run(run, Path(config), target, write, refusal))

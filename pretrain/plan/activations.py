@@ -10,6 +10,7 @@ divided by t in any case.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pretrain.config import RunConfig
 
@@ -62,37 +63,37 @@ class Activations:
     is_modern: bool
     """The GPU has bf16, a Triton kernel for attention, and fused operations by torch.compile."""
 
-    @property
+    @cached_property
     def item(self) -> int:
         """Bytes of a number in the training precision."""
         return ITEM[self.config.train.precision]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """T, tokens of a micro batch."""
         return self.config.batch.micro_batch_size * self.config.data.sequence_length
 
-    @property
+    @cached_property
     def tensor(self) -> int:
         """t, the tensor-parallel size."""
         return self.config.parallel.tensor_model_parallel_size
 
-    @property
+    @cached_property
     def stream_tokens(self) -> int:
         """Tokens of which this rank holds norms and residual stream."""
         return self.tokens // (self.tensor if self.config.parallel.sequence_parallel else 1)
 
-    @property
+    @cached_property
     def stream(self) -> int:
         """One tensor of the residual stream."""
         return self.stream_tokens * self.config.model.hidden_size * self.item
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """One tensor of the width d for all tokens, whatever the sequence parallelism."""
         return self.tokens * self.config.model.hidden_size * self.item
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """The output of the first product of the MLP."""
         return self.tokens * self.config.ffn_hidden_size // self.tensor * self.item
@@ -144,9 +145,10 @@ class Activations:
             # The rotated queries and keys are new tensors, and the values a view of the old ones.
             kept += query + pair // 2
             # Sines and cosines, of queries and of keys, which the batch shares.
-            kept += 4 * c.head_dim * self.item // c.batch.micro_batch_size
-        if 1 < groups < heads:
-            # Queries of several groups are not evenly spaced, and are copied.
+            kept += 4 * c.rotary_channels * self.item // c.batch.micro_batch_size
+        elif 1 < groups < heads:
+            # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
+            # in any case.
             kept += query
         core = rows
         if self.uses_columns:

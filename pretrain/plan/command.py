@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from pretrain.config import ConfigError, RunConfig, load_config, writing
 from pretrain.config.inheritance import read_layers
 from pretrain.plan.calibration import read_calibration
 from pretrain.plan.hardware import GPU_TYPES, NETWORKS, Device, Network, network_of
-from pretrain.plan.planning import Planned, Target, make_plan
+from pretrain.plan.planning import Planned, make_plan
+from pretrain.plan.source import values_of_file
 from pretrain.plan.table import layout_name, to_table
-from pretrain.plan.timing import Scale, time_of_evaluations
+from pretrain.plan.timing import Target, time_of_evaluations
 from pretrain.plan.weights import stages_of
+
+SLOWEST, FASTEST = 0.01, 1e6
+"""Gbit/s of a node's links that are believed."""
 
 
 def read_target(
@@ -35,9 +40,10 @@ def read_target(
     device = GPU_TYPES.get(gpu_type.lower())
     if device is None:
         raise ConfigError(f"--gpu-type {gpu_type}: not known. Choose one of {', '.join(GPU_TYPES)}")
-    links = _network(network, device)
-    scale = Scale() if calibration is None else read_calibration(calibration, device, links)
-    return Target(gpus, gpu_type.lower(), device, links, scale)
+    target = Target(gpus, gpu_type.lower(), device, _network(network, device))
+    if calibration is None:
+        return target
+    return replace(target, scale=read_calibration(calibration, target))
 
 
 def _network(text: str | None, device: Device) -> Network:
@@ -50,16 +56,22 @@ def _network(text: str | None, device: Device) -> Network:
         rate = float(text)
     except ValueError:
         rate = 0.0
-    if not 0 < rate < float("inf"):
+    if not SLOWEST <= rate <= FASTEST:
         names = ", ".join(f"{name} ({each.name})" for name, each in NETWORKS.items())
         raise ConfigError(
-            f"--network {text}: not known. Choose one of {names}, or a number of Gbit/s: all links "
-            "of a node together, in one direction"
+            f"--network {text}: not known. Choose one of {names}, or a number of Gbit/s from "
+            f"{SLOWEST:g} to {FASTEST:g}: all links of a node together, in one direction"
         )
     return network_of(rate)
 
 
-def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | None) -> str:
+def plan_run(
+    config: RunConfig,
+    source: Path,
+    target: Target,
+    overlay: Path | None,
+    refusal: str | None = None,
+) -> str:
     """Return the text of the plan, and write the best layout if asked to.
 
     Args:
@@ -67,6 +79,7 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
         source: The file that it was read from.
         target: What it is planned for.
         overlay: Where to write the best layout as a config that builds on `source`, or None.
+        refusal: Why the layout of `source` itself is refused, or None if it is not.
 
     Raises:
         ConfigError: The run cannot be planned, or nothing fits that could be written.
@@ -79,10 +92,8 @@ def plan_run(config: RunConfig, source: Path, target: Target, overlay: Path | No
     if plan.fits:
         best = plan.fits[0]
         stages = stages_of(best.config, best.layout)
-        evaluations = time_of_evaluations(
-            best.config, best.layout, stages, target.device, target.network, target.scale
-        )
-    text = to_table(config, target, plan, evaluations)
+        evaluations = time_of_evaluations(best.config, best.layout, stages, target)
+    text = to_table(config, target, plan, evaluations, refusal)
     if overlay is None:
         return text
     if not plan.fits:
@@ -129,7 +140,8 @@ def write_overlay(path: Path, source: Path, best: Planned) -> None:
     """
     check_overlay(path, source)
     base = os.path.relpath(source.resolve(), path.resolve().parent)
-    changed, removed = _different(_values(load_config(source)), _values(best.config))
+    wanted = best.config.model_dump(mode="json", exclude_none=True)
+    changed, removed = _different(values_of_file(source), wanted)
     values = {"base": base, **({"remove": removed} if removed else {}), **changed}
     text = f"# Written by `pretrain plan`: {layout_name(best)}.\n{tomli_w.dumps(values)}"
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -145,11 +157,6 @@ def write_overlay(path: Path, source: Path, best: Planned) -> None:
                 file.write(text)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def _values(config: RunConfig) -> dict[str, Any]:
-    """Return what a config file of a run would hold."""
-    return config.model_dump(mode="json", exclude_none=True)
 
 
 def _different(

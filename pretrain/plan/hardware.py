@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pretrain.model.flops import peak_tflops_per_second
 
@@ -42,7 +43,7 @@ class Device:
     """Name in NETWORKS of the links that nodes with this GPU usually have."""
     origins: dict[str, str]
 
-    @property
+    @cached_property
     def peak_tflops(self) -> float:
         """Dense 16-bit peak in TFLOP/s, from `pretrain.model.flops`."""
         peak = peak_tflops_per_second(self.name)
@@ -97,12 +98,11 @@ H200 = Device(
         "nvlink_gb_per_second": "assumed: 0.80 of the data sheet's 450",
     },
 )
-V100 = Device(
+V100 = replace(
+    H200,
     name="Tesla V100-SXM2-32GB",
     gemm_fraction=0.75,
     multiprocessors=80,
-    tile=(128, 256),
-    tile_overhead=160,
     memory_tb_per_second=0.78,
     attention_tflops={"before": (6.0, 6.0), "after": (40.0, 30.0)},
     launch_gap_us=2.0,
@@ -110,18 +110,15 @@ V100 = Device(
     nvlink_gb_per_second=110.0,
     memory_bytes=int(31.7 * 2**30),
     network="4xedr",
-    origins={
+    origins=H200.origins
+    | {
         "memory_bytes": "assumed: 31.7 GiB of the data sheet's 32 GB",
         "peak_tflops": "published: data sheet, fp16",
         "gemm_fraction": "assumed",
-        "multiprocessors": "published",
         "tile": "assumed",
-        "tile_overhead": "assumed",
         "memory_tb_per_second": "assumed; data sheet: 0.9",
         "attention_tflops": "before: assumed, 1.0 s of the published step of 3.3 s; after: assumed "
         "for memory-efficient attention in fp16 without a mask",
-        "launch_gap_us": "assumed",
-        "host_us": "assumed",
         "nvlink_gb_per_second": "assumed: 0.73 of the data sheet's 150",
     },
 )
@@ -137,29 +134,21 @@ H100 = replace(
         "memory_bytes": "assumed: 79.1 GiB of the data sheet's 80 GB",
     },
 )
-A100 = Device(
+A100 = replace(
+    H200,
     name="NVIDIA A100-SXM4-80GB",
-    gemm_fraction=0.83,
     multiprocessors=108,
-    tile=(128, 256),
-    tile_overhead=160,
     memory_tb_per_second=1.7,
     attention_tflops={"before": (100.0, 70.0), "after": (130.0, 100.0)},
-    launch_gap_us=1.5,
-    host_us=6.0,
     nvlink_gb_per_second=240.0,
     memory_bytes=int(79.1 * 2**30),
     network="8x200",
-    origins={
-        "peak_tflops": "published: data sheet, without sparsity",
+    origins=H200.origins
+    | {
         "gemm_fraction": "assumed: as on an H200",
-        "multiprocessors": "published",
         "tile": "assumed",
-        "tile_overhead": "assumed",
         "memory_tb_per_second": "assumed: 0.83 of the data sheet's 2.04, as on an H200",
         "attention_tflops": "assumed for the causal half, D = 128, at 1,024 tokens",
-        "launch_gap_us": "assumed",
-        "host_us": "assumed",
         "nvlink_gb_per_second": "assumed: 0.80 of the data sheet's 300",
         "memory_bytes": "assumed: 79.1 GiB of the data sheet's 80 GB",
     },
@@ -246,6 +235,20 @@ EDR = Network("4 x EDR (100 Gbit/s)", 50.0, 0.80)
 MIDDLE = Network("8 x 200 Gbit/s", 200.0, 0.80)
 NETWORKS = {"8x400": FAST, "8x200": MIDDLE, "8x100": SLOW, "4xedr": EDR}
 """Networks by the names that `pretrain plan --network` takes."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Hold factors on the assumed times, from a measurement (`pretrain.plan.calibration`)."""
+
+    compute: float = 1.0
+    """On matrix products, attention and elementwise work."""
+    optimizer: float = 1.0
+    """On the optimizer's step."""
+
+
+UNSCALED = Scale()
+"""Times as assumed."""
 
 
 def network_of(gbit_per_second: float) -> Network:

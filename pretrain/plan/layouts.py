@@ -100,7 +100,7 @@ def _micro_batches(config: RunConfig, data: int) -> list[int]:
         return []
     share = config.batch.global_batch_size // data
     own = config.batch.micro_batch_size
-    return [n for n in _divisors(share) if n <= LARGEST_MICRO_BATCH or n == own]
+    return [n for n in sorted({*range(1, LARGEST_MICRO_BATCH + 1), own}) if share % n == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -24,7 +24,7 @@ stage3_max_live_parameters)."""
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank by part."""
+    """Hold the bytes of a rank by part."""
 
     weights: int
     gradients: int
@@ -105,7 +105,7 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
 
 @dataclass(frozen=True)
 class Kept:
-    """What a step holds beside the state, at one moment."""
+    """Hold the bytes that a step needs beside the state, at one moment."""
 
     activations: int
     logits: int

@@ -4,52 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pretrain.config import ConfigError, Layout, RunConfig
 from pretrain.plan.activations import BIASED, WIDEST_HEAD, attention_backend
-from pretrain.plan.hardware import GPUS_PER_NODE, Device, Network
-from pretrain.plan.layouts import Refused, candidates
+from pretrain.plan.hardware import GPUS_PER_NODE
+from pretrain.plan.layouts import RECOMPUTE, Refused, candidates
 from pretrain.plan.memory import Memory, memory_of_rank
-from pretrain.plan.step_time import Step
-from pretrain.plan.timing import Scale, Timing, time_of_step
-from pretrain.plan.weights import Stage, stages_of, weights_of_rank
+from pretrain.plan.timing import Target, Timing, time_of_step
+from pretrain.plan.weights import Stage, stages_of, weights_of_rank, zero_stage
 
-USABLE = 0.95
-"""Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
-another version of a library, should not fail at the last gigabyte."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a run is planned for."""
-
-    gpus: int
-    gpu_type: str
-    device: Device
-    network: Network
-    scale: Scale = field(default_factory=Scale)
-
-    @property
-    def is_modern(self) -> bool:
-        """True unless the GPU is older than compute capability 8.0."""
-        return not Step.is_old(self.device)
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory of a GPU that may be planned for."""
-        return int(USABLE * self.device.memory_bytes)
+MOST_GPUS = 1_000_000
+"""GPUs of a job that are believed."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A run in one layout, with its memory and its time."""
+    """Hold a run in one layout, with its memory and its time."""
 
     config: RunConfig
     layout: Layout
     memory: Memory
     """Of the rank that needs most."""
     timing: Timing
+
+    @property
+    def memory_is_bound(self) -> bool:
+        """True if the run needs no more memory than planned, and maybe less.
+
+        Of ZeRO 2 and 3 the buffers are taken at their full size, all at once.
+        """
+        return zero_stage(self.config, self.layout) > 1
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -71,7 +56,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a run."""
+    """Hold all layouts of a run."""
 
     fits: list[Planned]
     """Those that fit, the fastest first."""
@@ -105,8 +90,10 @@ def check_target(config: RunConfig, target: Target) -> None:
         ConfigError: With the key and the remedy.
     """
     precision = config.train.precision
-    if target.gpus < 1:
-        raise ConfigError(f"--gpus {target.gpus}: not a number of GPUs. Choose 1 or more")
+    if not 0 < target.gpus <= MOST_GPUS:
+        raise ConfigError(
+            f"--gpus {target.gpus}: not a number of GPUs. Choose 1 or more, up to {MOST_GPUS:,}"
+        )
     if target.gpus > GPUS_PER_NODE and target.gpus % GPUS_PER_NODE:
         below = target.gpus // GPUS_PER_NODE * GPUS_PER_NODE
         raise ConfigError(
@@ -185,9 +172,18 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
     if not fits and not too_large:
         reasons = "\n".join(refused.examples.values())
         raise ConfigError(f"--gpus {target.gpus}: no layout is legal, because\n{reasons}")
-    fits.sort(key=lambda each: (each.timing.milliseconds, each.memory.total))
+    fits.sort(key=_order)
     too_large.sort(key=lambda each: each.memory.total)
     return Plan(fits, too_large, refused)
+
+
+def _order(each: Planned) -> tuple[float, int, int]:
+    """Return what layouts are sorted by: time, then the least recomputation, then memory.
+
+    Where the host sets the pace, what a GPU computes again costs no time in the model.
+    """
+    recompute = RECOMPUTE.index(each.config.train.recompute_granularity)
+    return each.timing.milliseconds, recompute, each.memory.total
 
 
 def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: Target) -> Planned:
@@ -201,5 +197,5 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
     """
     memories = [memory_of_rank(config, layout, stage, target.is_modern) for stage in stages]
     largest = max(memories, key=lambda memory: memory.total)
-    timing = time_of_step(config, layout, stages, target.device, target.network, target.scale)
+    timing = time_of_step(config, layout, stages, target)
     return Planned(config, layout, largest, timing)

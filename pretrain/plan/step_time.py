@@ -7,11 +7,12 @@ stages together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.model.flops import flops_per_token
 from pretrain.plan.activations import Activations
-from pretrain.plan.hardware import FAST, GPUS_PER_NODE, Device, Network
+from pretrain.plan.hardware import FAST, GPUS_PER_NODE, UNSCALED, Device, Network, Scale
 from pretrain.plan.inputs import ELEMENTWISE, INPUTS
 
 Lines = dict[str, float]
@@ -65,6 +66,11 @@ class Step:
     """The pipeline stage."""
     tail: float | None = None
     """Part of all bytes in what is last to reduce; None: as in INPUTS."""
+    scale: Scale = UNSCALED
+    """Factors on the times of computing."""
+    waits: bool = False
+    """True if the host waits for the device after each part of a step, as `pretrain bench train`
+    does: then the gather of weights hides behind nothing."""
 
     @property
     def tensor(self) -> int:
@@ -118,6 +124,11 @@ class Step:
 
     def gemm_ms(self) -> tuple[float, float]:
         """Return the time of all matrix products of a micro batch: forward, backward."""
+        return self._gemm_ms
+
+    @cached_property
+    def _gemm_ms(self) -> tuple[float, float]:
+        """The same, computed once."""
         tokens, gemm, products = self.micro_batch_tokens, self.device.gemm_ms, self.products()
         forward = sum(count * gemm(tokens, k, n) for k, n, count in products)
         # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
@@ -170,6 +181,11 @@ class Step:
 
     def compute_lines(self) -> Lines:
         """Return the lines that do not depend on other ranks, for the whole step."""
+        return dict(self._compute_lines)
+
+    @cached_property
+    def _compute_lines(self) -> Lines:
+        """The same, computed once."""
         m, parameters, memory_ms = self.config.model, self.parameters, self.device.memory_ms
         count, tokens = self.num_micro_batches, self.tokens
         # Two bytes an element.
@@ -182,7 +198,7 @@ class Step:
             launches *= 4 / 3
         loss_bytes = self.input("bytes per logit, loss forward and backward")
         lines = {
-            "matrix products": count * sum(self.gemm_ms()),
+            "matrix products": count * sum(self._gemm_ms),
             "attention": count * sum(self.attention_ms()),
             "elementwise in layers": memory_ms(2 * elements * self.num_layers * tokens),
             "cross-entropy": memory_ms(loss_bytes * logits),
@@ -191,7 +207,7 @@ class Step:
         }
         host = count * launches * self.device.host_us / 1e3
         lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
-        return lines
+        return {name: ms * self.scale.compute for name, ms in lines.items()}
 
     def _accumulated_bytes(self) -> float:
         """Return the bytes per parameter that all micro batches move to sum gradients."""
@@ -223,7 +239,7 @@ class Step:
         host = INPUTS["host time of the optimizer step, ms"].of(state)
         lines["optimizer, host"] = max(0.0, host - sum(lines.values()))
         lines["synchronisation and log"] = self.input("host synchronisations and the log, ms")
-        return lines
+        return {name: ms * self.scale.optimizer for name, ms in lines.items()}
 
     def communication_lines(self) -> Lines:
         """Return the lines of communication: what is not hidden, and what hiding costs."""
@@ -246,7 +262,7 @@ class Step:
             tail = self.input("part of all bytes in the bucket that is last to reduce")
         forward, backward = self.passes_ms()
         exposed_reduce = max(tail * reduce, reduce - backward)
-        exposed_gather = max(tail * gather, gather - forward)
+        exposed_gather = gather if self.waits else max(tail * gather, gather - forward)
         hidden = reduce + gather - exposed_reduce - exposed_gather
         lost = self.input("part of compute lost while a collective runs beside it")
         return {
@@ -322,9 +338,9 @@ class Step:
 
         What is not a matrix product or attention is divided as those are.
         """
-        (gemm_forward, gemm_backward), attention = self.gemm_ms(), self.attention_ms()
+        (gemm_forward, gemm_backward), attention = self._gemm_ms, self.attention_ms()
         forward, backward = gemm_forward + attention[0], gemm_backward + attention[1]
-        whole = sum(self.compute_lines().values()) / self.num_micro_batches
+        whole = sum(self._compute_lines.values()) / self.num_micro_batches
         return whole * forward / (forward + backward), whole * backward / (forward + backward)
 
     @property
@@ -337,14 +353,14 @@ class Step:
         """Return True for a device older than compute capability 8.0."""
         return "V100" in device.name
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of this rank."""
         return num_parameters_of_rank(self.config, self.stage)
 
     def lines(self) -> Lines:
         """Return all lines of the step."""
-        return {**self.compute_lines(), **self.optimizer_lines(), **self.communication_lines()}
+        return {**self._compute_lines, **self.optimizer_lines(), **self.communication_lines()}
 
     @property
     def milliseconds(self) -> float:

@@ -10,8 +10,8 @@ from pretrain.plan.activations import Activations
 from pretrain.plan.hardware import TITLES
 from pretrain.plan.inputs import INPUTS
 from pretrain.plan.memory import Memory
-from pretrain.plan.planning import USABLE, Plan, Planned, Target
-from pretrain.plan.timing import PARTS, Evaluations
+from pretrain.plan.planning import Plan, Planned
+from pretrain.plan.timing import PARTS, USABLE, Evaluations, Target
 
 ROWS = 10
 """Layouts in the table."""
@@ -27,7 +27,13 @@ PUBLISHED = {
 """Throughputs that others have published, to compare with. They decide about no number here."""
 
 
-def to_table(config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None) -> str:
+def to_table(
+    config: RunConfig,
+    target: Target,
+    plan: Plan,
+    evaluations: Evaluations | None,
+    refusal: str | None = None,
+) -> str:
     """Return the text that `pretrain plan` prints.
 
     Args:
@@ -35,11 +41,13 @@ def to_table(config: RunConfig, target: Target, plan: Plan, evaluations: Evaluat
         target: The GPUs and their network.
         plan: Its layouts.
         evaluations: Cost of an evaluation in the best layout.
+        refusal: Why the configured layout is refused; `config` has another one then.
     """
     parts = [
         _head(config, target),
         *_best(target, plan),
-        *_details(config, target, plan, evaluations),
+        *_details(config, target, plan, refusal),
+        *_evaluations(config, target, plan, evaluations),
         *_reasons(target, plan),
         *_assumptions(config, target),
     ]
@@ -79,7 +87,7 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
     width = max(len(layout_name(each)) for each in shown)
     columns = [f"{name:>{max(7, len(name) + 1)}}" for name in PARTS]
     yield (
-        f"\n{'layout':<{width}}  micro  recompute    GB  {'step ms':>8}{''.join(columns)}"
+        f"\n{'layout':<{width}}  micro  recompute     GB {'step ms':>8}{''.join(columns)}"
         f"{'tokens/s':>12}  MFU all  causal  GPU-hours"
     )
     for each in shown:
@@ -87,7 +95,7 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
         mfu = [each.timing.mfu(each.config, target.device, causal) for causal in (False, True)]
         yield (
             f"{layout_name(each):<{width}}  {each.config.batch.micro_batch_size:>5}  "
-            f"{each.config.train.recompute_granularity:<9}{each.memory.total / 1e9:>6.1f}  "
+            f"{each.config.train.recompute_granularity:<9}{_gigabytes(each):>7} "
             f"{each.timing.milliseconds:>8.0f}{times}{each.timing.tokens_per_second:>12,.0f}  "
             f"{mfu[0]:>7.1%}  {mfu[1]:>6.1%}  {each.hours(target.gpus):>9,.0f}"
         )
@@ -95,16 +103,21 @@ def _best(target: Target, plan: Plan) -> Iterator[str]:
         yield f"and {len(best) - len(shown)} slower layouts that fit"
 
 
-def _details(
-    config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None
-) -> Iterator[str]:
-    """Yield memory by part of the best layout and of the config's own, and the evaluations."""
-    own = [each for each in (*plan.fits, *plan.too_large) if _is_configured(each, config)]
+def _gigabytes(each: Planned) -> str:
+    """Return the memory of the fullest rank; with <= where it is a bound."""
+    return f"{'<=' if each.memory_is_bound else ''}{each.memory.total / 1e9:.1f}"
+
+
+def _details(config: RunConfig, target: Target, plan: Plan, refusal: str | None) -> Iterator[str]:
+    """Yield memory by part of the best layout and of the config's own."""
+    every = [*plan.fits, *plan.too_large] if refusal is None else []
+    own = [each for each in every if _is_configured(each, config)]
     named = [("best", each) for each in plan.fits[:1]] + [("as configured", each) for each in own]
     if named:
         columns = [field.name for field in fields(Memory)]
         yield "\nGB of the fullest rank   " + "".join(f"{c:>13}" for c in columns) + "        total"
     for name, each in named:
+        name += ", at most" * each.memory_is_bound
         values = [getattr(each.memory, field.name) for field in fields(Memory)]
         cells = "".join(f"{value / 1e9:>13.2f}" for value in (*values, each.memory.total))
         yield f"{name:<25}{cells}"
@@ -117,15 +130,15 @@ def _details(
             f"{mfu:.1%}, {each.hours(target.gpus):,.0f} GPU-hours{verdict}"
         )
     if not own:
-        yield f"\nAs configured: {_why_not_own(config, target)}"
-    if plan.fits:
-        yield from _evaluations(config, target, plan.fits[0], evaluations)
+        yield f"\nAs configured: {_why_not_own(config, target, refusal)}"
 
 
 def _evaluations(
-    config: RunConfig, target: Target, best: Planned, evaluations: Evaluations | None
+    config: RunConfig, target: Target, plan: Plan, evaluations: Evaluations | None
 ) -> Iterator[str]:
     """Yield what evaluations cost in the best layout."""
+    if not plan.fits:
+        return
     if evaluations is None:
         yield (
             "Evaluations while training: their text is bounded by the data alone. Set "
@@ -140,7 +153,7 @@ def _evaluations(
         f"Evaluations while training: {bound}{evaluations.count} of {evaluations.seconds:.1f} s "
         f"each ({evaluations.tokens:,} tokens at each of {lengths}; "
         f"{', '.join(config.evaluation.protocols)}), {hours:,.1f} GPU-hours, "
-        f"{hours / best.hours(target.gpus):.2%} of the run"
+        f"{hours / plan.fits[0].hours(target.gpus):.2%} of the run"
     )
 
 
@@ -154,8 +167,10 @@ def _is_configured(each: Planned, config: RunConfig) -> bool:
     )
 
 
-def _why_not_own(config: RunConfig, target: Target) -> str:
+def _why_not_own(config: RunConfig, target: Target, refusal: str | None) -> str:
     """Return why the config's own layout is not among those that were planned."""
+    if refusal is not None:
+        return f"not a legal layout. {refusal.splitlines()[0]}"
     parallel = config.parallel.model_copy(update={"world_size": target.gpus})
     try:
         rules.check(config.model_copy(update={"parallel": parallel}))
@@ -189,7 +204,8 @@ def _reasons(target: Target, plan: Plan) -> Iterator[str]:
         yield (
             f"nearest miss: {layout_name(each)}, micro batches of "
             f"{each.config.batch.micro_batch_size}, recompute "
-            f"{each.config.train.recompute_granularity}: {missing / 1e9:.1f} GB too much ({speed})"
+            f"{each.config.train.recompute_granularity}: {'at most ' * each.memory_is_bound}"
+            f"{missing / 1e9:.1f} GB too much ({speed})"
         )
 
 
@@ -219,7 +235,8 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
             yield f"  {name}: {value:g} ({_now(row.origin)})"
     yield (
         f"  {USABLE:.0%} of a GPU's memory is usable; CUDA, NCCL and fragmentation take "
-        f"{Memory.overhead / 1e9:g} GB (assumed)"
+        f"{Memory.overhead / 1e9:g} GB (assumed). GB with <=, of ZeRO 2 and 3, are bounds: all of "
+        "DeepSpeed's buffers at their full size at once"
     )
     yield (
         "  nodes of 8 GPUs, within which tensor-parallel ranks stay. Not counted: ranks that wait "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pretrain.config import Layout, RunConfig
 from pretrain.model.flops import flops_per_token
-from pretrain.plan.hardware import GPUS_PER_NODE, Device, Network
+from pretrain.plan.hardware import GPUS_PER_NODE, UNSCALED, Device, Network, Scale
 from pretrain.plan.step_time import Lines, Step
 from pretrain.plan.traffic import Messages, messages
 from pretrain.plan.weights import Stage
@@ -38,21 +38,35 @@ PARTS = {
     ),
 }
 """The columns of the plan's table, and the lines of a step in each."""
+USABLE = 0.95
+"""Part of a GPU's memory that may be planned for. Assumed: a start with other lengths of text, or
+another version of a library, should not fail at the last gigabyte."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What a measurement says about the speeds that are assumed: factors on times."""
+class Target:
+    """Say for which GPUs, links and measured speeds a run is planned."""
 
-    compute: float = 1.0
-    """On matrix products, attention and elementwise work."""
-    optimizer: float = 1.0
-    """On the optimizer's step."""
+    gpus: int
+    gpu_type: str
+    device: Device
+    network: Network
+    scale: Scale = UNSCALED
+
+    @property
+    def is_modern(self) -> bool:
+        """True unless the GPU is older than compute capability 8.0."""
+        return not Step.is_old(self.device)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a GPU that may be planned for."""
+        return int(USABLE * self.device.memory_bytes)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a step."""
+    """Hold the time of a step by class of work."""
 
     lines: Lines
     """Milliseconds by class of work, of the slowest stage, with the bubble."""
@@ -91,9 +105,8 @@ def time_of_step(
     config: RunConfig,
     layout: Layout,
     stages: Sequence[Stage],
-    device: Device,
-    network: Network,
-    scale: Scale = Scale(),
+    target: Target,
+    waits: bool = False,
 ) -> Timing:
     """Return the time of a step in a layout.
 
@@ -104,13 +117,13 @@ def time_of_step(
         config: The run, with the layout's keys.
         layout: Its layout.
         stages: Its pipeline stages, one of each kind.
-        device: The GPU.
-        network: The links between nodes.
-        scale: Factors on times, from a measurement.
+        target: The GPUs, their links and measured speeds.
+        waits: As in `Step`.
     """
+    steps = [replace(stage_step(config, layout, stage, target), waits=waits) for stage in stages]
     times = [
-        _lines(stage_step(config, layout, device, network, stage), layout, stage, scale)
-        for stage in stages
+        step.lines() | _model_parallel_lines(step, layout, stage)
+        for step, stage in zip(steps, stages)
     ]
     slowest: Lines = max(times, key=lambda each: sum(each.values()))
     lines = dict(slowest)
@@ -130,30 +143,28 @@ _REPEATED = (
 """The lines that every micro batch has a part of."""
 
 
-def stage_step(
-    config: RunConfig, layout: Layout, device: Device, network: Network, stage: Stage
-) -> Step:
+def stage_step(config: RunConfig, layout: Layout, stage: Stage, target: Target) -> Step:
     """Return the step of one pipeline stage.
 
     Args:
         config: The run, with the layout's keys.
         layout: Its layout.
-        device: The GPU.
-        network: The links between nodes.
         stage: The pipeline stage.
+        target: The GPUs, their links and measured speeds.
     """
     micro = config.batch.micro_batch_size * config.data.sequence_length
     wire = config.parallel.gradient_reduce_dtype
     return Step(
         config,
-        device,
+        target.device,
         tokens=micro * layout.num_microbatches,
         micro_batch_tokens=micro,
         ranks=layout.data,
-        network=network,
+        network=target.network,
         reduction="ring, fp32" if wire == "fp32" else "two stages, 16 bit",
         stage=stage.number,
         tail=stage.tail,
+        scale=target.scale,
     )
 
 
@@ -201,24 +212,9 @@ def _sends_ms(step: Step, layout: Layout, sends: Messages) -> float:
     return 1e3 * sends.num_bytes / (rate * 1e9) + 1e-3 * sends.calls * latency
 
 
-def _lines(step: Step, layout: Layout, stage: Stage, scale: Scale) -> Lines:
-    """Return the lines of a stage's step, with measured factors applied.
-
-    Args:
-        step: The step.
-        layout: The layout.
-        stage: The pipeline stage.
-        scale: The factors.
-    """
-    lines = step.lines() | _model_parallel_lines(step, layout, stage)
-    measured = {name: scale.compute for name in _REPEATED[:-1]}
-    measured |= {name: scale.optimizer for name in PARTS["optimizer"]}
-    return {name: ms * measured.get(name, 1.0) for name, ms in lines.items()}
-
-
 @dataclass(frozen=True)
 class Evaluations:
-    """The cost of evaluating while training."""
+    """Hold the cost of evaluating while training."""
 
     count: int
     """Evaluations of the run."""
@@ -229,22 +225,11 @@ class Evaluations:
 
 
 def time_of_evaluations(
-    config: RunConfig,
-    layout: Layout,
-    stages: Sequence[Stage],
-    device: Device,
-    network: Network,
-    scale: Scale = Scale(),
+    config: RunConfig, layout: Layout, stages: Sequence[Stage], target: Target
 ) -> Evaluations | None:
     """Return what evaluations while training cost, or None if nothing bounds the text.
 
-    Args:
-        config: The run, with the layout's keys.
-        layout: Its layout.
-        stages: Its pipeline stages, one of each kind.
-        device: The GPU.
-        network: The links between nodes.
-        scale: Factors on times, from a measurement.
+    Arguments as for `time_of_step`.
     """
     e = config.evaluation
     if e.max_tokens is None:
@@ -258,32 +243,24 @@ def time_of_evaluations(
             batches = -(-windows // (rows * layout.data))
             at_length = config.data.model_copy(update={"sequence_length": length})
             one = config.model_copy(update={"data": at_length})
-            steps = [_forward(one, layout, device, network, stage, rows) for stage in stages]
+            steps = [_forward(one, layout, stage, target, rows) for stage in stages]
             passes = [step.passes_ms()[0] for step in steps]
             through = sum(p * stage.count for p, stage in zip(passes, stages))
             milliseconds += (batches - 1) * max(passes) + through
     count = -(-config.train.num_steps // config.evaluation_interval_steps)
-    return Evaluations(count, scale.compute * milliseconds / 1e3, e.max_tokens)
+    return Evaluations(count, milliseconds / 1e3, e.max_tokens)
 
 
-def _forward(
-    config: RunConfig,
-    layout: Layout,
-    device: Device,
-    network: Network,
-    stage: Stage,
-    rows: int,
-) -> Step:
+def _forward(config: RunConfig, layout: Layout, stage: Stage, target: Target, rows: int) -> Step:
     """Return the step whose only micro batch is that of an evaluation's forward pass.
 
     Args:
         config: The run, with the windows' length as that of its sequences.
         layout: Its layout.
-        device: The GPU.
-        network: The links between nodes.
         stage: The pipeline stage.
+        target: The GPUs, their links and measured speeds.
         rows: Windows in a forward pass.
     """
     tokens = rows * config.data.sequence_length
-    step = stage_step(config, layout, device, network, stage)
+    step = stage_step(config, layout, stage, target)
     return replace(step, tokens=tokens, micro_batch_tokens=tokens)

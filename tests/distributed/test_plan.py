@@ -58,7 +58,9 @@ def test_every_real_rank_allocates_what_is_planned(pools, layout, recompute):
         assert state == (found["weights"], found["gradients"], found["optimizer"])
         persistent = Activations(config, True).persistent()
         kept = most_kept(config, shape, stage, True) + persistent
-        assert kept == pytest.approx(found["kept"], rel=0.05)
+        # As for simulated ranks.
+        received = 2 * Activations(config, True).stream
+        assert 0.95 * found["kept"] < kept < 1.05 * found["kept"] + received
         most = peak(config, shape, stage, True).total + persistent
         assert most == pytest.approx(found["peak"], rel=0.05)
 

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from typing import NamedTuple
 
 import pytest
 
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
 from pretrain.plan.layouts import Refused, candidates
 from pretrain.plan.weights import Stage, stage_of, stages_of, weights_of_rank
-from tests.conftest import mark_torture
 
-# Uses torch's fake process group: this process acts as each of several ranks of 128 in turn.
-SCRIPT = """
-import json, sys, warnings; warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from pretrain import platform
-from pretrain.config import load_config
-from pretrain.topology import Process, finish, initialize
-path, overrides, ranks = json.loads(sys.argv[1])
-platform.check_precision = lambda precision: None
-config = load_config(path, overrides)
-found = {}
-for rank in ranks:
-    dist.init_process_group("fake", rank=rank, world_size=128, store=FakeStore())
-    topology = initialize(config, Process(rank, 128, 0, "127.0.0.1", 0))
-    from pretrain.model.gpt import build_model
-    from pretrain.model.parameters import named_parameters
-    from pretrain.optim.buckets import plan_buckets
-    named = list(named_parameters(build_model(config, device=torch.device("meta"))))
-    names = {id(n.parameter): n.name for n in named}
-    found[rank] = {
-        "stage": topology.pipeline_rank,
-        "weights": [[n.name, n.shape] for n in named],
-        "buckets": [[b.is_late, [names[id(p)] for p in b.parameters]]
-                    for b in plan_buckets(config, named)],
-    }
-    finish()
-print(json.dumps(found))
-"""
 PATH = "configs/cc100_roberta/alibi_1024.toml"
 KEYS = {
     "tp": "parallel.tensor_model_parallel_size",
@@ -62,7 +30,6 @@ LAYOUTS = {
     "tp2 pp4 vpp3 sp": {"tp": 2, "pp": 4, "vpp": 3, "sp": "true"},
     "tp8 pp16 sp": {"tp": 8, "pp": 16, "sp": "true"},
 }
-CORE = {("dp128",), ("tp2 pp4 sp",), ("tp2 pp4 vpp3 sp",)}
 
 
 def config_of(layout: str) -> RunConfig:
@@ -87,24 +54,60 @@ def formula(config: RunConfig, stage: int) -> int:
     return layers * layer + embedding + last * 2 * d
 
 
-@pytest.mark.parametrize(("layout",), mark_torture([(name,) for name in LAYOUTS], CORE))
+class Built(NamedTuple):
+    """What a rank holds whose model Megatron has built."""
+
+    stage: int
+    weights: list[tuple[str, tuple[int, ...]]]
+    buckets: list[tuple[bool, list[str]]]
+
+
+def built_rank(config: RunConfig, rank: int) -> Built:
+    """Build the model of one rank of 128 on the meta device, by torch's fake process group."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from pretrain import platform
+    from pretrain.model.gpt import build_model
+    from pretrain.model.parameters import named_parameters
+    from pretrain.optim.buckets import plan_buckets
+    from pretrain.topology import Process, finish, initialize
+
+    platform.prepare(0)
+    with platform.fp16_allowed_on_cpu():
+        dist.init_process_group("fake", rank=rank, world_size=128, store=FakeStore())
+        try:
+            topology = initialize(config, Process(rank, 128, 0, "127.0.0.1", 0))
+            named = list(named_parameters(build_model(config, device=torch.device("meta"))))
+            names = {id(n.parameter): n.name for n in named}
+            return Built(
+                topology.pipeline_rank,
+                [(n.name, tuple(n.shape)) for n in named],
+                [
+                    (b.is_late, [names[id(p)] for p in b.parameters])
+                    for b in plan_buckets(config, named)
+                ],
+            )
+        finally:
+            finish()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_128_hold_the_planned_parameters(layout):
     """A rank of every stage: each parameter with its shape, and each bucket with its members."""
     config = config_of(layout)
     shape = config.layout(128)
     assert sum(config.layers_per_chunk) == 25
     ranks = [stage * shape.tensor * shape.data for stage in range(shape.pipeline)] + [127]
-    command = [sys.executable, "-c", SCRIPT, json.dumps([PATH, overrides_of(layout), ranks])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {rank["stage"] for rank in found.values()} == set(range(shape.pipeline))
-    for rank in found.values():
-        weights = weights_of_rank(config, rank["stage"])
-        assert [[w.name, list(w.shape)] for w in weights] == rank["weights"]
-        assert sum(w.num_elements for w in weights) == formula(config, rank["stage"])
-        buckets = stage_of(config, shape, rank["stage"]).buckets
-        assert [[b.is_late, list(b.names)] for b in buckets] == rank["buckets"]
+    found = [built_rank(config, rank) for rank in ranks]
+    assert {rank.stage for rank in found} == set(range(shape.pipeline))
+    for rank in found:
+        weights = weights_of_rank(config, rank.stage)
+        assert [(w.name, w.shape) for w in weights] == rank.weights
+        assert sum(w.num_elements for w in weights) == formula(config, rank.stage)
+        buckets = stage_of(config, shape, rank.stage).buckets
+        assert [(b.is_late, list(b.names)) for b in buckets] == rank.buckets
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -39,6 +39,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "t5": {"position": {"method": "t5"}},
     "trained slopes": {"position": {"trainable_slopes": True}},
     "learned": {"position": {"method": "learned", "max_position_embeddings": 512}},
+    "rotary, a quarter of grouped queries": {
+        "position": {"method": "rotary", "rotary_percent": 0.25},
+        "model": {"num_query_groups": 4},
+    },
+    "no positions": {"position": {"method": "none"}},
     "grouped queries": {"model": {"num_query_groups": 4}},
     "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
     "NAG, dropped activations, no final norm": {
@@ -65,6 +70,7 @@ CORE = {
     ("one rank", "NAG, dropped activations, no final norm"),
     ("pp4", "recompute full"),
     ("dp4", "t5"),
+    ("dp4", "rotary, a quarter of grouped queries"),
     ("tp2dp2sp", "as MPT, untied"),
     ("pp2vpp2", "alibi"),
     ("tp2pp2sp", "recompute full"),
@@ -74,12 +80,19 @@ CORE = {
 def small_run(layout: str, model: str) -> RunConfig:
     """A run whose activations are larger than what a model of its size has beside them."""
     world_size, parallel = LAYOUTS[layout]
+    pipeline = parallel.get("pipeline_model_parallel_size", 1)
+    data = world_size // pipeline // parallel.get("tensor_model_parallel_size", 1)
+    # As few as show every state of the schedule: one after as many as wait on the first stage; the
+    # interleaved schedule takes multiples of the stages.
+    micro_batches = (
+        2 * pipeline if "virtual_pipeline_model_parallel_size" in parallel else (pipeline + 1)
+    )
     sections = {name: dict(keys) for name, keys in MODELS[model].items()}
     shape = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024}
     return tiny_config(
         parallel={**parallel, "world_size": world_size},
         data={"sequence_length": 256, **sections.pop("data", {})},
-        batch={"micro_batch_size": 2, "global_batch_size": 16},
+        batch={"micro_batch_size": 2, "global_batch_size": 2 * data * micro_batches},
         train={"precision": "bf16", **sections.pop("train", {})},
         model={**shape, **sections.pop("model", {})},
         **sections,
@@ -108,7 +121,9 @@ def test_a_rank_allocates_what_is_planned(layout, model):
         persistent = Activations(config, True).persistent()
         kept = most_kept(config, shape, stage, True) + persistent
         most = peak(config, shape, stage, True).total + persistent
-        assert kept == pytest.approx(measured["kept"], rel=0.05)
+        # What other stages send is planned as there at every such moment; the peak is what counts.
+        received = 2 * Activations(config, True).stream
+        assert 0.95 * measured["kept"] < kept < 1.05 * measured["kept"] + received
         assert most == pytest.approx(measured["peak"], rel=0.05)
         assert most == planned.activations + planned.logits + planned.buffers
 

@@ -1,0 +1,161 @@
+"""`pretrain plan --calibrate`: a plan that is scaled by a measurement predicts the measured run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.plan.calibration import read_calibration
+from pretrain.plan.command import plan_run, read_target
+from pretrain.plan.hardware import H200, Scale
+from pretrain.plan.planning import make_plan
+from pretrain.plan.timing import time_of_step
+from pretrain.plan.weights import stages_of
+
+PAPER = Path("configs/cc100_roberta/alibi_1024.toml")
+FEW_LAYERS = "model.num_layers=4"
+H200S = read_target(8, "h200", None)
+
+
+def paper(*overrides: str) -> RunConfig:
+    return load_config(PAPER, overrides)
+
+
+def measurement(config: RunConfig, device: str = H200.name, gpus: int = 1) -> dict[str, Any]:
+    """What bench train would write if all that is computed took twice as long as modelled.
+
+    And the optimizer's step six times as long. The host waits for the device after each part, so
+    that the gather of weights hides behind nothing and is in the optimizer's step.
+    """
+    layout = config.layout(gpus)
+    slow = replace(read_target(gpus, "h200", None), scale=Scale(2.0, 6.0))
+    timing = time_of_step(config, layout, stages_of(config, layout), slow, waits=True)
+    optimizer, tail = timing.part("optimizer"), 0.0
+    if config.parallel.zero_stage < 3:
+        optimizer += timing.lines.get("gather of weights, exposed", 0.0)
+    if gpus > 1:
+        tail = timing.lines["reduction of gradients, exposed"]
+    return {
+        "device": device,
+        "world_size": gpus,
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "seconds": {
+            "forward and backward": (timing.milliseconds - optimizer - tail) / 1e3,
+            "gradient reduction": tail / 1e3,
+            "optimizer step": optimizer / 1e3,
+        },
+    }
+
+
+MEASURED = {
+    "one GPU": (1, {}),
+    "dp8": (8, {}),
+    "dp16, between nodes": (16, {}),
+    "dp16, 16-bit wire": (16, {"gradient_reduce_dtype": "bf16"}),
+    "tp2sp": (8, {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}),
+    "pp4": (8, {"pipeline_model_parallel_size": 4}),
+    "pp2vpp2": (
+        8,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "zero2": (8, {"zero_stage": 2}),
+    "zero3": (8, {"zero_stage": 3}),
+}
+
+
+def measured_run(case: str) -> RunConfig:
+    gpus, parallel = MEASURED[case]
+    settings = [f"parallel.{key}={value}" for key, value in parallel.items()]
+    batch = ["batch.global_batch_size=256", f"parallel.world_size={gpus}"]
+    return paper("train.precision=bf16", *batch, *settings)
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_a_calibrated_plan_predicts_the_measured_run(tmp_path, case):
+    """A measurement that was made from two known factors gives them back, and its own time."""
+    gpus, config, file = MEASURED[case][0], measured_run(case), tmp_path / "measured.json"
+    measured = measurement(config, gpus=gpus)
+    file.write_text(json.dumps(measured))
+    target = read_target(gpus, "h200", None, file)
+    assert target.scale.compute == pytest.approx(2.0)
+    assert target.scale.optimizer == pytest.approx(6.0)
+    layout = config.layout(gpus)
+    timing = time_of_step(config, layout, stages_of(config, layout), target, waits=True)
+    total = 1e3 * sum(measured["seconds"].values())
+    assert timing.milliseconds == pytest.approx(total)
+    # Without waiting, the gather hides behind the next forward pass, and nothing else changes.
+    free = time_of_step(config, layout, stages_of(config, layout), target)
+    if gpus == 1:
+        assert free == timing
+    assert total - timing.lines.get("gather of weights, exposed", 0) <= free.milliseconds
+    assert free.milliseconds <= total * (1 + 1e-9)
+
+
+def test_what_is_left_of_the_reduction_is_part_of_the_passes(tmp_path):
+    """Its seconds count as those of the backward pass, in which the reduction began."""
+    content = measurement(measured_run("dp16, between nodes"), gpus=16)
+    file, scales = tmp_path / "measured.json", []
+    seconds = content["seconds"]
+    assert seconds["gradient reduction"] > 0
+    whole = seconds["forward and backward"] + seconds["gradient reduction"]
+    for tail in (0.0, seconds["gradient reduction"]):
+        seconds |= {"forward and backward": whole - tail, "gradient reduction": tail}
+        file.write_text(json.dumps(content))
+        scales.append(read_target(16, "h200", None, file).scale)
+    assert scales[0].compute == pytest.approx(scales[1].compute)
+    seconds["gradient reduction"] += 0.1 * whole
+    file.write_text(json.dumps(content))
+    assert read_target(16, "h200", None, file).scale.compute > 1.05 * scales[0].compute
+
+
+def test_a_measurement_scales_the_times(tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(measurement(measured_run("one GPU"))))
+    target, config = read_target(8, "h200", None, file), paper("train.precision=bf16", FEW_LAYERS)
+    plain, scaled = (
+        make_plan(config, each).fits[0].timing for each in (replace(target, scale=Scale()), target)
+    )
+    assert scaled.part("GEMM") / plain.part("GEMM") == pytest.approx(2.0)
+    text = plan_run(config, PAPER, target, None)
+    assert "elementwise work x 2.000, of the optimizer x 6.000 (measured)" in text
+
+
+def test_a_measurement_of_something_else_is_refused(tmp_path):
+    config = paper("train.precision=bf16", "parallel.world_size=1", "batch.global_batch_size=16")
+    file = tmp_path / "measured.json"
+    for content, says in (
+        (json.dumps(measurement(config, device="cpu")), "measured on cpu, and the plan is for"),
+        ("{}", "not a result of a measurement"),
+        ("nonsense", "not a result of a measurement"),
+        ('{"device": "a", "config": {}, "world_size": 1, "seconds": {}}', "not a result"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=says):
+            read_calibration(file, H200S)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_calibration(tmp_path / "none.json", H200S)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"world_size": 0}, "not a result of a measurement"),
+        ({"seconds": {"forward and backward": float("inf"), "optimizer step": 1}}, "not a result"),
+        ({"seconds": {"forward and backward": 1e-3, "optimizer step": 1}}, "less than the peak of"),
+        ({"precision": "fp32"}, "measured in fp32 with attention auto"),
+    ],
+)
+def test_an_impossible_measurement_is_refused(tmp_path, change, says):
+    config = paper("train.precision=bf16", "parallel.world_size=1", "batch.global_batch_size=16")
+    content = measurement(config) | change
+    if precision := change.get("precision"):
+        content["config"]["train"]["precision"] = precision
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=says):
+        read_calibration(file, H200S)
