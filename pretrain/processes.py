@@ -27,11 +27,12 @@ PR_SET_PDEATHSIG = 1
 
 
 class Stopped(BaseException):
-    """A user asked the command to end. As KeyboardInterrupt no error, which somebody may expect."""
+    """A user asked the command to end. Like KeyboardInterrupt it is not an Exception, so that code
+    that handles errors does not swallow it."""
 
 
 class Processes:
-    """What runs on behalf of a command, and the signals that it is asked to end with.
+    """Start programs on behalf of a command, and end them when the command is asked to end.
 
     A signal that comes while a command runs is passed on to it, so that training can save; it
     raises Stopped where no command runs.

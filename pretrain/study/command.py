@@ -267,10 +267,9 @@ def _submit(work: Work, left: list[StudyRun]) -> int:
     here = Request(work.request.nproc, report_only=True).options()
     report = shlex.join(["pretrain", "study", str(study.file), *here])
     print(
-        f"next: {work.again}\n"
-        "      sends what failed again, and reports when all runs are finished. To report on those "
-        f"that are:\n      {report}"
+        f"next: {work.again}\n      sends what failed again, and reports when all runs are finished."
     )
+    print(f"      To report on those that are:\n      {report}")
     return ExitCode.FINISHED
 
 
