@@ -1,4 +1,4 @@
-"""What the time of a step takes for granted beside the hardware: bytes and launches, with origins.
+"""Assumptions of the time of a step beside the hardware: bytes and launches, with origins.
 
 The words that say where a value comes from are those of `pretrain.plan.hardware`.
 """

@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What is there between two steps."""
+        """Bytes that a rank holds between two steps."""
         return self.weights + self.gradients + self.optimizer
 
 

@@ -115,7 +115,7 @@ def perplexity_table(rows: Sequence[Beside], model: str | None) -> Table:
 
 
 class Cost(NamedTuple):
-    """What a method costs, as a ratio to sinusoidal positions."""
+    """Costs of a method, as ratios to sinusoidal positions."""
 
     method: str
     train_length: int

@@ -57,7 +57,7 @@ COSTS: Any = {
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of `pretrain study`."""
+    """Options that a user gave to `pretrain study`."""
 
     nproc: int = 1
     """Processes of each run, of the evaluation and of the measurement of efficiency."""
@@ -266,9 +266,8 @@ def _submit(work: Work, left: list[StudyRun]) -> int:
     print(table(work.record(), evaluation.records_of(study)))
     here = Request(work.request.nproc, report_only=True).options()
     report = shlex.join(["pretrain", "study", str(study.file), *here])
-    print(
-        f"next: {work.again}\n      sends what failed again, and reports when all runs are finished."
-    )
+    print(f"next: {work.again}")
+    print("      sends what failed again, and reports when all runs are finished.")
     print(f"      To report on those that are:\n      {report}")
     return ExitCode.FINISHED
 

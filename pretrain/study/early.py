@@ -46,7 +46,7 @@ class Full(NamedTuple):
 
 @dataclass(frozen=True)
 class Gain:
-    """What one curve gains in windows of `length` over windows of its training length."""
+    """Gain of one curve in windows of `length` over windows of its training length."""
 
     curve: Curve
     length: int

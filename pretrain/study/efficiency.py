@@ -36,7 +36,7 @@ SPEEDS = ("train_tokens_per_second", "evaluation_tokens_per_second")
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank measured in one turn."""
+    """Measurements of one rank in one turn."""
 
     train_seconds: float
     """Seconds of STEPS training steps."""
@@ -52,7 +52,7 @@ class Turn:
 
 
 class Ratio(NamedTuple):
-    """How often as much one contestant has as another: over the rounds."""
+    """Ratio of one contestant's value to another's: its median and range over the rounds."""
 
     median: float
     low: float

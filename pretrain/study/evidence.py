@@ -26,7 +26,7 @@ SPEEDS = ("training", "evaluation")
 
 
 class Verdict(Enum):
-    """What the measured values say of a claim."""
+    """Verdict of the measured values on a claim."""
 
     PASSES = "passes"
     FAILS = "fails"
@@ -42,7 +42,7 @@ class Verdict(Enum):
 
 
 class Gap(NamedTuple):
-    """How far one loss lies above another, in nats, and the range in which noise puts it."""
+    """Difference of two losses in nats, and the range in which noise puts it."""
 
     low: float
     value: float

@@ -31,7 +31,7 @@ PREFILL, DECODE = "prefill_tokens_per_second", "decode_tokens_per_second"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is generated, and behind how much."""
+    """Numbers of tokens that are generated, and of those before them."""
 
     length: int
     """Tokens of each prompt."""
@@ -43,7 +43,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank measured in one turn."""
+    """Measurements of one rank in one turn."""
 
     prefill_seconds: float
     """Seconds for the prompts, with the first generated tokens."""

@@ -59,7 +59,7 @@ Steps = Iterator[list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contest:
-    """What every contestant reads, and how much of it at once."""
+    """Samples that every contestant reads, and how many of them at once."""
 
     config: RunConfig
     stream: TokenStream

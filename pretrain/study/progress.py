@@ -23,7 +23,7 @@ FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
 
 @dataclass(frozen=True)
 class State:
-    """How a run stands."""
+    """State of a run, and the reason for it."""
 
     state: str
     """FINISHED, FAILED or WAITING."""

@@ -32,7 +32,7 @@ class Published(NamedTuple):
 
 
 class Perplexity(NamedTuple):
-    """What a published perplexity is of."""
+    """Method, lengths and protocol that a published perplexity belongs to."""
 
     method: str
     train_length: int

@@ -25,7 +25,7 @@ WORDS = {MEMORY: "peak memory of a GPU, GB", HOURS: "GPU-hours"}
 
 
 class Taken(NamedTuple):
-    """What one run took, or the published models did."""
+    """Memory and GPU-hours of one run, or of the published models."""
 
     method: str
     train_length: int

@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """What both are shown of a report."""
+    """Curves, tables and figures of a report, for W&B and TensorBoard alike."""
 
     points: Sequence[Point]
     tables: Mapping[str, tuple[list[str], list[list[Any]]]]
