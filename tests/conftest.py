@@ -26,21 +26,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-PROCESSES = ("distributed", "end_to_end", "slurm")
-"""Folders whose tests start processes that fill a machine of two cores."""
+LANES = {"distributed": "ranks", "end_to_end": "commands", "slurm": "commands"}
+"""Folder -> the lane in which its tests run one after another, because they start processes."""
 
 
-class OneLaneOfProcesses(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """Run the tests of PROCESSES one after another, and beside them the others, file by file."""
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
+    """Deal out the lanes whole, and the other tests file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return "processes" if file.split("/")[1] in PROCESSES else file
+        return LANES.get(file.split("/")[1], file)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneLaneOfProcesses:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
     """Choose how pytest-xdist deals tests out to its processes, where `-n` asks for several."""
-    return OneLaneOfProcesses(config, log)
+    return Lanes(config, log)
 
 
 def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> list[Any]:

@@ -59,7 +59,8 @@ def check_beside(overrides: Sequence[str], options: Mapping[str, tuple[object, s
     Raises:
         ConfigError: A key is set by both, so that it is not known which of the two is meant.
     """
-    settings = {key_of(override): override for override in overrides}
+    # A key that is removed, as in `--set key=`, says nothing that the option could contradict.
+    settings = {key_of(override): override for override in overrides if override[-1:] != "="}
     for option, (value, key) in options.items():
         if value is not None and key in settings:
             raise ConfigError(

@@ -419,7 +419,7 @@ def test_what_cannot_be_read_is_named_when_planning(tmp_path, monkeypatch):
     (tmp_path / "b.txt").unlink()
     (tmp_path / "sub").mkdir()
     refused("*", r"sub cannot be read \(a directory")
-    refused("sub", r"sub cannot be read \(a directory")
+    refused("sub", r"sub': a directory\. Name its files: ")
     os.mkfifo(tmp_path / "c.txt")
     refused("*.txt", r"c\.txt cannot be read \(not a regular file")
     (tmp_path / "c.txt").unlink()
