@@ -45,8 +45,9 @@ def with_lengths(
         "--methods": (methods, "position.method"),
         "--lengths": (lengths, "data.sequence_length"),
     }
-    check_beside(overrides, options)
+    # First the config by itself, so that a wrong value is named as such.
     given = load_config(file, overrides)
+    check_beside(overrides, options)
     own = given.data.sequence_length
     chosen = parse_lengths(lengths) if lengths is not None else [own]
     configs = []

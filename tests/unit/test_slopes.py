@@ -76,7 +76,7 @@ def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
     ],
 )
 def test_what_is_no_slopes_is_refused(text, reason):
-    with pytest.raises(ConfigError, match=r"^tiny: position\.slopes = ") as error:
+    with pytest.raises(ConfigError, match=r"^tiny: (--set )?position\.slopes = ") as error:
         parse_config(TINY, "tiny", [f"position.slopes={text}"])
     assert reason in str(error.value)
     assert "{{" not in str(error.value)
