@@ -122,7 +122,7 @@ def test_what_a_run_leaves(config, whole):
     directory, _ = whole
     names = {p.name for p in directory.iterdir()}
     files = {"run.json", "config.toml", "metrics.jsonl"}
-    assert names == {*files, "attempts", "checkpoints", "logs"}
+    assert names == {*files, "attempts", "checkpoints", "launch", "logs"}
     assert undocumented(directory) == []
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
         "step-00000180",
