@@ -122,8 +122,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Whole:
     failed = desk.study()
     runs, before = desk.runs(), (desk.attempts(), desk.evaluation())
     desk.write("alibi", "sinusoidal")
-    # A run that is not asked for any more would be named in the report.
-    shutil.rmtree(desk.folder / "s/runs/none-32")
     finished = desk.study()
     return Whole(desk, failed, runs, finished, before, (desk.attempts(), desk.evaluation()))
 
