@@ -236,9 +236,13 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_report(
     assert process.returncode == 80, out + err
     assert err.endswith("stopped; go on with:\n  pretrain study study.toml\n"), err
     assert {run["state"] for run in desk.runs().values()} == {"waiting"}
+    # The whole study has a run that its file does not ask for any more, which its report names.
+    left = "s/runs/none-32"
+    shutil.copytree(whole.desk.folder / left, tmp_path / left)
     done = desk.study()
     assert done.code == 0, done.text
-    assert desk.attempts() == {"alibi-32": 2, "sinusoidal-32": 1}
+    left_attempts = whole.desk.attempts()["none-32"]
+    assert desk.attempts() == {"alibi-32": 2, "sinusoidal-32": 1, "none-32": left_attempts}
     assert_same(desk.report(), whole.desk.report())
 
 
