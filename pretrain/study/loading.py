@@ -31,6 +31,7 @@ import webdataset
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.errors import free_bytes, in_bytes
 from pretrain.data import order
 from pretrain.data.blend import blend_of
 from pretrain.data.layout import Layout
@@ -133,6 +134,7 @@ def measure_loading(
         )
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--directory {directory}: not a directory. Make it, or choose another")
+    _check_room(config, tokens, directory or Path(tempfile.gettempdir()))
     with writing(directory or Path(tempfile.gettempdir())):
         folder = tempfile.TemporaryDirectory(dir=directory)
     with folder as name:
@@ -165,6 +167,17 @@ def measure_loading(
         "rows": rows,
         "failed": [{"loader": contestants[n], "reason": why} for n, why in failed.items()],
     }
+
+
+def _check_room(config: RunConfig, tokens: int, place: Path) -> None:
+    """Raise ConfigError if the shards and the flat file do not fit on the disk."""
+    dtype = Layout.of(config.data.vocab_size, config.data.tokens_per_block).dtype
+    needed, free = 2 * tokens * dtype.itemsize, free_bytes(place)
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"--tokens {tokens}: two copies of them take {needed / 1e9:.1f} GB, and in "
+            f"{place} {in_bytes(free)} are free. Give fewer, or another --directory"
+        )
 
 
 def loading_table(result: dict[str, Any]) -> str:
@@ -297,10 +310,9 @@ class _Windows(IterableDataset[torch.Tensor]):
         self._length = contest.config.data.sequence_length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        shards = webdataset.WebDataset(
-            self._paths, repeat=True, shardshuffle=SHUFFLED_SHARDS, empty_check=False
-        )
-        windows = self._windows(sample["npy"] for sample in shards.decode())
+        shards = webdataset.WebDataset(self._paths, shardshuffle=SHUFFLED_SHARDS, empty_check=False)
+        # Its argument `repeat` is not read (webdataset 1.0.2): the tokens would end.
+        windows = self._windows(sample["npy"] for sample in shards.decode().repeat())
         for window in webdataset.filters.shuffle(SHUFFLED_SAMPLES)(windows):
             yield torch.from_numpy(window.astype(np.int64))
 

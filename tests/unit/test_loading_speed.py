@@ -53,6 +53,17 @@ def test_every_contestant_delivers_random_samples_of_the_same_tokens(
         assert starts != sorted(starts), f"{name}: in the order of the files"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_contestant_runs_out_of_tokens(tmp_path: Path, workers: int) -> None:
+    """A turn takes as long as it is told to, on however few tokens."""
+    config = bench_config(num_workers=workers, tokens_per_shard=65_536)
+    stream = _write(config, tmp_path, 2_000)
+    contest = Contest(config, stream, tmp_path / "flat.bin", 1)
+    for name, make in CONTESTANTS.items():
+        # 2,000 tokens are 7 steps of 8 samples; webdataset ended there.
+        assert len(list(islice(make(contest), 30))) == 30, name
+
+
 def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, ["bench", "data", *words])
 
@@ -85,3 +96,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path:
     assert isinstance(few, ConfigError) and "--tokens 256: a step of every corpus takes" in str(few)
     missing = invoke(str(file), "--directory", str(tmp_path / "missing")).exception
     assert isinstance(missing, ConfigError) and str(tmp_path / "missing") in str(missing)
+    huge = invoke(str(file), "--tokens", "1000000000000000000").exception
+    assert isinstance(huge, ConfigError) and "4000000000.0 GB" in str(huge)
+    assert "are free" in str(huge)
+    endless = invoke(str(file), "--seconds", "inf")
+    assert endless.exit_code == 2 and "--seconds" in endless.output
