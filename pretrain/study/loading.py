@@ -12,10 +12,12 @@ from files that hold the same tokens. They take turns in one process.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
 import platform as machine
+import signal
 import statistics
 import tempfile
 import time
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -137,7 +140,7 @@ def measure_loading(
     _check_room(config, tokens, directory or Path(tempfile.gettempdir()))
     with writing(directory or Path(tempfile.gettempdir())):
         folder = tempfile.TemporaryDirectory(dir=directory)
-    with folder as name:
+    with _leaving_on_sigterm(), folder as name:
         with writing(Path(name)):
             stream = _write(config, Path(name), tokens)
         contest = Contest(config, stream, Path(name) / "flat.bin", layout.data)
@@ -167,6 +170,20 @@ def measure_loading(
         "rows": rows,
         "failed": [{"loader": contestants[n], "reason": why} for n, why in failed.items()],
     }
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Leave by an exception on SIGTERM, so that files are removed: a job's time limit sends it."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_room(config: RunConfig, tokens: int, place: Path) -> None:
