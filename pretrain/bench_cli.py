@@ -190,7 +190,7 @@ def bench_data(
     ] = 100_000_000,
     rounds: Annotated[int, typer.Option(min=1, help="How often each loader takes its turn.")] = 5,
     seconds: Annotated[
-        float, typer.Option(min=0.01, help="How long a loader reads in a turn.")
+        float, typer.Option(min=0.01, max=3600, help="How long a loader reads in a turn.")
     ] = 1.0,
     directory: Annotated[
         Path | None,

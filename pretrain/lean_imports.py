@@ -12,13 +12,19 @@ import contextlib
 import functools
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 MODULES = ("megatron.core", "deepspeed.runtime.zero.muon.original_muon")
 """Modules that decorate with torch.compile, or import wandb, when they are imported."""
+
+
+_WITHHELD = threading.local()
+"""Whether this thread finds no wandb."""
 
 
 def install() -> None:
@@ -36,6 +42,8 @@ class _LeanFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name == "wandb" and getattr(_WITHHELD, "wandb", False):
+            return ModuleSpec(name, _Withheld())
         if name not in self._left:
             return None
         self._left.remove(name)
@@ -51,23 +59,29 @@ class _LeanFinder:
         return spec
 
 
+class _Withheld(Loader):
+    """Fail to import. Finding alone succeeds: who only asks for a module must get no exception."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise ModuleNotFoundError("withheld by pretrain.lean_imports", name=module.__name__)
+
+
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
-    """Let no import in this context find wandb, and no decoration with torch.compile load it."""
+    """Let no import in this context find wandb, and no decoration with torch.compile load it.
+
+    Other threads find wandb meanwhile. What they decorate is compiled when it is called, too.
+    """
     import torch
 
     compile_now = torch.compile
-    withheld = "wandb" not in sys.modules
-    if withheld:
-        # Python takes None for a module that cannot be imported.
-        sys.modules["wandb"] = None  # type: ignore[assignment]
+    _WITHHELD.wandb = True
     torch.compile = compile_when_called  # type: ignore[assignment]  # a patch
     try:
         yield
     finally:
         torch.compile = compile_now
-        if withheld:
-            del sys.modules["wandb"]
+        _WITHHELD.wandb = False
 
 
 def compile_when_called(

@@ -16,8 +16,17 @@ OWN_KEYS = {"adamw": ("adam_beta1", "adam_beta2", "adam_eps"), "nag": ("momentum
 
 
 def check_optimizer(c: RunConfig) -> Iterator[Refusal]:
-    """Check that [optimizer] has keys of its own optimizer alone."""
+    """Check that [optimizer] has keys of its own optimizer, and no decay beyond zero."""
     o = c.optimizer
+    if o.name == "nag" and o.learning_rate * o.weight_decay >= 1:
+        # AdamW's rates are far from this. NAG's are not, and the default decay is AdamW's.
+        yield Refusal(
+            "optimizer.weight_decay",
+            o.weight_decay,
+            f"each update multiplies matrices by 1 - {o.learning_rate} x {o.weight_decay}, which "
+            "leaves nothing of them",
+            f"Choose less than {1 / o.learning_rate:.3g}, or 0 as the published runs",
+        )
     for name, keys in OWN_KEYS.items():
         for key in keys if name != o.name else ():
             value = getattr(o, key)

@@ -24,7 +24,8 @@ class Effect(StrEnum):
     """The effect of a changed key on a run that goes on from a checkpoint."""
 
     FIXED = "fixed"
-    """The weights would not fit, or the model would compute another function. Never allowed."""
+    """The weights or the moments would not fit, or the model would compute another function. Never
+    allowed."""
     TRAJECTORY = "trajectory"
     """Training goes on differently. Refused unless `--allow-changed` names the key."""
     CONTENT = "content"
@@ -313,9 +314,14 @@ def check_allowed(keys: Sequence[str]) -> None:
             raise ConfigError(f"{given}no such key{suggestion([section, name])}")
         effect = effect_of(key)
         if effect is FIXED:
+            why = (
+                "a checkpoint has the moments of one optimizer"
+                if key == "optimizer.name"
+                else "the weights of a checkpoint would not fit, or the model would compute "
+                "another function"
+            )
             raise ConfigError(
-                f"{given}cannot be changed: the weights of a checkpoint would not fit, or the "
-                "model would compute another function. Train anew in another run.directory"
+                f"{given}cannot be changed: {why}. Train anew in another run.directory"
             )
         if effect is FREE:
             raise ConfigError(f"{given}may change without this option. Leave it out")

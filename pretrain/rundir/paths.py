@@ -44,7 +44,7 @@ checkpoints/step-########/state.json | rank 0 | step, samples, optimizer scalars
 checkpoints/step-########/config.toml | rank 0 | the config it was trained with
 checkpoints/step-########/tokenizer.<kind> | rank 0 | the data's tokenizer: .model, .json or .txt
 checkpoints/step-########/index.json | rank 0 | where each box of a tensor is; a hash of every MiB
-checkpoints/step-########/rank-<rank>.safetensors | each rank | master weights and Adam moments
+checkpoints/step-########/rank-<rank>.safetensors | each rank | masters, moments of AdamW or NAG
 abandoned/####/why.json | rank 0 | when, why and at which checkpoint the run turned away from this
 abandoned/####/step-########/ | rank 0 | a checkpoint as above that the run does not descend from
 abandoned/####/metrics.jsonl | rank 0 | the lines of the steps after which the run turned away

@@ -105,6 +105,11 @@ REFUSALS = [
         "Remove the key, or set model.adaptive_cutoffs",
     ),
     (
+        ["optimizer.name=nag", "optimizer.learning_rate=20.0"],
+        "optimizer.weight_decay = 0.1",
+        "Choose less than 0.05",
+    ),
+    (
         ["optimizer.momentum=0.9"],
         "optimizer.momentum = 0.9",
         'Remove the key, or set optimizer.name = "nag"',

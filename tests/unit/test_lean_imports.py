@@ -16,7 +16,7 @@ COSTLY = ("torch._inductor", "torch._dynamo.convert_frame", "wandb", "transforme
 
 def _imported(code: str) -> set[str]:
     """Return the names of the modules that a new process has imported after `code`."""
-    shown = "; import json, sys; print(json.dumps(list(sys.modules)))"
+    shown = "\nimport json, sys; print(json.dumps(list(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code + shown], capture_output=True, text=True, check=True
     )
@@ -41,6 +41,27 @@ def test_what_was_withheld_is_there_afterwards():
     )
     loaded = _imported(code)
     assert "wandb" in loaded and "torch._inductor.compile_fx" not in loaded
+
+
+def test_wandb_is_withheld_from_the_importing_thread_alone():
+    """Another thread of a user's script may import it at the same time."""
+    code = """
+import importlib, threading, pretrain
+from pretrain.lean_imports import _lean
+found = []
+def other():
+    found.append(importlib.import_module("wandb").__name__)
+with _lean():
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        found.append("withheld")
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+assert found == ["withheld", "wandb"], found
+"""
+    assert "wandb" in _imported(code.strip())
 
 
 def test_a_function_is_compiled_when_it_is_called():

@@ -150,7 +150,8 @@ def test_another_tokenizer_stands_for_the_tokens_that_it_made():
         ("seed", "expected section.key"),
         ("run.", "expected section.key"),
         ("model.num_layers", "cannot be changed"),
-        ("data.vocab_size", "cannot be changed"),
+        ("data.vocab_size", "cannot be changed: the weights of a checkpoint would not fit"),
+        ("optimizer.name", "cannot be changed: a checkpoint has the moments of one optimizer"),
         ("train.num_steps", "may change without this option"),
     ],
 )
