@@ -79,7 +79,16 @@ DIGITS = "Write all of its digits, without a unit, a comma or a space: 50000 or 
         ("evaluation.lengths=512", "should be a list (got int). Write a list: [512]"),
         ('evaluation.lengths=[64, "256"]', "evaluation.lengths[1] = '256'"),
         ("evaluation.lengths=[]", "an empty list. Name at least one value, or remove the key"),
+        ("evaluation.lengths=64,256", "should be a list (got str). Write a list: [64, 256]"),
+        ("evaluation.lengths=64 256", "Write a list: [64, 256]"),
+        ("evaluation.protocols=sliding,nonoverlapping", '["sliding", "nonoverlapping"]'),
+        ("data.paths=a.txt,b.txt", 'Write a list: ["a.txt", "b.txt"]'),
+        ("data.paths=my notes.txt", 'Write a list: ["my notes.txt"]'),
         ("train.profile_steps=10", "should be a list (got int)"),
+        ("optimizer.learning_rate=.003", "Write it as TOML has numbers: 0.003"),
+        ("optimizer.learning_rate=3.e-3", "Write it as TOML has numbers: 0.003"),
+        ("train.num_steps=0040", "Write it as TOML has numbers: 40"),
+        ("model.hidden_size=none", "The key is needed: set a value"),
     ],
 )
 def test_a_value_of_the_command_line_is_refused_as_such_with_how_to_write_it(
