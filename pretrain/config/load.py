@@ -214,8 +214,13 @@ def _key_of(error: Any, values: Mapping[str, Any]) -> str:
     return ".".join(location)
 
 
-def explain(error: Any) -> str:
-    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
+def explain(error: Any, *, has_set: bool = True) -> str:
+    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected.
+
+    Args:
+        error: The error.
+        has_set: Whether a value may also be given by --set, which is so in configs of runs alone.
+    """
     location = [str(part) for part in error["loc"]]
     # lengths[1] is the second element of a list.
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
@@ -223,7 +228,8 @@ def explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key{suggestion(location)}"
     if error["type"] == "missing":
-        return f"{key}: missing, and it has no default. Set it in the file or with --set"
+        where = "in the file or with --set" if has_set else "in the file"
+        return f"{key}: missing, and it has no default. Set it {where}"
     got, text = error["input"], error["msg"]
     if error["type"] == "string_too_short":
         return f"{key} = {got!r}: is empty. Set a value that is not"
@@ -231,16 +237,17 @@ def explain(error: Any) -> str:
         return f"{key} = {got!r}: an empty list. Name at least one value, or remove the key"
     text = text.replace("a valid tuple", "a list")
     said = f"{text[:1].lower()}{text[1:]} (got {type(got).__name__})"
-    return f"{key} = {got!r}: {said}{_remedy(error, key)}"
+    return f"{key} = {got!r}: {said}{_remedy(error, key, has_set)}"
 
 
-def _remedy(error: Any, key: str) -> str:
+def _remedy(error: Any, key: str, has_set: bool) -> str:
     """Return how to write a value that is refused, if that can be guessed."""
     kind, got = error["type"], error["input"]
     if isinstance(got, str) and got.lower() in ("none", "null", "nil", "~"):
         if is_needed(error["loc"]):
             return ". The key is needed: set a value"
-        return f". To remove the key, write nothing: --set {key}="
+        nothing = f"write nothing: --set {key}=" if has_set else "leave its line out"
+        return f". To remove the key, {nothing}"
     if kind == "bool_type" and str(got).lower() in ("true", "false", "yes", "no", "0", "1"):
         return ". Write true or false"
     if kind == "int_type" and isinstance(got, float) and got.is_integer():

@@ -166,6 +166,8 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext"'}, "", "published = 'wikitext'"),
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
+        ({"published": '"none"'}, "", "To remove the key, leave its line out"),
+        ({"title": None}, "", "title: missing, and it has no default. Set it in the file"),
         ({"metods": "[]"}, "", "metods: no such key, did you mean methods?"),
         ({"learning": "1"}, "", "learning: no such key; there are title, directory"),
         (
