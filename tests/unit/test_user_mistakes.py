@@ -11,6 +11,7 @@ from pretrain.data.sources.locations import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizers.base import read_tokenizer
 from pretrain.launcher.cluster import load_site
+from pretrain.rundir.paths import check_apart
 from pretrain.rundir.starts import check_goes_on
 
 ROOT = Path(__file__).parents[2]
@@ -182,10 +183,21 @@ def test_sources_and_tokenizers_that_are_not_there_say_what_to_give(tmp_path, mo
 
 
 def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path):
-    config = load_config(path, [f"run.directory={tmp_path / 'data'}"])
-    check_goes_on(config)
-    manifest = tmp_path / "data" / "train" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.touch()
-    with pytest.raises(ConfigError, match=r"data: holds a data set\. Give the run a directory of"):
-        check_goes_on(config)
+    data = tmp_path / "data"
+    inside = data / "runs" / "a"
+    for run in (data, inside):
+        check_goes_on(load_config(path, [f"run.directory={run}"]))
+    for split in ("train", "validation"):
+        manifest = data / split / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    for run in (data, inside):
+        with pytest.raises(ConfigError, match=r"data holds a data set\. Give the run a directory"):
+            check_goes_on(load_config(path, [f"run.directory={run}"]))
+        # What `pretrain train` and `pretrain import` ask.
+        with pytest.raises(ConfigError, match="holds a data set"):
+            check_apart(run)
+    check_goes_on(load_config(path, [f"run.directory={tmp_path / 'beside'}"]))
+    # A run that lies there already goes on.
+    (inside / "attempts" / "0001").mkdir(parents=True)
+    check_goes_on(load_config(path, [f"run.directory={inside}"]))
