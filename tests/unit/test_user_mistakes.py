@@ -118,6 +118,8 @@ def load_config_values(path: Path) -> dict[str, object]:
     ("old", "new", "expected"),
     [
         ("lengths = [64, 256]", "lengths = 50k", "'lengths = 50k'. A number has digits alone"),
+        ("[64, 256]", "64, 256", "'lengths = 64, 256'. A number has no comma"),
+        ("[64, 256]", "64,256", "A list stands in brackets: [64, 256]"),
         ('"alibi"', "alibi", "'method = alibi'. A text stands in quotes"),
         ("num_layers = 2", "num_layers = 2\nnum_layers = 4", "'num_layers = 4'. The key is given"),
         ("[evaluation]", "[model]", "'[model]'. The section begins twice"),
