@@ -35,7 +35,7 @@ class Processes:
     """Start programs on behalf of a command, and end them when the command is asked to end.
 
     A signal that comes while a command runs is passed on to it, so that training can save; it
-    raises Stopped where no command runs.
+    raises Stopped where no command runs, the first one alone.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,11 @@ class Processes:
         try:
             yield
         finally:
+            # A signal that comes in between is recorded, as while a command runs.
+            self._busy = True
             for number, handler in before.items():
                 signal.signal(number, handler)
+            self._busy = False
 
     def run(
         self,
@@ -134,8 +137,9 @@ class Processes:
             process.wait()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard = number
-        if not self._busy:
+        # The command is on its way out already after the first one, and may be writing something.
+        is_first, self.heard = not self.stopped, number
+        if is_first and not self._busy:
             raise Stopped
         for process in self._running:
             process.send_signal(number)

@@ -203,7 +203,9 @@ def _quoted_line(text: str, message: str) -> str:
         remedy = ". The section begins twice; put its keys below one header"
     elif re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z]\S*", line):
         remedy = ". A text stands in quotes; true and false do not, in lower case"
-    elif re.match(r"[\w.-]+\s*=\s*[\d.]+[A-Za-z%,]", line):
+    elif re.match(r"[\w.-]+\s*=\s*[\d.]+\s*,", line):
+        remedy = ". A number has no comma: 50000 or 50_000. A list stands in brackets: [64, 256]"
+    elif re.match(r"[\w.-]+\s*=\s*[\d.]+[A-Za-z%]", line):
         remedy = ". A number has digits alone, without a unit: 50000 or 50_000"
     return f": {shown!a}{remedy}"
 

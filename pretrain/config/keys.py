@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
+from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -20,6 +21,13 @@ def is_text(section: str, name: str) -> bool:
     """Return True if every value of a key is a text, so that "2024" can only mean the word."""
     field = _fields(section).get(name) if section in RunConfig.model_fields else None
     return field is not None and all(kind is str for kind in _kinds(field.annotation))
+
+
+def is_needed(location: Sequence[int | str]) -> bool:
+    """Return True for the location of a config's key that has no default."""
+    section, name = (*map(str, location), "", "")[:2]
+    field = _fields(section).get(name) if section in RunConfig.model_fields else None
+    return field is not None and field.is_required()
 
 
 def suggestion(location: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pretrain.config import rules
 from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
 from pretrain.config.inheritance import leaves, read_layers
-from pretrain.config.keys import suggestion
+from pretrain.config.keys import is_needed, suggestion
 from pretrain.config.overrides import key_of, overridden
 from pretrain.config.paths import expand_paths
 from pretrain.config.run import RunConfig
@@ -213,8 +214,13 @@ def _key_of(error: Any, values: Mapping[str, Any]) -> str:
     return ".".join(location)
 
 
-def explain(error: Any) -> str:
-    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected."""
+def explain(error: Any, *, has_set: bool = True) -> str:
+    """Return a pydantic error (`ErrorDetails`) as a line: the key, its value, what is expected.
+
+    Args:
+        error: The error.
+        has_set: Whether a value may also be given by --set, which is so in configs of runs alone.
+    """
     location = [str(part) for part in error["loc"]]
     # lengths[1] is the second element of a list.
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
@@ -222,7 +228,8 @@ def explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: no such key{suggestion(location)}"
     if error["type"] == "missing":
-        return f"{key}: missing, and it has no default. Set it in the file or with --set"
+        where = "in the file or with --set" if has_set else "in the file"
+        return f"{key}: missing, and it has no default. Set it {where}"
     got, text = error["input"], error["msg"]
     if error["type"] == "string_too_short":
         return f"{key} = {got!r}: is empty. Set a value that is not"
@@ -230,30 +237,53 @@ def explain(error: Any) -> str:
         return f"{key} = {got!r}: an empty list. Name at least one value, or remove the key"
     text = text.replace("a valid tuple", "a list")
     said = f"{text[:1].lower()}{text[1:]} (got {type(got).__name__})"
-    return f"{key} = {got!r}: {said}{_remedy(error, key)}"
+    return f"{key} = {got!r}: {said}{_remedy(error, key, has_set)}"
 
 
-def _remedy(error: Any, key: str) -> str:
+def _remedy(error: Any, key: str, has_set: bool) -> str:
     """Return how to write a value that is refused, if that can be guessed."""
     kind, got = error["type"], error["input"]
     if isinstance(got, str) and got.lower() in ("none", "null", "nil", "~"):
-        return f". To remove the key, write nothing: --set {key}="
+        if is_needed(error["loc"]):
+            return ". The key is needed: set a value"
+        nothing = f"write nothing: --set {key}=" if has_set else "leave its line out"
+        return f". To remove the key, {nothing}"
     if kind == "bool_type" and str(got).lower() in ("true", "false", "yes", "no", "0", "1"):
         return ". Write true or false"
     if kind == "int_type" and isinstance(got, float) and got.is_integer():
         return f". Write it without a point and an exponent: {got:.0f}"
     if kind in ("int_type", "float_type") and isinstance(got, str):
         if _is_number(got):
-            return ". Write it without quotes"
+            return _number_remedy(got)
         if got[:1].isdigit() or got[:1] in "+-.":
             return ". Write all of its digits, without a unit, a comma or a space: 50000 or 50_000"
     if kind == "tuple_type" and isinstance(got, str | int | float):
-        return f'. Write a list: ["{got}"]' if isinstance(got, str) else f". Write a list: [{got}]"
+        return f". Write a list: [{_listed(got)}]"
     if kind == "literal_error" and isinstance(got, str):
         allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         if near := difflib.get_close_matches(got.lower(), allowed, 1, 0.6):
             return f'. Did you mean "{near[0]}"?'
     return ""
+
+
+def _listed(got: str | int | float) -> str:
+    """Return what a text or a number was probably meant as between the brackets of a list."""
+    if not isinstance(got, str):
+        return str(got)
+    parts = [part.strip() for part in got.strip("[]()").split(",") if part.strip()] or [got]
+    if all(map(_is_number, words := " ".join(parts).split())):
+        return ", ".join(words)
+    return ", ".join(f'"{part}"' for part in parts)
+
+
+def _number_remedy(text: str) -> str:
+    """Return how to write a number that was given as a text: in quotes, or not as TOML has it."""
+    try:
+        tomllib.loads(f"value = {text}")
+    except ValueError:
+        plain = (text.lstrip("0") or "0") if text.isdigit() else repr(float(text))
+        return f". Write it as TOML has numbers: {plain}"
+    return ". Write it without quotes"
 
 
 def _is_number(text: str) -> bool:

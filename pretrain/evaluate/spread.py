@@ -62,7 +62,7 @@ def confidence_interval(
         counts: [blocks] tokens of each block.
 
     Returns:
-        Its ends; nan where a loss is not finite, or there are fewer than two blocks.
+        Its ends; nan where a loss is not finite, or fewer than two blocks have tokens.
     """
     if len(losses) > GROUPS:
         starts = np.arange(GROUPS) * len(losses) // GROUPS
@@ -82,9 +82,10 @@ def cluster_interval(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> 
         counts: [clusters] how many values each has.
 
     Returns:
-        Its ends; nan where a sum is not finite, or there are fewer than two clusters.
+        Its ends; nan where a sum is not finite, or fewer than two clusters have values.
     """
-    clusters = len(sums)
+    # A cluster without values says nothing about how far apart clusters are.
+    clusters = int(np.count_nonzero(counts))
     if clusters < 2 or not np.isfinite(sums).all():
         return np.nan, np.nan
     mean = sums.sum() / counts.sum()

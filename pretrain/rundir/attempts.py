@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import load_config
-from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.checkpoints import headless_checkpoints, newest_checkpoint_step
 from pretrain.rundir.files import (
     MAX_BYTES,
     from_json,
@@ -332,7 +332,8 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
 
     What the attempt recorded has to agree with its ranks' last word and with the newest checkpoint:
     earlier releases recorded some ends as finished by the exit code alone. A run that has gone back
-    to an earlier checkpoint since, or has done more steps, is not finished at that step.
+    to an earlier checkpoint since, or has done more steps, is not finished at that step, nor is one
+    whose checkpoints have all lost their manifests.
     """
     finished = [
         attempt
@@ -346,6 +347,9 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
             RunPaths(run).newest_config() or RunPaths(run).config
         ).train.num_steps
     newest = newest_checkpoint_step(run)
+    if newest is None and headless_checkpoints(run):
+        # Its weights cannot be used. A start says so.
+        return False
     return newest in (None, num_steps) and any(
         said_done(attempt, num_steps) for attempt in finished
     )

@@ -215,6 +215,9 @@ RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "m
 OWN_FOLDERS = frozenset(entry.path.split("/")[0] for entry in LAYOUT if "/" in entry.path)
 """The folders that a run's directory has for itself. No other run lies in them."""
 
+DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
+"""The files that `pretrain data build` writes last, so a data set that has them is complete."""
+
 SEARCH_BELOW = 2
 """How many levels below a new run's directory another run is looked for."""
 
@@ -234,17 +237,25 @@ def is_run(directory: Path) -> bool:
 
 
 def check_apart(run: Path) -> None:
-    """Check that a new run's directory lies in no other run's, and holds none.
+    """Check that a new run's directory lies in no other run's or data set's, and holds no run.
 
-    Each run removes, renames and lists what lies in its directory. A run that is there already
-    goes on: in earlier releases the runs of a sweep lay in the directory of another one.
+    Each run removes, renames and lists what lies in its directory. A data set is built anew after
+    its directory is removed, and the run would go with it. A run that is there already goes on: in
+    earlier releases the runs of a sweep lay in the directory of another one.
 
     Raises:
-        ConfigError: One of the two lies inside the other.
+        ConfigError: It does.
     """
     if is_run(run):
         return
     resolved = Path(os.path.realpath(run))
+    for place in (resolved, *resolved.parents):
+        # Not Path.is_file, which fails below a folder that only another user may read.
+        if all(os.path.isfile(place / name) for name in DATA_MANIFESTS):
+            raise ConfigError(
+                f"run.directory = {run}: {place} holds a data set. Give the run a directory of its "
+                "own, outside of it"
+            )
     for parent in resolved.parents:
         if _has_begun(parent):
             raise ConfigError(

@@ -16,12 +16,9 @@ from pretrain.config.trajectory import check_differences, differences
 from pretrain.rundir.attempts import is_finished, is_idle, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
 from pretrain.rundir.metrics import evaluations_at
-from pretrain.rundir.paths import RunPaths, check_apart, check_version
+from pretrain.rundir.paths import DATA_MANIFESTS, RunPaths, check_apart, check_version
 from pretrain.rundir.states import Outcome
 from pretrain.rundir.trust import check_trusted
-
-DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
-"""The files that `pretrain data build` writes last, so a data set that has them is complete."""
 
 
 def is_done(config: RunConfig, allow_changed: Collection[str] = ()) -> bool:
@@ -70,20 +67,14 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
 
     Raises:
         ConfigError: The directory belongs to another user, has the layout of a later release or
-            lies inside another run's, or the run differs from the checkpoint in what may not
-            change, or has done more steps; or a new run would share the directory of a data set.
+            lies inside another run's or a data set's, or the run differs from the checkpoint in
+            what may not change, or has done more steps.
     """
     check_trusted(config.directory)
     check_version(config.directory)
     check_apart(config.directory)
     found = complete_checkpoints(config.directory)
     if not found:
-        # A data set is built anew after its directory is removed, and the run would go with it.
-        if (config.directory / DATA_MANIFESTS[0]).is_file():
-            raise ConfigError(
-                f"run.directory = {config.run.directory}: holds a data set. Give the run a "
-                "directory of its own"
-            )
         return
     try:
         before = load_config(found[-1] / "config.toml")

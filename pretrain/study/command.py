@@ -120,11 +120,12 @@ def run_study(path: Path, request: Request) -> int:
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
     work = Work(study, request)
-    with writing(study.directory), _alone(study), work.processes.listening():
-        # Another command may have made runs since, and ended just now.
-        work.study = resolve(path, study.asked)
+    with writing(study.directory), _alone(study):
         try:
-            return _work(work)
+            with work.processes.listening():
+                # Another command may have made runs since, and ended just now.
+                work.study = resolve(path, study.asked)
+                return _work(work)
         except Stopped:
             work.record()
             say(f"stopped; go on with:\n  {work.again}")

@@ -140,7 +140,7 @@ def parse_study(values: dict[str, Any], path: Path) -> StudyFile:
 def _explain(error: Any) -> str:
     """Return a pydantic error as a line; for an unknown key, with the study key that is meant."""
     if error["type"] != "extra_forbidden":
-        return explain(error)
+        return explain(error, has_set=False)
     *sections, name = map(str, error["loc"])
     parts: dict[str, type[Section]] = {
         "evaluation": StudyEvaluation,

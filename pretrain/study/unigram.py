@@ -6,6 +6,7 @@ whatever its positions. Its curve is flat and says nothing of extrapolation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,9 +62,17 @@ def parse(content: Mapping[str, Any], record: Mapping[str, Any]) -> Unigram | No
     Args:
         content: The file's content.
         record: Any record of the evaluation.
+
+    Raises:
+        ValueError: The entropy is none that so many tokens can have; other errors where a key is
+            missing or of another type.
     """
     # Records have the beginning of the text's SHA-256.
     same = str(content["validation"]).startswith(str(record["validation"]))
     if not same or content["tokens"] != record["tokens"]:
         return None
-    return Unigram(float(content["loss_nats"]), int(content["tokens"]))
+    found = Unigram(float(content["loss_nats"]), int(content["tokens"]))
+    # That of tokens which all differ, with room for rounding.
+    if not 0 <= found.loss_nats <= math.log(found.tokens) + 1e-9:
+        raise ValueError(f"loss_nats = {found.loss_nats}: no entropy of {found.tokens} tokens")
+    return found

@@ -482,6 +482,18 @@ def test_a_run_that_went_back_or_further_is_not_finished(tmp_path):
         shutil.rmtree(folder)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_finished(tmp_path):
+    finish(tmp_path)
+    folder = tmp_path / "checkpoints" / "step-00000320"
+    folder.mkdir(parents=True)
+    # Whoever has exported a run may delete its checkpoints.
+    assert is_finished(tmp_path, 320)
+    (folder / "rank-00000.safetensors").touch()
+    assert not is_finished(tmp_path, 320)
+    (folder / "manifest.json").write_text("{}")
+    assert is_finished(tmp_path, 320)
+
+
 def test_progress_that_a_full_disk_refuses_still_has_a_new_time(tmp_path, monkeypatch):
     """The watchdog looks at the time too, so a run on a full disk does not look stuck."""
     attempt = Attempt.begin(tmp_path)

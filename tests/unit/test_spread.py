@@ -74,6 +74,15 @@ def test_it_is_the_t_test_on_blocks_of_one_size():
     assert confidence_interval(losses, np.ones(64)) == pytest.approx(found, rel=1e-11)
 
 
+def test_blocks_without_tokens_are_none():
+    """As of masked tokens, of which a short block may have none."""
+    losses, counts = np.array([3.0, 2.0, 4.0]), np.array([1.0, 1.0, 2.0])
+    padded = [np.insert(values, [0, 1, 3], 0.0) for values in (losses, counts)]
+    assert confidence_interval(*padded) == pytest.approx(confidence_interval(losses, counts))
+    assert np.isnan(confidence_interval(np.array([0.0, 3.0]), np.array([0.0, 1.0]))).all()
+    assert np.isnan(confidence_interval(np.zeros(2), np.zeros(2))).all()
+
+
 def test_students_t():
     stats = pytest.importorskip("scipy.stats")
     for freedom in (*range(1, 65), 1000, 9999):

@@ -15,6 +15,7 @@ import pytest
 
 from pretrain.config import ConfigError, dump_config, load_config
 from pretrain.processes import Processes, Stopped
+from pretrain.rundir.states import ExitCode
 from pretrain.study import evaluation
 from pretrain.study.command import Request, duration, run_study
 from pretrain.study.efficiency import check_contestants
@@ -28,7 +29,7 @@ from pretrain.study.runs import (
     other_differences,
     resolve,
 )
-from pretrain.study.schema import load_study_file
+from pretrain.study.schema import StudyFile, load_study_file
 from tests.end_to_end.commands import wait_for
 from tests.unit.report_records import make_record
 
@@ -166,6 +167,8 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"settings": '["run.seed=1"]', "seeds": "[1]"}, "", "seeds says this"),
         ({"published": '"wikitext"'}, "", "published = 'wikitext'"),
         ({"published": '"wikitext103"'}, "", "published = wikitext103: its perplexities are of w"),
+        ({"published": '"none"'}, "", "To remove the key, leave its line out"),
+        ({"title": None}, "", "title: missing, and it has no default. Set it in the file"),
         ({"metods": "[]"}, "", "metods: no such key, did you mean methods?"),
         ({"learning": "1"}, "", "learning: no such key; there are title, directory"),
         (
@@ -362,6 +365,35 @@ def test_ranks_of_one_command_know_each_other(tmp_path: Path) -> None:
     ]
     assert lines == ["0 2 0\n", "1 2 1\n"]
     assert evaluation.ranks(["true"], 1, str(tmp_path)) == [["true"]]
+
+
+def test_a_second_signal_interrupts_nothing_that_ends_by_the_first() -> None:
+    processes = Processes()
+    with processes.listening():
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert processes.heard == signal.SIGINT
+        with pytest.raises(Stopped):
+            processes.run([["true"]])
+
+
+def test_a_signal_before_any_work_ends_a_study_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study(tmp_path, FIELDS)
+    asked = []
+
+    def resolve_and_hear(path: Path, found: StudyFile) -> Study:
+        asked.append(found)
+        if len(asked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return resolve(path, found)
+
+    monkeypatch.setattr("pretrain.study.command.resolve", resolve_and_hear)
+    assert run_study(tmp_path / "study.toml", Request()) == ExitCode.STOPPED
+    assert "stopped; go on with" in capsys.readouterr().err
 
 
 def test_a_failure_ends_the_others_and_is_the_exit_code() -> None:

@@ -11,6 +11,7 @@ from pretrain.data.sources.locations import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizers.base import read_tokenizer
 from pretrain.launcher.cluster import load_site
+from pretrain.rundir.paths import check_apart
 from pretrain.rundir.starts import check_goes_on
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,16 @@ DIGITS = "Write all of its digits, without a unit, a comma or a space: 50000 or 
         ("evaluation.lengths=512", "should be a list (got int). Write a list: [512]"),
         ('evaluation.lengths=[64, "256"]', "evaluation.lengths[1] = '256'"),
         ("evaluation.lengths=[]", "an empty list. Name at least one value, or remove the key"),
+        ("evaluation.lengths=64,256", "should be a list (got str). Write a list: [64, 256]"),
+        ("evaluation.lengths=64 256", "Write a list: [64, 256]"),
+        ("evaluation.protocols=sliding,nonoverlapping", '["sliding", "nonoverlapping"]'),
+        ("data.paths=a.txt,b.txt", 'Write a list: ["a.txt", "b.txt"]'),
+        ("data.paths=my notes.txt", 'Write a list: ["my notes.txt"]'),
         ("train.profile_steps=10", "should be a list (got int)"),
+        ("optimizer.learning_rate=.003", "Write it as TOML has numbers: 0.003"),
+        ("optimizer.learning_rate=3.e-3", "Write it as TOML has numbers: 0.003"),
+        ("train.num_steps=0040", "Write it as TOML has numbers: 40"),
+        ("model.hidden_size=none", "The key is needed: set a value"),
     ],
 )
 def test_a_value_of_the_command_line_is_refused_as_such_with_how_to_write_it(
@@ -108,6 +118,8 @@ def load_config_values(path: Path) -> dict[str, object]:
     ("old", "new", "expected"),
     [
         ("lengths = [64, 256]", "lengths = 50k", "'lengths = 50k'. A number has digits alone"),
+        ("[64, 256]", "64, 256", "'lengths = 64, 256'. A number has no comma"),
+        ("[64, 256]", "64,256", "A list stands in brackets: [64, 256]"),
         ('"alibi"', "alibi", "'method = alibi'. A text stands in quotes"),
         ("num_layers = 2", "num_layers = 2\nnum_layers = 4", "'num_layers = 4'. The key is given"),
         ("[evaluation]", "[model]", "'[model]'. The section begins twice"),
@@ -173,10 +185,21 @@ def test_sources_and_tokenizers_that_are_not_there_say_what_to_give(tmp_path, mo
 
 
 def test_a_new_run_does_not_move_into_the_directory_of_a_data_set(path, tmp_path):
-    config = load_config(path, [f"run.directory={tmp_path / 'data'}"])
-    check_goes_on(config)
-    manifest = tmp_path / "data" / "train" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.touch()
-    with pytest.raises(ConfigError, match=r"data: holds a data set\. Give the run a directory of"):
-        check_goes_on(config)
+    data = tmp_path / "data"
+    inside = data / "runs" / "a"
+    for run in (data, inside):
+        check_goes_on(load_config(path, [f"run.directory={run}"]))
+    for split in ("train", "validation"):
+        manifest = data / split / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    for run in (data, inside):
+        with pytest.raises(ConfigError, match=r"data holds a data set\. Give the run a directory"):
+            check_goes_on(load_config(path, [f"run.directory={run}"]))
+        # What `pretrain train` and `pretrain import` ask.
+        with pytest.raises(ConfigError, match="holds a data set"):
+            check_apart(run)
+    check_goes_on(load_config(path, [f"run.directory={tmp_path / 'beside'}"]))
+    # A run that lies there already goes on.
+    (inside / "attempts" / "0001").mkdir(parents=True)
+    check_goes_on(load_config(path, [f"run.directory={inside}"]))
