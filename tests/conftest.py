@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-LANES = {"distributed": "ranks", "end_to_end": "commands", "slurm": "commands"}
+LANES = {"distributed": "ranks", "end_to_end": "commands"}
 """Folder -> the lane in which its tests run one after another, because they start processes."""
 
 

@@ -165,11 +165,11 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     for job_id in (first, desk.jobs()[NAMES[1]], last, again):
         cluster.wait_for_job(job_id)
 
-    assert {name: outcomes(run, name) for name in NAMES} == {
-        NAMES[0]: ["asked to stop", "evaluated"],
-        NAMES[1]: ["evaluated"],
-        NAMES[2]: ["evaluated"],
-    }
+    # Slurm wakes the frozen evaluation (SIGCONT) to tell it of its end, which it may then reach
+    # before Slurm kills it.
+    stopped, *others = (outcomes(run, name) for name in NAMES)
+    assert stopped in (["asked to stop", "evaluated"], ["evaluated"])
+    assert others == [["evaluated"], ["evaluated"]]
     assert f"{NAMES[2]}: evaluated before" in (run / f"logs/slurm-{again}.log").read_text()
     assert len(desk.jobs()) == len([r for r in read_jobs(run) if r.kind == "evaluate"]) == 3
     curve = json.loads((run / "evaluations/curve.json").read_text())
