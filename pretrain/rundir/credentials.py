@@ -76,6 +76,10 @@ _ASSIGNED = re.compile(r"([A-Za-z][\w.-]*)=(?=.)")
 VALUES = {
     # user:password@ of any URL. A variable in place of the password is none.
     "a URL with a password": re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:?#]*:[^\s/@$][^\s/@]*@"),
+    # The signature of Azure, Amazon S3 or Google Cloud Storage opens the URL to whoever has it.
+    "a signed URL": re.compile(
+        r"[?&](?:sig|signature|x-amz-signature|x-goog-signature)=[\w%+/.~-]{16,}", re.IGNORECASE
+    ),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY"),
     "a token": re.compile(
         r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"

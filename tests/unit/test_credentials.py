@@ -64,6 +64,8 @@ SECRET_VALUES = [
     f"-----BEGIN OPENSSH PRIVATE KEY-----\n{HORSE}",
     "hf_abcdefghijKLMNOPQRSTuvwxyz",
     "https://ghp_0123456789abcdefABCDEF@github.com/x",
+    "https://a.blob.core.windows.net/c/x?sv=2025-01-05&sr=c&sig=pVZ%2Fq81dGmZk2cSxWbq7%3D",
+    "https://b.s3.amazonaws.com/x?X-Amz-Expires=60&X-Amz-Signature=fe5f80f77d5fa3beca038a248ff027",
     "github_pat_11ABCDEFG0123456789_abcdef",
     "AKIAIOSFODNN7EXAMPLE",
     "sk-proj-0123456789abcdefghij",
