@@ -26,8 +26,8 @@ study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims
 
 test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
-	$(BIN)/python -m pytest -n 2 --ignore tests/slurm; code=$$?; \
-	    $(BIN)/python -m pytest tests/slurm && exit $$code
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; code=$$?; \
+	    $(BIN)/python -m pytest tests/distributed tests/end_to_end tests/slurm && exit $$code
 
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture

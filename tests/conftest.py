@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from xdist.scheduler import LoadScopeScheduling
 
 from pretrain.config import RunConfig, load_config, parse_config
 
@@ -24,23 +23,6 @@ if not torch.cuda.is_available():
 # Child processes inherit this, and the tests that send signals to processes they start would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-LANES = {"distributed": "ranks", "end_to_end": "commands"}
-"""Folder -> the lane in which its tests run one after another, because they start processes."""
-
-
-class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """Deal out the lanes whole, and the other tests file by file."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        return LANES.get(file.split("/")[1], file)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
-    """Choose how pytest-xdist deals tests out to its processes, where `-n` asks for several."""
-    return Lanes(config, log)
 
 
 def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> list[Any]:
