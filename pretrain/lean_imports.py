@@ -42,6 +42,7 @@ class _LeanFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of a module of MODULES, or of wandb while it is withheld; else None."""
         if name == "wandb" and getattr(_WITHHELD, "wandb", False):
             return ModuleSpec(name, _Withheld())
         if name not in self._left:
@@ -60,7 +61,7 @@ class _LeanFinder:
 
 
 class _Withheld(Loader):
-    """Fail to import. Finding alone succeeds: who only asks for a module must get no exception."""
+    """Fail to import a module that was found: a search alone must not raise an exception."""
 
     def exec_module(self, module: ModuleType) -> None:
         raise ModuleNotFoundError("withheld by pretrain.lean_imports", name=module.__name__)

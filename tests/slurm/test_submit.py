@@ -348,20 +348,10 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
         finished.phase(phase, NUM_STEPS)
     finished.end("finished", 0, "all steps done", NUM_STEPS)
     (desk.work / "sw-sweep/rotary-64/config.toml").write_text(dump_config(load_config(DEMO, swept)))
-    words = [
-        "sweep",
-        DEMO,
-        "--site",
-        site,
-        "--set",
-        "run.directory=sw",
-        "--set",
-        "data.directory=data",
-        "--over",
-        "position.method=alibi,rotary",
-        "--over",
-        "data.sequence_length=64,128",
-    ]
+    common = ["--set", "run.directory=sw", "--set", "data.directory=data"]
+    base = ["sweep", DEMO, "--site", site, *common]
+    over = ["--over", "position.method=alibi,rotary", "--over", "data.sequence_length=64,128"]
+    words = [*base, *over]
     before = files(desk.work)
     shown = desk.launcher(*words, "--concurrent", 1, "--dry-run")
     assert shown.code == 0 and "--array=0-2%1 " in shown.out and "to start at" in shown.out, (
@@ -409,18 +399,8 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
         for name, id in zip(names, ids)
     )
     assert desk.launcher("status", *sorted((desk.work / "sw-sweep").glob("[!.]*"))).code == 0
-    other = [
-        "sweep",
-        DEMO,
-        "--site",
-        site,
-        "--set",
-        "run.directory=sw",
-        "--set",
-        "data.directory=data",
-    ]
     explained(
-        desk.launcher(*other, "--over", "position.method=alibi", "--over", "model.hidden_size=64"),
+        desk.launcher(*base, "--over", "position.method=alibi", "--over", "model.hidden_size=64"),
         2,
         "is the run of",
     )
