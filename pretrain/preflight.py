@@ -119,6 +119,8 @@ class _Speaker:
 
     def __call__(self, stage: str, **found: Any) -> None:
         line = {"stage": stage, "node": self._node, "at": round(time.time(), 3), **found}
+        # In each line, because a check may be over before the next sign of life.
+        line["warned"] = bool(self._warned) or None
         text = json.dumps({key: value for key, value in line.items() if value is not None})
         # One write, so that lines of the two threads do not mix. Without a reader there is nobody
         # to tell, and this process is about to be ended.
@@ -129,7 +131,7 @@ class _Speaker:
     def _tick(self) -> None:
         while True:
             busy = round(time.clock_gettime(self._clock), 3)
-            self("alive", during=self.stage, busy=busy, warned=bool(self._warned) or None)
+            self("alive", during=self.stage, busy=busy)
             time.sleep(TICK_SECONDS)
 
 

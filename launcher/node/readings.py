@@ -43,7 +43,7 @@ class Said:
     busy: float = 0.0
     """Of a sign of life: the main thread's processor time."""
     warned: bool = False
-    """Of a sign of life: the process got SIGUSR1."""
+    """The process has got SIGUSR1."""
 
 
 @dataclass
@@ -148,12 +148,12 @@ class Readings:
         process.node = process.node or said.node
         offset = time - said.at
         self.offsets[process.node] = min(offset, self.offsets.get(process.node, offset))
+        self.warned = self.warned or said.warned
         if said.stage != "alive":
             process.found[said.stage], process.worked_at = content, now
             process.during = _NEXT.get(said.stage, "waiting")
             return
         process.during = said.during
-        self.warned = self.warned or said.warned
         if said.busy > process.busy:
             process.busy, process.worked_at = said.busy, now
 

@@ -30,18 +30,23 @@ exec {sys.executable} "$@"
 # Answers as `pretrain preflight` does, and imports nothing for it.
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys, threading, time
+doing = ["started"]
 def say(stage, **found):
     line = {{"stage": stage, "node": os.environ["SLURMD_NODENAME"], "at": time.time(), **found}}
     os.write(1, (json.dumps(line) + "\\n").encode())
 def tick():
     while True:
-        say("alive", during="waiting")
+        say("alive", during=doing[0])
         time.sleep(0.5)
 threading.Thread(target=tick, daemon=True).start()
-for stage in ("started", "directory", "torch"):
-    say(stage)
+say("started")
+for doing[0] in ("directory", "torch"):
+    say(doing[0])
+doing[0] = "device"
 say("device", count=0, free=10**12)
+doing[0] = "gemm"
 say("gemm", seconds=0.01)
+doing[0] = "waiting"
 say("ready", address="localhost", port=1)
 for line in sys.stdin:
     say("round " + json.loads(line)["round"], seconds=0.01)
@@ -58,6 +63,15 @@ child = subprocess.Popen(command, stdin=subprocess.PIPE)
 sys.stdin.readline()
 os.kill(child.pid, signal.SIGSTOP)
 child.wait()
+"""
+
+# Runs `pretrain preflight`, which never finishes its product of matrices.
+HELD = f"""#!{sys.executable}
+import runpy, sys, time
+import pretrain.preflight
+pretrain.preflight._multiply = lambda place: time.sleep(1000)
+sys.argv = sys.argv[2:]
+runpy.run_module("pretrain", run_name="__main__")
 """
 
 
@@ -274,7 +288,7 @@ def test_a_signal_ends_the_check_at_once(bench: Bench) -> None:
     with Signals() as signals:
         warn = ("scancel", "--signal=USR1", bench.job_id)
         thread = bench.when("started", bench.nodes[1], lambda pid: bench.cluster.run(*warn))
-        assert bench.check(signals=signals) == {}
+        assert bench.check(bench.python(HELD), signals=signals) == {}
         assert set(signals.received) == {signal.SIGUSR1}
     thread.join()
     bench.check_nothing_is_left()
@@ -283,7 +297,7 @@ def test_a_signal_ends_the_check_at_once(bench: Bench) -> None:
 @pytest.mark.torture
 def test_a_slow_machine_is_warned_of_and_trains(bench: Bench) -> None:
     slow = STAND_IN.replace('say("gemm"', 'while True: pass\nsay("gemm"')
-    slow = slow.replace('during="waiting"', 'during="gemm", busy=time.monotonic()')
+    slow = slow.replace("during=doing[0]", 'during="gemm", busy=time.monotonic()')
     assert bench.check(bench.python(slow), limit=6) == {}
     assert bench.found.faults == {} and len(bench.found.warnings) == 4
     bench.check_nothing_is_left()
