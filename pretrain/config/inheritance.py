@@ -149,11 +149,11 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
         if chain:
             raise ConfigError(
                 f'{chain[-1][0]}: {BASE} = "{chain[-1][1][BASE]}": no such config file ({file}). A '
-                f"base is looked for from the folder of the file that names it{near}"
+                f"base is looked for from the folder of the file that names it{near.rstrip()}"
             ) from None
         raise ConfigError(
-            f"{file}: no such config file{near}. `pretrain config --list` shows the configs that "
-            "are installed with this package"
+            f"{file}: no such config file{near or '. '}`pretrain config --list` shows the configs "
+            "that are installed with this package"
         ) from None
     except IsADirectoryError as error:
         inner = file / "config.toml"
@@ -178,13 +178,13 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
 
 
 def _similar_file(file: Path) -> str:
-    """Return the end of the message about a missing file: one beside it with a similar name."""
+    """Return what asks whether a file beside a missing one is meant; "" if none is like it."""
     try:
         names = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".toml")]
     except OSError:
         return ""
     near = difflib.get_close_matches(file.name, names, 1, 0.8)
-    return f", did you mean {file.parent / near[0]}?" if near else ""
+    return f", did you mean {file.parent / near[0]}? " if near else ""
 
 
 def _quoted_line(text: str, message: str) -> str:

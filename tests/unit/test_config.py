@@ -444,7 +444,10 @@ def test_bad_toml_names_the_file_and_the_line(path, text):
 
 
 def test_unreadable_files_are_explained(tmp_path):
-    assert "no such config file" in message(tmp_path / "none.toml")
+    none = tmp_path / "none.toml"
+    assert f"{none}: no such config file. `pretrain config --list`" in message(none)
+    (tmp_path / "nine.toml").touch()
+    assert f"file, did you mean {tmp_path}/nine.toml? `pretrain config --list`" in message(none)
     assert "not a readable config file" in message(tmp_path)
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
