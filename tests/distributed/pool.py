@@ -13,16 +13,14 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # Longest time without a result from any rank. A rank that waits in a collective for one that failed
 # would otherwise wait for as long as the collective's own timeout.
 TIMEOUT_SECONDS = 240
-# The threads that gloo keeps of closed process groups add up, about ten a task, and wake so often
-# that 1,300 of them slow everything down several times. Workers with more threads are replaced.
-MOST_THREADS = 250
 
 
 class WorkerFailed(AssertionError):
@@ -73,8 +71,6 @@ class Pool:
             WorkerFailed: if a rank raises, dies or does not answer in time. The workers are then
                 replaced by new ones.
         """
-        if self._num_threads() > MOST_THREADS:
-            self._restart()
         for pipe in self._pipes:
             pipe.send((task, args, kwargs))
         results: dict[int, Any] = {}
@@ -104,13 +100,6 @@ class Pool:
         for process in self._processes:
             process.join()
         self._folder.cleanup()
-
-    def _num_threads(self) -> int:
-        """Return the threads of the first worker; 0 where the system does not say."""
-        try:
-            return len(os.listdir(f"/proc/{self._processes[0].pid}/task"))
-        except OSError:
-            return 0
 
     def _restart(self) -> None:
         self.close()
@@ -143,13 +132,52 @@ def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool)
 
     # Ranks share the cores of one machine.
     torch.set_num_threads(1)
+    groups = _Groups()
     while True:
         try:
             task, args, kwargs = pipe.recv()
         except EOFError:
             return
+        groups.begin_task()
         try:
             pipe.send((True, task(*args, **kwargs)))
         # Also SystemExit and KeyboardInterrupt: every end of a task is reported.
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+class _Groups:
+    """Give the process groups that a task has made to the next ones, which ask for the same.
+
+    To make the groups of a layout takes a third of a second. Gloo never ends the threads of one
+    that is closed: 1,300 of them, ten a task, wake so often that all takes several times as long.
+    All ranks run the same tasks, so they agree on which groups are new. Groups of one task are
+    different ones even if they have the same ranks.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._new_group, self._destroy = dist.new_group, dist.destroy_process_group
+        self._made: dict[tuple[str, int], Any] = {}
+        self._asked: Counter[str] = Counter()
+        dist.new_group = self._group  # type: ignore[assignment]  # a patch
+        dist.destroy_process_group = self._leave_open  # type: ignore[assignment]  # a patch
+
+    def begin_task(self) -> None:
+        """Give out all groups again."""
+        self._asked.clear()
+
+    def _group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        options = {name: value for name, value in kwargs.items() if name != "group_desc"}
+        wanted = repr((ranks and list(ranks), args, sorted(options.items())))
+        key = (wanted, self._asked[wanted])
+        self._asked[wanted] += 1
+        if key not in self._made:
+            self._made[key] = self._new_group(ranks, *args, **kwargs)
+        return self._made[key]
+
+    def _leave_open(self, group: Any = None) -> None:
+        if group is None:
+            self._made.clear()
+            self._destroy()
