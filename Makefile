@@ -26,8 +26,7 @@ study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims
 
 test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; code=$$?; \
-	    $(BIN)/python -m pytest tests/distributed tests/end_to_end tests/slurm && exit $$code
+	tests/run_all.sh $(BIN)/python
 
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture

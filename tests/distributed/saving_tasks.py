@@ -85,6 +85,7 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
     Returns:
         "error": the message that ended the run, "" without; "step": steps done by then.
     """
+    from pretrain.checkpoint import save
     from pretrain.checkpoint.save import Saver
     from pretrain.config import RunFailed
     from pretrain.train import loop
@@ -124,6 +125,8 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
         return step
 
     Saver.begin, loop.queue_step = disturbed, counted  # type: ignore[method-assign]
+    # A rank waits so long for the parts of others, which never come where a state is not finite.
+    patience, save.CLOSE_SECONDS = save.CLOSE_SECONDS, 3
     error = ""
     try:
         loop.train(config)
@@ -131,6 +134,7 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> dict[str,
         error = str(failure)
     finally:
         Saver.begin, loop.queue_step = begin, queue_step  # type: ignore[method-assign]
+        save.CLOSE_SECONDS = patience
     return {"error": error, "step": saves["step"]}
 
 

@@ -115,7 +115,7 @@ def descendants_are_gone(session: int) -> bool:
     ("kills", "workers", "whole_group"),
     mark_torture(
         [(4, 2, True), (2, 2, False), (100, 2, True), (50, 1, True), (50, 3, False)],
-        core={(4, 2, True), (2, 2, False)},
+        core={(4, 2, True)},
     ),
 )
 def test_killed_builds_go_on_to_the_same_bytes(
@@ -182,7 +182,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("leave", [20_000, 2_500_000])
+@pytest.mark.parametrize(["leave"], mark_torture([(20_000,), (2_500_000,)], {(20_000,)}))
 def test_a_full_disk_is_one_error_and_nothing_is_lost(program, corpus, reference, disk, leave):
     users = disk / "users-file"
     free = os.statvfs(disk)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import mark_torture
 from tests.kernels.compile_flash import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,14 @@ VARIANTS = {
     "documents, sm_80": (Variant(80, 128, documents=True), {}),
 }
 
+CORE = {
+    ("default, width 128",),
+    ("default, sm_80",),
+    ("symmetric, trained, dropout",),
+    ("table, width 64",),
+    ("documents, table",),
+}
+
 
 def compile_kernels(variant, cache):
     """Return what `compile_flash` reports of each kernel of a variant, by name."""
@@ -58,7 +67,7 @@ def compile_kernels(variant, cache):
     return {kernel["name"]: kernel for kernel in map(json.loads, result.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("case", VARIANTS)
+@pytest.mark.parametrize(("case",), mark_torture([(case,) for case in VARIANTS], CORE))
 def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
     variant, may_spill = VARIANTS[case]
     kernels = compile_kernels(variant, tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import metrics, wait_for
@@ -12,6 +14,8 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.runs import SITE
 
 
+# tests/end_to_end runs the guide's other commands in `make test`.
+@pytest.mark.torture
 def test_the_guide_s_job_is_sent_saved_and_goes_on_with_one_node(
     cluster: Cluster, tmp_path: Path
 ) -> None:

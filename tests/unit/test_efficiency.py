@@ -143,6 +143,7 @@ def test_contestants_keep_the_tokens_of_a_step_and_of_a_micro_batch() -> None:
         contestants(Path("configs/demo.toml"), [], "alibi,", None)
 
 
+@pytest.mark.torture
 def test_real_turns_train_and_evaluate_in_processes_of_their_own() -> None:
     configs = [contestant("alibi"), contestant("sinusoidal", 64)]
     result = measure(configs, 2, 2)
