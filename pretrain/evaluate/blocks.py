@@ -18,8 +18,20 @@ from numpy.typing import NDArray
 from pretrain.evaluate.records import Record
 from pretrain.evaluate.spread import confidence_interval
 
-BLOCK_FIELDS = ("checkpoint", "protocol", "stride", "length", "block", "tokens", "loss_nats")
+PRECISION = "precision"
+BLOCK_FIELDS = (
+    "checkpoint",
+    "protocol",
+    "stride",
+    "length",
+    PRECISION,
+    "block",
+    "tokens",
+    "loss_nats",
+)
 """Columns of curve_blocks.csv. The loss is summed over the tokens of the block."""
+OLD_BLOCK_FIELDS = tuple(field for field in BLOCK_FIELDS if field != PRECISION)
+"""Its columns in files of earlier releases, whose records do not state the precision either."""
 KEY = "blocks"
 """Key of a record in memory that holds its BlockLosses, where they are known."""
 
@@ -34,8 +46,8 @@ class BlockLosses:
     """[blocks] tokens scored."""
 
 
-BlockKey = tuple[str, str, int, int]
-"""(checkpoint, protocol, stride, length) as in the record."""
+BlockKey = tuple[str, str, int, int, str]
+"""(checkpoint, protocol, stride, length, precision) as in the record; "" if it states none."""
 
 
 def blocks_path(out: Path) -> Path:
@@ -49,7 +61,8 @@ def blocks_path(out: Path) -> Path:
 
 def block_key(record: Record) -> BlockKey:
     """Return the key of a record's losses by block."""
-    return record["checkpoint"], record["protocol"], record["stride"], record["length"]
+    checkpoint, protocol = record["checkpoint"], record["protocol"]
+    return checkpoint, protocol, record["stride"], record["length"], record.get(PRECISION) or ""
 
 
 def with_blocks(record: Record, blocks: Mapping[BlockKey, BlockLosses]) -> dict[str, Any]:
@@ -93,7 +106,8 @@ def read_blocks(path: Path) -> dict[BlockKey, BlockLosses]:
     try:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                key = row["checkpoint"], row["protocol"], int(row["stride"]), int(row["length"])
+                sizes = int(row["stride"]), int(row["length"])
+                key = (row["checkpoint"], row["protocol"], *sizes, row.get(PRECISION) or "")
                 rows.setdefault(key, []).append((float(row["loss_nats"]), float(row["tokens"])))
     except FileNotFoundError:
         return {}

@@ -549,6 +549,32 @@ def test_losses_by_block_are_kept_and_read_again(tmp_path):
     assert [float(row["loss_nats"]) for row in rows[64:]] == list(blocks[block_key(pair[1])].losses)
 
 
+def test_a_checkpoint_in_two_precisions_keeps_the_losses_by_block_of_both(tmp_path):
+    pair = [
+        make_record(spread=0.1, tokens=64_000) | {"precision": "fp32"},
+        make_record(spread=0.1, tokens=64_000, perplexity=20.3) | {"precision": "bf16"},
+    ]
+    difficulty = np.linspace(-1, 1, 64)
+    blocks = {block_key(r): make_blocks(r, difficulty, 0.001, i) for i, r in enumerate(pair)}
+    out = tmp_path / "curve.json"
+    write_report(out, pair, blocks=blocks)
+    for record, found in zip(pair, read_records(out)):
+        assert found["precision"] == record["precision"] and found[KEY] is not None
+        assert np.array_equal(found[KEY].losses, blocks[block_key(record)].losses)
+
+
+def test_losses_by_block_without_a_precision_are_those_of_an_earlier_release(tmp_path):
+    out, record = tmp_path / "curve.json", make_record(tokens=64_000) | {"precision": None}
+    blocks = {block_key(record): make_blocks(record, np.zeros(64), 0.001, 1)}
+    write_report(out, [record], blocks=blocks)
+    table = tmp_path / "curve_blocks.csv"
+    place = table.read_text().partition("\n")[0].split(",").index("precision")
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    table.write_text("".join(",".join(r[:place] + r[place + 1 :]) + "\n" for r in rows))
+    assert read_records(out)[0][KEY] is not None
+    check_overwrites(out)
+
+
 def test_losses_by_block_of_another_evaluation_are_not_taken(tmp_path):
     out = tmp_path / "one/curve.json"
     record = make_record(tokens=64_000)
