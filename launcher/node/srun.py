@@ -226,16 +226,20 @@ def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: flo
         seconds: How long either of them may take.
     """
     # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
-    # would leave the tasks running.
-    srun.terminate()
-    try:
-        srun.wait(seconds)
-    except subprocess.TimeoutExpired:
-        signal_step(job_id, name, signal.SIGKILL)
+    # would leave the tasks running. SIGTERM that comes while srun starts its tasks misses those
+    # that it has not heard of yet, so it is told again, after 1, 2, 4, ... seconds.
+    until, pause = time.monotonic() + seconds, 1.0
+    while time.monotonic() < until:
+        srun.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            srun.wait(seconds)
-        srun.kill()
-        srun.wait()
+            srun.wait(min(pause, until - time.monotonic()))
+            return
+        pause *= 2
+    signal_step(job_id, name, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        srun.wait(seconds)
+    srun.kill()
+    srun.wait()
 
 
 def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:
