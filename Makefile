@@ -26,7 +26,11 @@ study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims
 
 test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
-	tests/run_all.sh $(BIN)/python
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; unit=$$?; \
+	    $(BIN)/python -m pytest tests/distributed; distributed=$$?; \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/end_to_end; commands=$$?; \
+	    $(BIN)/python -m pytest tests/slurm && \
+	    exit $$((unit + distributed + commands))
 
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture

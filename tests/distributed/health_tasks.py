@@ -87,6 +87,7 @@ def train_damaged(
         except RunFailed as failure:
             seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
     checkpoints = RunPaths(config.directory).checkpoints
+    # Rank 0 may still publish what was saved before.
     dist.barrier()
     saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
     return {**seen, "saved": saved}
@@ -129,6 +130,8 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         except RunFailed as failure:
             seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
     checkpoints = RunPaths(config.directory).checkpoints
+    # Rank 0 may still publish what was saved before.
+    dist.barrier()
     saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
     return {**seen, "saved": saved}
 
@@ -252,6 +255,8 @@ def train_on_bad_data(
         except RunFailed as failure:
             seen |= {"code": int(exit_code_of(failure)), "error": str(failure)}
     checkpoints = RunPaths(config.directory).checkpoints
+    # Rank 0 may still publish what was saved before.
+    dist.barrier()
     saved = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
     return {**seen, "saved": saved}
 
