@@ -226,8 +226,8 @@ def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: flo
         seconds: How long either of them may take.
     """
     # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
-    # would leave the tasks running. SIGTERM that comes while srun starts its tasks misses those
-    # that it has not heard of yet, so it is told again, after 1, 2, 4, ... seconds.
+    # would leave the tasks running. A SIGTERM that comes while srun starts its tasks may have no
+    # effect (seen with tests/slurm on a busy machine), so more follow after 1, 2, 4, ... seconds.
     until, pause = time.monotonic() + seconds, 1.0
     while time.monotonic() < until:
         srun.terminate()

@@ -178,7 +178,7 @@ def _read(file: Path, chain: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any
 
 
 def _similar_file(file: Path) -> str:
-    """Return what asks whether a file beside a missing one is meant; "" if none is like it."""
+    """Return ", did you mean FILE? ", where a file beside a missing one is like it; else ""."""
     try:
         names = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".toml")]
     except OSError:
