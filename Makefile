@@ -5,12 +5,15 @@ SETUP := .venv/.installed
 DEMO := runs/demo
 STUDY := runs/study_demo
 
+# Two targets at once would be two pips in one .venv.
+.NOTPARALLEL:
+
 .PHONY: help setup demo study test torture lint docs clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(SETUP)  ## make .venv and install the pinned dependencies; does nothing the second time
+setup: $(SETUP)  ## make .venv for the demo and the tests, pinned; does nothing the second time
 
 demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 	$(BIN)/pretrain data build configs/demo.toml
@@ -24,7 +27,8 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims (20 minutes)
 	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
 
-test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (root on Debian)
+# One test builds the site.
+test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; unit=$$?; \
 	    $(BIN)/python -m pytest tests/distributed; distributed=$$?; \
@@ -35,12 +39,12 @@ test: $(SETUP)  ## run all tests; installs Slurm for its tests where it can (roo
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture
 
-lint: $(SETUP)  ## check style and format (ruff) and types (mypy --strict)
+lint: $(SETUP)-lint  ## check style and format (ruff) and types (mypy --strict)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-docs: $(SETUP)  ## write the documentation as a site to site/ (mkdocs-material)
+docs: $(SETUP)-docs  ## write the documentation as a site to site/ (mkdocs-material)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
 
@@ -58,6 +62,11 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev,data,docs,wandb]'
+	$(BIN)/pip install -c constraints.txt -e '.[test,data,wandb]'
 	$(BIN)/pip install --no-deps --require-hashes -r requirements-demo.txt
+	@touch $@
+
+# What only `make lint` or `make docs` needs, each by the extra of its name.
+$(SETUP)-%: $(SETUP)
+	$(BIN)/pip install -c constraints.txt -e '.[$*]'
 	@touch $@

@@ -28,7 +28,7 @@ def find_attempt(log: Path, number: int) -> tuple[int, int | None] | None:
 
     Returns:
         Where it begins, behind its first line, and where it ends, None for the end of the file; or
-        None if the log has no such attempt, as that of an earlier release.
+        None if the log has no such attempt.
     """
     begin, at = None, 0
     with open_regular(log) as file:

@@ -156,7 +156,6 @@ def owner() -> Owner:
         return Owner.here(num_processes=num_processes)
     return Owner.here(
         slurm_job_id=job_id,
-        slurm_raw_job_id=env.get("SLURM_JOB_ID"),
         slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
         slurm_cluster=env.get("SLURM_CLUSTER_NAME"),
         num_processes=num_processes,

@@ -1,4 +1,4 @@
-"""The counts before and after release 0.1.0, for the tables of docs/performance.md.
+"""The counts of a step before and after, for the tables of docs/performance.md.
 
 The inputs of the model stand in `pretrain.plan.inputs` and `pretrain.plan.hardware`.
 """

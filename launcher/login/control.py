@@ -17,7 +17,6 @@ from pretrain.launcher.login.records import Records, Repeated
 from pretrain.launcher.login.status import Queue, ask_slurm, check_run, is_alive, queued
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import plain
-from pretrain.rundir.access import let_nobody_write
 from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -263,7 +262,7 @@ def _attempts_of(run: Path, job: JobState, records: Records | None = None) -> li
     return [
         attempt
         for attempt in (records or Records()).attempts(run)
-        if attempt.owner.is_of_job(job.job_id, job.raw_id)
+        if attempt.owner.is_of_job(job.job_id)
         and (attempt.owner.slurm_restart_count or 0) == job.restarts
     ]
 
@@ -379,8 +378,6 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
         own = {"--array=": str(index), "--job-name=": record.name}
         arguments = [_with_own_value(word, own) for word in arguments]
-    # An earlier release has left them with the default access list of a project's folder.
-    let_nobody_write(RunPaths(run).logs)
     number = slurm.submit(arguments, script)
     # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)

@@ -96,8 +96,8 @@ def show(run: Path, rank: int | None = None, number: int | None = None) -> None:
     part = None if attempt.owner.slurm_job_id else rank_logs.find_attempt(path, attempt.number)
     if part is None and number is not None and not attempt.owner.slurm_job_id:
         raise ConfigError(
-            f"--attempt {number}: an earlier release wrote {path}, which does not say where an "
-            "attempt begins. Remove --attempt"
+            f"--attempt {number}: {path} has no line with which it begins, so the file was changed "
+            "since. Remove --attempt"
         )
     log = LogReader(path, label, part=part or (0, None))
     while lines := log.read():

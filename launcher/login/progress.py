@@ -39,7 +39,7 @@ class Rates:
 
 def read_num_steps(run: Path) -> int | None:
     """Return train.num_steps as submitted, or else as started; None if neither can be read."""
-    # Not `load_config`: this has to work on the configs of other releases, too. Nor tomllib, whose
+    # Not `load_config`: this has to work on the configs of other versions, too. Nor tomllib, whose
     # time grows with the square of the file in one that was made for it.
     paths = RunPaths(run)
     for path in (paths.launch_config, paths.config):

@@ -37,7 +37,7 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
-from pretrain.rundir.paths import OWN_FOLDERS, RUN_MARKS, RunPaths, check_version, is_run
+from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
 from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
 
 LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
@@ -188,8 +188,8 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
         names = {name for name in folders if not name.startswith(".") and not is_deep}
         if is_run(path):
             found.append(path)
-            # A run may hold thousands of files, and also the runs of a sweep of earlier releases.
-            names -= OWN_FOLDERS
+            # A run may hold thousands of files, and no other run.
+            names = set()
         folders[:] = sorted(names)
     if not found:
         raise ConfigError(
@@ -200,7 +200,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
 
 
 def check_run(run: Path) -> None:
-    """Raise ConfigError unless `run` is a run's directory that this release can read."""
+    """Raise ConfigError unless `run` is a run's directory that this version can read."""
     if not run.exists():
         raise ConfigError(f"{run}: no such run. `launcher status` lists the runs below runs/")
     if not is_run(run):
@@ -313,7 +313,7 @@ def _is_attempt_of(attempt: AttemptRecord, job: JobState) -> bool:
     """
     return (
         job.state in ("RUNNING", "SUSPENDED")
-        and attempt.owner.is_of_job(job.job_id, job.raw_id)
+        and attempt.owner.is_of_job(job.job_id)
         and (attempt.owner.slurm_restart_count or 0) == job.restarts
     )
 

@@ -323,7 +323,7 @@ def _files_unless_refused(files: Mapping[Path, str], folders: Sequence[Path]) ->
             with writing(folder):
                 make_directory(folder)
         for folder in folders:
-            # One that an earlier release made.
+            # One that was there before.
             let_nobody_write(folder)
         for path, text in files.items():
             with writing(path):

@@ -20,14 +20,10 @@ from pydantic import BaseModel
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.overrides import key_of
 from pretrain.rundir.jobs import read_over
-from pretrain.rundir.paths import LAYOUT, is_run
+from pretrain.rundir.paths import is_run
 
 NAME_LENGTH = 80
 """Longest name of a run's directory, before its hash."""
-_RESERVED_NAMES = {entry.path.split("/")[0] for entry in LAYOUT} | {"data"}
-"""Names that a run's own directory uses. In earlier releases the runs of a sweep lay in it, so none
-of them has one of these."""
-
 
 Place = tuple[int, int, tuple[str, ...]]
 """A directory as `place_of` returns it."""
@@ -99,7 +95,7 @@ def check_directories(runs: Sequence[SweepRun]) -> None:
                 f"{_shown(run)} is that of {_shown(other)}, and two runs never share one. Name "
                 "another, or make the runs with --over"
             )
-    # One that is there already goes on: earlier releases put a sweep's runs into another run.
+    # One that is there already goes on.
     new = [(run, path) for run, path in zip(runs, resolved) if not is_run(path)]
     for run, path in new:
         for parent in path.parents:
@@ -207,15 +203,15 @@ def split_values(text: str, argument: str) -> list[str]:
 def run_name(over: dict[str, Any]) -> str:
     """Return the name of the directory of a run, for example "alibi-512".
 
-    A hash of the keys and values is appended when the values alone would be ambiguous, too long or
-    a reserved name. Different combinations therefore never share a directory.
+    A hash of the keys and values is appended when the values alone would be ambiguous or too long.
+    Different combinations therefore never share a directory.
 
     Args:
         over: The keys and values of the run.
     """
     name = "-".join(map(_word, over.values()))
     exact = all(value is not None and _word(value) == str(value) for value in over.values())
-    if exact and len(name) <= NAME_LENGTH and name not in _RESERVED_NAMES:
+    if exact and len(name) <= NAME_LENGTH:
         return name
     # Sorted, so that the order of the --over arguments does not matter.
     text = json.dumps(over, sort_keys=True, default=str)
@@ -249,7 +245,7 @@ def sweep_runs(
         # Loaded twice: the run's directory is named by the values as the config resolves them.
         config = load_config(path, [*overrides, *settings])
         over = {axis.key: _value(config, axis.key) for axis in axes}
-        directory = _directory(base, over)
+        directory = sweep_folder(base) / run_name(over)
         if directory in runs:
             raise ConfigError(
                 f"--over {' '.join(settings)}: gives the same run as {runs[directory].over}"
@@ -260,18 +256,6 @@ def sweep_runs(
         runs[directory] = SweepRun(path, load_config(path, settings), over, tuple(settings))
         _check_same_run(directory, over)
     return list(runs.values())
-
-
-def _directory(base: Path, over: dict[str, Any]) -> Path:
-    """Return the directory of the run with these values.
-
-    Beside that of the config, which may be a run itself, and where another sweep finds it. A run
-    that an earlier release made inside that directory stays there.
-    """
-    inside = base / run_name(over)
-    if is_run(inside) and _recorded(inside) == _as_json(over):
-        return inside
-    return sweep_folder(base) / inside.name
 
 
 def _check_same_run(directory: Path, over: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ class _Start:
         supervisor = Supervisor(
             self._config,
             self._signals,
-            lambda record: record.owner.is_of_job(owner.slurm_job_id, owner.slurm_raw_job_id),
+            lambda record: record.owner.is_of_job(owner.slurm_job_id),
             is_preempted=self._is_preempted,
         )
         while True:
@@ -260,7 +260,6 @@ def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
         state = None
     return Owner.here(
         slurm_job_id=job_id,
-        slurm_raw_job_id=os.environ.get("SLURM_JOB_ID"),
         slurm_restart_count=restart_count(),
         slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
         submitted_at=state.submitted_at if state and is_first else None,
@@ -302,7 +301,8 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
             break
         except slurm.SlurmInterrupted:
             # Slurm ends this job, and with it scontrol before that has had its answer.
-            return True
+            is_ending = True
+            break
         except slurm.SlurmError as error:
             # A controller that restarts comes back within minutes. A refusal lasts, except in the
             # moments in which Slurm changes the job's state itself.

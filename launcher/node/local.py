@@ -74,8 +74,8 @@ def run_locally(
         The exit code of the last attempt.
 
     Raises:
-        ConfigError: The run's directory cannot be made, has the layout of a later release, or lies
-            inside another run's.
+        ConfigError: The run's directory cannot be made, has another layout, or lies inside
+            another run's.
         RunBusy: Another process trains this run.
         RunFailed: The disk refused.
     """
@@ -248,6 +248,10 @@ class LocalRanks:
         self._asked_to_end |= number in PASSED_ON
         for process in self._processes:
             process.send_signal(number)
+
+    def have_failed(self) -> bool:
+        """Return False: `poll` itself ends the others when one fails."""
+        return False
 
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return nothing: there is no other node to choose."""

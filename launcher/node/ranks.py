@@ -29,6 +29,9 @@ class Ranks(Protocol):
     def signal(self, number: int) -> None:
         """Send a signal to every rank."""
 
+    def have_failed(self) -> bool:
+        """Return True if a rank is known to have ended badly while `poll` still returns None."""
+
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that hang by themselves, by the stacks written since SIGUSR2.
 

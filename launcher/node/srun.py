@@ -170,6 +170,10 @@ class SrunRanks:
         if number != signal.SIGTERM:
             sending.join()
 
+    def have_failed(self) -> bool:
+        """Return True if srun has said that a rank ended badly, and not ended the others yet."""
+        return any(map(FAILED_TASK.match, _lines(self._log, self._began_at)))
+
     def stuck_nodes(self) -> tuple[str, ...]:
         """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
         try:

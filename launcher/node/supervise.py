@@ -218,7 +218,7 @@ class Supervisor:
             ranks: Its ranks, running.
             lost: Set by the heartbeat thread when another attempt has taken the run over.
         """
-        recovery = self.config.recovery
+        recovery, steps = self.config.recovery, self.config.train.num_steps
         watchdog = Watchdog(attempt.directory, recovery.hang_seconds, recovery.startup_seconds)
         while True:
             # Only on a single machine. Under Slurm SIGTERM may be repeated while the ranks save (by
@@ -235,8 +235,7 @@ class Supervisor:
             # Looked at first: ranks that have ended are judged by their exit code, even when the
             # run was lost or nothing moved at the same moment.
             if code is not None:
-                steps, is_asked = self.config.train.num_steps, self.signals.stops > 0
-                return judge(attempt, code, ranks, steps, is_asked)
+                return judge(attempt, code, ranks, steps, self.signals.stops > 0)
             if lost.is_set():
                 # At once and without a checkpoint: the other attempt writes to the same directory.
                 ranks.kill()
@@ -246,6 +245,9 @@ class Supervisor:
                 )
                 return Verdict(Outcome.SUPERSEDED, ExitCode.FAILED, reason)
             if stuck := watchdog.stuck():
+                if ranks.have_failed():
+                    # The others wait for one that has ended, and Slurm is slow to end them.
+                    return judge(attempt, ranks.end(), ranks, steps, self.signals.stops > 0)
                 nodes = self._dump_stacks(attempt, ranks, stuck)
                 ranks.kill()
                 return Verdict(Outcome.HUNG, ExitCode.KILLED, stuck, nodes)

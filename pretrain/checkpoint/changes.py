@@ -82,20 +82,12 @@ def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Cha
         state: How far training had come.
         changes: What was changed on the way, oldest first.
     """
-    length, batch = config.data.sequence_length, config.batch.global_batch_size
-    samples, end, tokens = state.consumed_samples, state.step, 0
-    # Backwards from the values at the end. What is left belongs to the first length.
+    length, samples, tokens = config.data.sequence_length, state.consumed_samples, 0
+    # Backwards from the length at the end. What is left belongs to the first length.
     for change in reversed(changes):
-        if change.key not in ("data.sequence_length", "batch.global_batch_size"):
-            continue
-        part = (end - change.step) * batch
-        if change.consumed_samples is not None:
-            part = samples - change.consumed_samples
-        samples, end, tokens = samples - part, change.step, tokens + part * length
         if change.key == "data.sequence_length":
-            length = change.before
-        else:
-            batch = change.before
+            tokens += (samples - change.consumed_samples) * length
+            samples, length = change.consumed_samples, change.before
     return tokens + samples * length
 
 

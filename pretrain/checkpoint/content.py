@@ -32,7 +32,8 @@ from pretrain.rundir.provenance import Provenance
 FORMAT = 2
 STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
 REQUIRED = (INDEX, STATE, CONFIG)
-"""Every checkpoint has these small files. Most have a tokenizer too: one of TOKENIZER_FILES."""
+"""Every checkpoint has these small files. Those of a run have a tokenizer too: one of
+TOKENIZER_FILES."""
 MASTER = "master"
 """The fp32 weights; of every parameter they are saved, and the moments of `RunConfig.moments`."""
 
@@ -52,7 +53,7 @@ class TrainerState:
     """What a spike policy has seen and done (pretrain/train/spikes.py); None without one."""
     segment: Segment | None = None
     """The present blend of the corpora, and what each had consumed when it began; None before the
-    first start and in checkpoints of earlier versions, whose runs had one corpus."""
+    first start."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Change:
     key: str
     before: Any
     after: Any
-    consumed_samples: int | None = None
-    """Samples consumed by then; None in checkpoints of earlier versions."""
+    consumed_samples: int
+    """Samples consumed by then."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Origin:
     validation_loss_nats: float | None = None
     """The loss at the training length, if this very step was evaluated."""
     provenance: Provenance | None = None
-    """The code, versions and machine of the attempt that saves it; None in checkpoints of earlier
-    versions."""
+    """The code, versions and machine of the attempt that saves it; None for what no attempt saved,
+    such as an imported model."""
 
 
 # ---- what the files hold -------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class ChangeEntry(Strict):
     key: str
     before: Any
     after: Any
-    consumed_samples: Natural | None = None
+    consumed_samples: Natural
 
 
 class SegmentEntry(Strict):
@@ -157,8 +158,8 @@ class StateContent(Strict):
     data: dict[str, str]
     changes: tuple[ChangeEntry, ...]
     spikes: dict[str, list[float]] | None
-    segment: SegmentEntry | None = None
-    provenance: dict[str, Any] | None = None
+    segment: SegmentEntry | None
+    provenance: dict[str, Any] | None
 
     @model_validator(mode="after")
     def _begins_in_the_past(self) -> StateContent:

@@ -71,7 +71,7 @@ class Checkpoint:
     index_sha256: str
     """The SHA-256 of index.json."""
     tokenizer_file: str | None
-    """Name of the tokenizer's file; None in checkpoints of versions that did not save it."""
+    """Name of the tokenizer's file; None where an imported model came without."""
     tokenizer_sha256: str | None
     """The SHA-256 of that file."""
 

@@ -16,8 +16,8 @@ from pretrain.topology import Process
 def tokenizer_of(checkpoint: Checkpoint, data_directory: Path) -> Tokenizer:
     """Return the tokenizer that a checkpoint was trained with.
 
-    Checkpoints carry it; those of earlier versions do not, and then the data set's is taken, and a
-    line on stderr says so.
+    Checkpoints carry it, but for an imported model's that came without one. Then the data set's is
+    taken, and a line on stderr says so.
 
     Args:
         checkpoint: The checkpoint, opened.

@@ -116,7 +116,9 @@ def _corpora(d: DataSection) -> Iterator[Refusal]:
                 key,
                 value,
                 "data.corpora is set too, and a data set has either one corpus or a table of them",
-                f"Remove {key}, or make it a [data.corpora.NAME] of its own",
+                f"Set {key.removeprefix('data.')} in the table [data.corpora.NAME] of a file "
+                f"instead, where NAME is one of {', '.join(d.corpora)} or a further corpus; or "
+                "remove data.corpora",
             )
     for name, corpus in d.corpora.items():
         if not re.fullmatch(r"[a-z0-9][a-z0-9_]{0,63}", name):

@@ -31,8 +31,9 @@ def _commented(lines: list[str], origins: Mapping[str, str]) -> Iterator[str]:
     for line in lines:
         if header := re.fullmatch(r"\[(.+)\]", line):
             section = header[1]
-        # The elements of a list stand below its key, each on an indented line of its own.
-        if pair := re.match(r"([A-Za-z0-9_-]+) = ", line):
+        # The version stands above the sections. The elements of a list stand below its key, each on
+        # an indented line of its own.
+        if section and (pair := re.match(r"([A-Za-z0-9_-]+) = ", line)):
             origin = origins[f"{section}.{pair[1]}"]
             # No control character may stand in a comment, and a file's name may hold some.
             origin = origin if origin.isprintable() else ascii(origin)

@@ -16,13 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
 from pretrain.config.paths import expand_path
 from pretrain.config.toml_file import read_toml_text
 
 BASE, REMOVE = "base", "remove"
 """The keys at the top of a file that are about its base, and no sections of a run's config."""
+
+CONFIG_VERSION = 1
+"""The version of the files that `dump_config` writes, as they state it. It is raised when a key's
+meaning changes, or the value of a key that they lack, so that such a file would be read as another
+run. What a person writes needs no version."""
+_VERSION = "config_version"
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,35 @@ def read_layers(path: Path) -> Layered:
     for file, values in reversed(layers):
         below = _without(result, values.pop(REMOVE, None), file)
         values.pop(BASE, None)
-        # File by file: what the release implied that wrote a file holds for that file alone.
-        known = with_earlier_values(values)
-        written, here = dict(leaves(values)), dict(leaves(known))
-        implied = f"{file} (implied by the release that wrote it)"
-        said = {key: str(file) if key in written else implied for key in here}
-        result = merged(below, known)
+        here = dict(leaves(values))
+        result = merged(below, values)
         # What has no origin is a table of the base that `remove` has emptied.
-        origins = {key: said.get(key, origins.get(key, str(file))) for key, _ in leaves(result)}
+        origins = {
+            key: str(file) if key in here else origins.get(key, str(file))
+            for key, _ in leaves(result)
+        }
     return Layered(result, origins, tuple(file for file, _ in layers))
+
+
+def with_version(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file that states its version."""
+    return {_VERSION: CONFIG_VERSION, **sections}
+
+
+def without_version(values: Mapping[str, Any], file: Path | str) -> dict[str, Any]:
+    """Return the content of a file without its version, which it may state.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    found = values.get(_VERSION, CONFIG_VERSION)
+    # In Python true and 1.0 equal 1, too.
+    if type(found) is not int or found != CONFIG_VERSION:
+        raise ConfigError(
+            f"{file}: {_VERSION} = {found!r}: this version of pretrain reads {CONFIG_VERSION}. Use "
+            "the version that wrote the file"
+        )
+    return {key: value for key, value in values.items() if key != _VERSION}
 
 
 def merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +133,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
                 "Remove one of these bases"
             )
         seen.append(os.path.realpath(file))
-        values = _read(file, chain)
+        values = without_version(_read(file, chain), file)
         chain.append((file, values))
         file = _base_of(file, values)
     return chain

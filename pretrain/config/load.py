@@ -13,9 +13,8 @@ import tomli_w
 from pydantic import ValidationError
 
 from pretrain.config import rules
-from pretrain.config.earlier import with_earlier_values
 from pretrain.config.errors import ConfigError
-from pretrain.config.inheritance import leaves, read_layers
+from pretrain.config.inheritance import leaves, read_layers, with_version, without_version
 from pretrain.config.keys import is_needed, suggestion
 from pretrain.config.overrides import key_of, overridden
 from pretrain.config.paths import expand_paths
@@ -119,7 +118,7 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
         is_given = any(key == other or key.startswith(f"{other}.") for other in given)
         return f"{origin}: --set " if is_given else f"{origin}: "
 
-    return _checked(overridden(with_earlier_values(values), overrides), place)
+    return _checked(overridden(without_version(values, origin), overrides), place)
 
 
 def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
@@ -148,12 +147,12 @@ def _checked(values: dict[str, Any], place: Callable[[str], str]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return the resolved config as TOML: every key with its value, defaults included.
+    """Return the resolved config as TOML: its version, and every key with its value.
 
     Keys whose value is None are left out, since TOML has no null. `load_config` reads the text back
     as an equal config.
     """
-    return tomli_w.dumps(_dumped(config))
+    return tomli_w.dumps(with_version(_dumped(config)))
 
 
 def _dumped(config: RunConfig) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class PositionSection(Section):
     """sinusoidal: which table. fairseq: the one of the models that "Train Short, Test Long"
     compares with, and of tensor2tensor: positions counted from 2, frequencies from 1 to exactly
     1/10000. vaswani: positions counted from 0, and the frequencies that "Attention Is All You Need"
-    states; earlier releases had this one. In both, sines come first and then cosines."""
+    states. In both, sines come first and then cosines."""
 
     rotary_base: int = Field(default=10_000, gt=0)
     """rotary: base of the frequencies. A larger one makes rotations slower, as models for long

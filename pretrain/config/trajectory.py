@@ -124,6 +124,7 @@ _DERIVED = {
     "model.num_query_groups",
     "model.ffn_hidden_size",
     "model.embedding_scale",
+    "model.embedding_init_method_std",
 }
 """Keys whose default is derived from fixed keys, by a property of RunConfig of the same name."""
 
@@ -214,21 +215,6 @@ AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.
 """Keys that a checkpoint does not mind, and that yet decide what a run becomes."""
 
 
-_EARLIER = {
-    "model.activation_dropout": 0.0,
-    "model.adaptive_cutoffs": None,
-    "model.adaptive_dropout": 0.0,
-    "model.adaptive_factor": 4,
-    "model.final_layernorm": True,
-    "optimizer.momentum": 0.99,
-    "optimizer.name": "adamw",
-    "position.slopes": "published",
-    "schedule.lr_warmup_init": 0.0,
-    "train.objective": "next_token",
-}
-"""Keys that earlier releases did not have -> what they trained. Runs of both have one hash."""
-
-
 def settings_hash(config: RunConfig, training: str | None) -> str:
     """Return a hash of all that training depends on but the seed, the same for runs that agree.
 
@@ -241,8 +227,7 @@ def settings_hash(config: RunConfig, training: str | None) -> str:
         for key in (f"{section}.{name}" for name in keys):
             counts = effect_of(key) in (FIXED, TRAJECTORY) or key in AT_STEP_0
             value = _value(config, section, key.partition(".")[2])
-            is_earlier = key in _EARLIER and value == _EARLIER[key]
-            if counts and key != "run.seed" and not is_earlier:
+            if counts and key != "run.seed":
                 values[key] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -358,8 +343,8 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
         return getattr(config, name)
     if key == "position.sinusoidal_table" and config.position.method != "sinusoidal":
         return None
-    if key == "position.max_position_embeddings" and config.position.method == "learned":
-        return config.max_position_embeddings
+    if key == "position.max_position_embeddings":
+        return config.max_position_embeddings if config.position.method == "learned" else None
     if key == "position.slopes" and config.slopes is not None:
         # A range and the list of its values are one model.
         return list(config.slopes)

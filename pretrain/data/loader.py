@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -25,6 +26,8 @@ from pretrain.data.stream import TokenStream
 
 ORDERED_AT_ONCE = 4096
 """Samples of which the order is computed at once, or those of a step if they are more."""
+DEATH_SECONDS = 5.0
+"""The longest wait for the system's word that a worker has ended."""
 
 
 def batches(
@@ -200,10 +203,16 @@ def _to_tensor(read: Any) -> torch.Tensor | Exception:
 
 def _unless_failed(received: Iterator[torch.Tensor | Exception]) -> Iterator[torch.Tensor]:
     """Yield what workers sent, and raise the first error among it."""
-    for each in received:
-        if isinstance(each, Exception):
-            raise each
-        yield each
+    try:
+        for each in received:
+            if isinstance(each, Exception):
+                raise each
+            yield each
+    except (EOFError, ConnectionError):
+        # A worker may be killed while a batch is fetched from it (torch/multiprocessing/
+        # reductions.py). The system tells of its end a moment later; torch then raises what ended.
+        time.sleep(DEATH_SECONDS)
+        raise
 
 
 @contextlib.contextmanager

@@ -18,20 +18,17 @@ from numpy.typing import NDArray
 from pretrain.evaluate.records import Record
 from pretrain.evaluate.spread import confidence_interval
 
-PRECISION = "precision"
 BLOCK_FIELDS = (
     "checkpoint",
     "protocol",
     "stride",
     "length",
-    PRECISION,
+    "precision",
     "block",
     "tokens",
     "loss_nats",
 )
 """Columns of curve_blocks.csv. The loss is summed over the tokens of the block."""
-OLD_BLOCK_FIELDS = tuple(field for field in BLOCK_FIELDS if field != PRECISION)
-"""Its columns in files of earlier releases, whose records do not state the precision either."""
 KEY = "blocks"
 """Key of a record in memory that holds its BlockLosses, where they are known."""
 
@@ -47,7 +44,7 @@ class BlockLosses:
 
 
 BlockKey = tuple[str, str, int, int, str]
-"""(checkpoint, protocol, stride, length, precision) as in the record; "" if it states none."""
+"""(checkpoint, protocol, stride, length, precision) as in the record."""
 
 
 def blocks_path(out: Path) -> Path:
@@ -62,7 +59,7 @@ def blocks_path(out: Path) -> Path:
 def block_key(record: Record) -> BlockKey:
     """Return the key of a record's losses by block."""
     checkpoint, protocol = record["checkpoint"], record["protocol"]
-    return checkpoint, protocol, record["stride"], record["length"], record.get(PRECISION) or ""
+    return checkpoint, protocol, record["stride"], record["length"], record["precision"]
 
 
 def with_blocks(record: Record, blocks: Mapping[BlockKey, BlockLosses]) -> dict[str, Any]:
@@ -107,7 +104,7 @@ def read_blocks(path: Path) -> dict[BlockKey, BlockLosses]:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 sizes = int(row["stride"]), int(row["length"])
-                key = (row["checkpoint"], row["protocol"], *sizes, row.get(PRECISION) or "")
+                key = (row["checkpoint"], row["protocol"], *sizes, row["precision"])
                 rows.setdefault(key, []).append((float(row["loss_nats"]), float(row["tokens"])))
     except FileNotFoundError:
         return {}

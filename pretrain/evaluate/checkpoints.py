@@ -96,7 +96,7 @@ def report_run(run: Path) -> str:
         cannot be read are named on stderr and left out.
 
     Raises:
-        ConfigError: No checkpoint has been evaluated, or the run's layout is of a later release.
+        ConfigError: No checkpoint has been evaluated, or the run has another layout.
     """
     check_version(run)
     directory = run / "evaluations"
@@ -123,8 +123,8 @@ class _Part:
     """Records of one tokenizer and one validation set, whose perplexities are comparable."""
 
     records: list[Mapping[str, Any]]
-    tokenizer: str | None
-    validation: str | None
+    tokenizer: str
+    validation: str
 
 
 def _parts(records: Sequence[Mapping[str, Any]]) -> list[_Part]:
@@ -166,8 +166,8 @@ def _section(part: _Part, is_one_of_several: bool) -> report.Section:
     """Return the section of report.md about one tokenizer and validation set."""
     subject, end = "", ""
     if is_one_of_several:
-        subject = f"validation set {part.validation or 'not recorded'}"
-        subject += f", tokenizer {part.tokenizer or 'not recorded'}"
+        subject = f"validation set {part.validation}"
+        subject += f", tokenizer {part.tokenizer}"
         end = report.label(part.validation) + report.label(part.tokenizer)
     by_length, by_step = _named_by_step(part.records), make_step_curves(part.records)
     steps = sorted({record["step"] for record in part.records})

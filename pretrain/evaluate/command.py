@@ -30,7 +30,7 @@ from pretrain.evaluate.existing import check_overwrites
 from pretrain.evaluate.memory import check_memory
 from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp
 from pretrain.evaluate.protocols import choose_protocols
-from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, check_objectives, completed
+from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, check_objectives, fields_of
 from pretrain.evaluate.report import check_report_path, format_table, write_report
 from pretrain.evaluate.text import ScoredText
 from pretrain.evaluate.windows import Protocol
@@ -244,7 +244,7 @@ class Job:
         """Return the record of one of its evaluations, with the keys of `records.FIELDS`."""
         # What the checkpoint was trained with, whatever the command line has set.
         trained, data = self.checkpoint.config, self.checkpoint.origin.data
-        return completed(
+        return fields_of(
             {
                 "run": self.run,
                 "step": self.checkpoint.trainer_state.step,

@@ -167,12 +167,12 @@ def what_stands_out(texts: Sequence[Text]) -> str:
 
 def _of_one_tokenizer(curves: Sequence[Curve], where: Sequence[str]) -> list[str]:
     """Return a list of findings for each training length and protocol."""
-    groups: dict[tuple[int | None, str], list[Curve]] = {}
+    groups: dict[tuple[int, str], list[Curve]] = {}
     for curve in curves:
         groups.setdefault((curve.train_length, curve.protocol), []).append(curve)
     blocks = []
     for (train_length, protocol), group in groups.items():
-        opening = ", ".join([f"Trained at L = {train_length or 'unknown'}", protocol, *where])
+        opening = ", ".join([f"Trained at L = {train_length}", protocol, *where])
         lines = rankings(group, train_length)
         if protocol != MASKED:
             lines += against_the_paper(group, train_length)
@@ -207,20 +207,18 @@ def _between_training_lengths(curves: Sequence[Curve]) -> list[str]:
 
 def _across_tokenizers(curves: Sequence[Curve]) -> list[str]:
     """Return rankings by bits per byte for each training length and protocol."""
-    groups: dict[tuple[int | None, str], list[Curve]] = {}
+    groups: dict[tuple[int, str], list[Curve]] = {}
     for curve in curves:
         groups.setdefault((curve.train_length, curve.protocol), []).append(curve)
     blocks = []
     for (train_length, protocol), group in groups.items():
         lines = rankings(group, train_length, BITS_PER_BYTE)
-        opening = f"Trained at L = {train_length or 'unknown'}, {protocol}, in bits per byte"
+        opening = f"Trained at L = {train_length}, {protocol}, in bits per byte"
         blocks.append(f"{opening}:\n\n" + "\n".join(f"- {line}" for line in lines))
     return blocks
 
 
-def rankings(
-    curves: Sequence[Curve], train_length: int | None, quantity: str = PERPLEXITY
-) -> list[str]:
+def rankings(curves: Sequence[Curve], train_length: int, quantity: str = PERPLEXITY) -> list[str]:
     """Return rankings at the training length and at the longest length; none of a single curve.
 
     Args:
@@ -230,8 +228,8 @@ def rankings(
     """
     if len(curves) < 2:
         return []
-    lengths = dict.fromkeys([train_length or 0, lengths_of(curves)[-1]])
-    return [_ranking(curves, n, train_length, quantity) for n in lengths if n]
+    lengths = dict.fromkeys([train_length, lengths_of(curves)[-1]])
+    return [_ranking(curves, n, train_length, quantity) for n in lengths]
 
 
 def _ranking(curves: Sequence[Curve], length: int, train_length: int | None, quantity: str) -> str:
@@ -260,23 +258,21 @@ def _named(curve: Curve, among: Iterable[Curve]) -> str:
     """Return a curve's name, with training length, precision and step where others have others."""
     step, among = curve.sources[0].step, list(among)
     name = full_name(curve) if len({c.train_length for c in among}) > 1 else curve.name
-    precision = curve.sources[0].precision or "unknown"
+    precision = curve.sources[0].precision
     if len(precisions(among)) > 1 and f"precision {precision}" not in name:
         name += f", precision {precision}"
     if len({c.sources[0].step for c in among}) == 1 or f"step {step}" in name:
         return name
-    return f"{name}, step {'unknown' if step is None else step}"
+    return f"{name}, step {step}"
 
 
-def against_the_paper(curves: Sequence[Curve], train_length: int | None) -> list[str]:
+def against_the_paper(curves: Sequence[Curve], train_length: int) -> list[str]:
     """Return a sentence for each result that the paper does not lead one to expect.
 
     Args:
         curves: Curves of one tokenizer, training length and protocol.
-        train_length: Training length L in tokens; nothing is expected where it is not known.
+        train_length: Training length L in tokens.
     """
-    if train_length is None:
-        return []
     lines, checked = [], 0
     for length in dict.fromkeys([train_length, lengths_of(curves)[-1]]):
         for base, other in _pairs(curves, length):

@@ -21,17 +21,17 @@ PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 
 
 class Source(NamedTuple):
-    """The checkpoint of a curve and its text. None where an earlier release recorded nothing."""
+    """The checkpoint of a curve and its text."""
 
     method: str
-    train_length: int | None
-    seed: int | None
-    settings: str | None
-    tokenizer: str | None
-    validation: str | None
-    precision: str | None
-    step: int | None
-    run: str | None
+    train_length: int
+    seed: int
+    settings: str
+    tokenizer: str
+    validation: str
+    precision: str
+    step: int
+    run: str
     checkpoint: str
     evaluation: int
     """1, or more where one checkpoint has several records at the same length and protocol."""
@@ -64,7 +64,7 @@ class Curve:
         return self.sources[0].method
 
     @property
-    def train_length(self) -> int | None:
+    def train_length(self) -> int:
         """Return the training length L in tokens."""
         return self.sources[0].train_length
 
@@ -111,9 +111,9 @@ class Curve:
 class Text(NamedTuple):
     """The curves of one validation text, by tokenizer."""
 
-    validation: str | None
+    validation: str
     """Hash of the validation split, or of its first one if several tokenizers have split it."""
-    by_tokenizer: dict[str | None, list[Curve]]
+    by_tokenizer: dict[str, list[Curve]]
 
     @property
     def curves(self) -> list[Curve]:
@@ -124,9 +124,8 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     """Return the curves by window length, in the order of the records.
 
     Runs are averaged when they agree in method, training length, settings, tokenizer, validation
-    set, precision, step, protocol and lengths, and each has another seed. Records of earlier
-    releases do not say the settings, and what else their runs differ in is the user's to know.
-    Two runs with one seed differ in something else, and then none of them is averaged.
+    set, precision, step, protocol and lengths, and each has another seed. Two runs with one seed
+    differ in something else, and then none of them is averaged.
 
     Args:
         records: Evaluations with the keys of `records.FIELDS`.
@@ -141,7 +140,7 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
         found.setdefault(key, {})[record["length"]] = record
     groups: dict[Any, list[tuple[Source, str]]] = {}
     for key, by_length in found.items():
-        alike = key[0]._replace(seed=None, run=None, checkpoint="")
+        alike = key[0]._replace(seed=0, run="", checkpoint="")
         groups.setdefault((alike, key[1], frozenset(by_length)), []).append(key)
     members: list[list[tuple[Source, str]]] = []
     for group in groups.values():
@@ -190,10 +189,10 @@ def by_text(curves: Iterable[Curve]) -> list[Text]:
     Each tokenizer cuts a text into a split of its own, with its own hash. Two splits are taken for
     one text when no tokenizer made both and the same number of bytes was scored of each.
     """
-    splits: dict[str | None, list[Curve]] = {}
+    splits: dict[str, list[Curve]] = {}
     for curve in curves:
         splits.setdefault(curve.sources[0].validation, []).append(curve)
-    texts: list[tuple[str | None, list[Curve]]] = []
+    texts: list[tuple[str, list[Curve]]] = []
     for validation, found in splits.items():
         for _, earlier in texts:
             if _tokenizers(earlier).isdisjoint(_tokenizers(found)) and _bytes(earlier) & _bytes(
@@ -205,7 +204,7 @@ def by_text(curves: Iterable[Curve]) -> list[Text]:
             texts.append((validation, list(found)))
     result = []
     for validation, found in texts:
-        by_tokenizer: dict[str | None, list[Curve]] = {}
+        by_tokenizer: dict[str, list[Curve]] = {}
         for curve in found:
             by_tokenizer.setdefault(curve.sources[0].tokenizer, []).append(curve)
         result.append(Text(validation, by_tokenizer))
@@ -214,12 +213,12 @@ def by_text(curves: Iterable[Curve]) -> list[Text]:
 
 def train_lengths(curves: Iterable[Curve]) -> list[int]:
     """Return the different training lengths in tokens, ascending."""
-    return _known(curve.train_length for curve in curves)
+    return sorted({curve.train_length for curve in curves})
 
 
 def precisions(curves: Iterable[Curve]) -> list[str]:
-    """Return the different precisions of the evaluations; "unknown" where none is recorded."""
-    return sorted({curve.sources[0].precision or "unknown" for curve in curves})
+    """Return the different precisions of the evaluations."""
+    return sorted({curve.sources[0].precision for curve in curves})
 
 
 def lengths_of(curves: Iterable[Curve]) -> list[int]:
@@ -228,7 +227,7 @@ def lengths_of(curves: Iterable[Curve]) -> list[int]:
 
 
 def is_known(curve: Curve, x: int, quantity: str) -> bool:
-    """Return False where a record of an earlier release does not have the quantity.
+    """Return False where a record does not have the quantity, such as bytes of `<unk>`.
 
     A perplexity is always known: None stands for one that is not finite.
     """
@@ -287,11 +286,10 @@ def _known(values: Iterable[int | None]) -> list[int]:
 
 def _differ_in_seed(keys: Sequence[tuple[Source, str]]) -> bool:
     """Return True for several sources of which each has a seed of its own."""
-    seeds = [source.seed for source, _ in keys]
-    return len(keys) > 1 and None not in seeds and len(set(seeds)) == len(seeds)
+    return len(keys) > 1 and len({source.seed for source, _ in keys}) == len(keys)
 
 
-def _tokenizers(curves: Iterable[Curve]) -> set[str | None]:
+def _tokenizers(curves: Iterable[Curve]) -> set[str]:
     return {curve.sources[0].tokenizer for curve in curves}
 
 
@@ -330,8 +328,8 @@ def _field(name: str) -> Callable[[_Groups], list[str]]:
     def qualifier(groups: _Groups) -> list[str]:
         found = [[getattr(source, name) for source in group] for group in groups]
         return [
-            f"{name} " + " and ".join("unknown" if v is None else str(v) for v in dict.fromkeys(vs))
-            for vs in found
+            f"{name} " + " and ".join(str(value) for value in dict.fromkeys(values))
+            for values in found
         ]
 
     return qualifier
@@ -341,7 +339,7 @@ def _path(name: str) -> Callable[[_Groups], list[str]]:
     """Return a qualifier that says the ends of paths, as long as needed to tell them apart."""
 
     def qualifier(groups: _Groups) -> list[str]:
-        paths = [[Path(getattr(source, name) or "?").parts for source in group] for group in groups]
+        paths = [[Path(getattr(source, name)).parts for source in group] for group in groups]
         longest = max(len(path) for group in paths for path in group)
         for count in range(1, longest + 1):
             ends = [" and ".join("/".join(p[-count:]) for p in group) for group in paths]

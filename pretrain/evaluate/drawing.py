@@ -83,6 +83,7 @@ class Frame:
     """What error bars show."""
 
 
+@matplotlib.rc_context()
 def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) -> Pictures:
     """Draw lines, one panel for each of their titles, and a legend at the right.
 
@@ -91,6 +92,8 @@ def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) 
         frame: What to write around it.
         formats: The formats to return.
     """
+    # A user's matplotlibrc changes sizes and fonts, and equal lines would not give equal bytes.
+    matplotlib.rcdefaults()
     titles = list(dict.fromkeys([*frame.panels, *(line.panel for line in lines)]))
     words = {word for line in lines for word in (line.mark, line.colour)}
     figure, panels = _panels(titles, frame, legend_inches=0.21 * (len(words) + 6))

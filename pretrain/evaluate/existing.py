@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from pretrain.config import ConfigError
-from pretrain.evaluate.blocks import OLD_BLOCK_FIELDS, blocks_path
+from pretrain.evaluate.blocks import BLOCK_FIELDS, blocks_path
 
 TITLE = "# Perplexity"
 """Every report.md begins with it."""
 PICTURES = (".png", ".svg", ".pdf")
 _COLUMNS = {"protocol", "length", "loss_nats"}
-"""Columns that every release has written to curve.csv."""
+"""Columns of curve.csv by which it is known."""
 _POSITION_COLUMNS = {"length", "first_position", "loss_nats"}
 
 
@@ -34,7 +34,7 @@ def check_overwrites(out: Path) -> None:
         curve: _has_columns(curve, _COLUMNS),
         report: _start(report).startswith(TITLE),
         positions: _has_columns(positions, _POSITION_COLUMNS),
-        blocks_path(out): _has_columns(blocks_path(out), set(OLD_BLOCK_FIELDS)),
+        blocks_path(out): _has_columns(blocks_path(out), set(BLOCK_FIELDS)),
     }
     ours |= {curve.with_suffix(p): ours[out] or ours[curve] for p in PICTURES}
     ours |= {positions.with_suffix(p): ours[positions] for p in PICTURES}

@@ -55,7 +55,7 @@ def _tokenizer(sources: Sequence[Path]) -> Tokenizer:
         opened = open_checkpoint(find_checkpoint(source))
         config = opened.config
         if opened.tokenizer_file is None:
-            # A checkpoint of an earlier version; its data set has the tokenizer.
+            # An imported model came without one; its data set has the tokenizer.
             config = with_data_set(config, opened)
         tokenizer = tokenizer_of(opened, Path(config.data.directory))
         found.setdefault(tokenizer.fingerprint, (source, tokenizer))
@@ -74,7 +74,7 @@ def _write(folder: Path, tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
     directory = folder / "validation"
     directory.mkdir()
     files = find("--text", tuple(patterns))
-    corpus = Corpus("text", "text", tuple(patterns), None)
+    corpus = Corpus("text", "text", tuple(patterns), "")
     task = Task(0, corpus.name, tuple(Piece(file.path, 0, file.size) for file in files))
     sizes = {"vocab_size": tokenizer.vocab_size, "tokens_per_block": TOKENS_PER_BLOCK}
     sizes["tokens_per_shard"] = 64 * TOKENS_PER_BLOCK

@@ -55,13 +55,11 @@ def lines_by_length(
     """
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
-    if relative:
-        curves = [curve for curve in curves if curve.train_length]
     # In the order of the training lengths, since colours are given in the order of the lines.
-    curves = sorted(curves, key=lambda curve: curve.train_length or 0)
+    curves = sorted(curves, key=lambda curve: curve.train_length)
     lines = []
     for curve in curves:
-        unit = (curve.train_length or 1) if relative else 1
+        unit = curve.train_length if relative else 1
         known = [x for x in curve.records if is_known(curve, x, quantity)]
         lines.append(
             Line(
@@ -117,7 +115,7 @@ def lines_by_position(
         subject: What the figure is about, if the report has several.
     """
     trained = train_lengths(position.curve for position in curves)
-    curves = sorted(curves, key=lambda position: position.curve.train_length or 0)
+    curves = sorted(curves, key=lambda position: position.curve.train_length)
     windows = sorted({position.length for position in curves})
     lines = [
         Line(
@@ -152,9 +150,9 @@ def _title(curves: Sequence[Curve], subject: str) -> str:
     return ", ".join(filter(None, [subject, f"{tokens_in_words(curves)} tokens scored"]))
 
 
-def _colour_word(train_length: int | None) -> str:
+def _colour_word(train_length: int) -> str:
     """Return the word in a legend for the colour of a training length."""
-    return f"L = {train_length or 'unknown'}"
+    return f"L = {train_length}"
 
 
 def _colour_of(curve: Curve, trained: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Read the curve.json of a report, of this release or an earlier one."""
+"""Read the curve.json of a report."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ from pretrain.evaluate.blocks import (
     read_blocks,
     with_blocks,
 )
-from pretrain.evaluate.records import FIELDS, completed
-from pretrain.rundir.checkpoints import checkpoint_step
+from pretrain.evaluate.records import FIELDS, fields_of
 
-_OPTIONAL_TEXT = (str, types.NoneType)
-_OPTIONAL_INT = (int, types.NoneType)
-_NUMBER = (int, float, types.NoneType)
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "run": _OPTIONAL_TEXT,
-    "step": _OPTIONAL_INT,
+_NUMBER = int | float | None
+_KINDS: dict[str, type | types.UnionType] = {
+    "run": str,
+    "step": int,
     "method": str,
-    "seed": _OPTIONAL_INT,
-    "train_length": _OPTIONAL_INT,
-    "settings": _OPTIONAL_TEXT,
-    "tokenizer": _OPTIONAL_TEXT,
-    "validation": _OPTIONAL_TEXT,
-    "precision": _OPTIONAL_TEXT,
+    "seed": int,
+    "train_length": int,
+    "settings": str,
+    "tokenizer": str,
+    "validation": str,
+    "precision": str,
     "protocol": str,
     "stride": int,
     "length": int,
@@ -42,31 +39,27 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "loss_high": _NUMBER,
     "bits_per_byte": _NUMBER,
     "tokens": int,
-    "bytes": _OPTIONAL_INT,
+    "bytes": int | None,
     "checkpoint": str,
 }
-"""Types of a record's values. None stands for what an earlier release did not record, and in a
-number for what is not finite."""
+"""Types of a record's values. None stands for what is not finite or not known."""
 _SIZES = ("train_length", "stride", "length")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a curve.json with the keys of FIELDS.
 
-    An earlier release wrote the training length once, and no run and step: they are filled in, run
-    and step from the path of the checkpoint. What it did not write at all is None. Perplexities and
-    losses that are null (not finite) are nan. Losses by block are read from the table beside the
-    file.
+    Perplexities and losses that are null (not finite) are nan. Losses by block are read from the
+    table beside the file.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It is not a curve.json.
     """
     try:
-        curve = json.loads(path.read_bytes())
-        rows, trained = curve["records"], curve["train_length"]
+        rows = json.loads(path.read_bytes())["records"]
         blocks = read_blocks(blocks_path(path))
-        return [_with_its_blocks(_record(row, trained), blocks) for row in rows]
+        return [_with_its_blocks(_record(row), blocks) for row in rows]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
@@ -90,21 +83,14 @@ def _with_its_blocks(
     return with_blocks(record, blocks)
 
 
-def _record(row: Mapping[str, Any], train_length: int | None) -> dict[str, Any]:
-    """Return one record with all keys, checked."""
-    record = completed(row)
-    if record["train_length"] is None:
-        record["train_length"] = train_length
+def _record(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one record, checked."""
+    record = fields_of(row)
     for key in FIELDS:
         value, kinds = record[key], _KINDS[key]
         is_bad_size = key in _SIZES and isinstance(value, int) and value < 1
         if not isinstance(value, kinds) or isinstance(value, bool) or is_bad_size:
             raise ValueError(f"{key} = {value!r}")
-    checkpoint = Path(record["checkpoint"])
-    if record["step"] is None:
-        record["step"] = checkpoint_step(checkpoint.name)
-    if record["run"] is None and checkpoint.parent.name == "checkpoints":
-        record["run"] = str(checkpoint.parents[1])
     for key in ("perplexity", "loss_nats"):
         record[key] = math.nan if record[key] is None else record[key]
     return record

@@ -68,19 +68,17 @@ FIELDS = (
 
 The interval is of the text: it says how far the mean would move if other text of the same kind
 were scored, and nothing about another seed of the training. Masked tokens are predicted from both
-sides, so their perplexity is no other protocol's; their bits_per_byte and bytes are None. A value
-that is not known is None too: bits_per_byte and bytes where a vocabulary of words has `<unk>` for
-some words of the text, and in files of earlier releases precision, run, step, seed, train_length,
-settings, tokenizer, validation, loss_low, loss_high, bits_per_byte and bytes.
+sides, so their perplexity is no other protocol's; their bits_per_byte and bytes are None, and so
+are those of a text for some of whose words a vocabulary of words has `<unk>`.
 """
 
 HASH_DIGITS = 12
 """Hex digits of a SHA-256 in a record."""
 
 
-def completed(record: Record) -> dict[str, Any]:
-    """Return a record with all keys of FIELDS in their order; what it lacks is None."""
-    return {field: record.get(field) for field in FIELDS}
+def fields_of(record: Record) -> dict[str, Any]:
+    """Return the FIELDS of a record in their order. Raises KeyError for one that it lacks."""
+    return {field: record[field] for field in FIELDS}
 
 
 @dataclass(frozen=True)

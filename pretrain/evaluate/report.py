@@ -41,7 +41,7 @@ from pretrain.evaluate.positions import (
     position_curves,
     position_rows,
 )
-from pretrain.evaluate.records import FIELDS, Record, completed
+from pretrain.evaluate.records import FIELDS, Record, fields_of
 from pretrain.evaluate.tables import (
     format_tables,
     full_name,
@@ -119,7 +119,7 @@ def write_report(
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     records = [
-        {**completed(record), KEY: record.get(KEY) or (blocks or {}).get(block_key(record))}
+        {**fields_of(record), KEY: record.get(KEY) or (blocks or {}).get(block_key(record))}
         for record in records
     ]
     texts = by_text(make_curves(records))
@@ -177,7 +177,7 @@ def format_table(records: Sequence[Record]) -> str:
         Tables under titles, with a row for each curve and a column for each length. There is one
         table of perplexities for each tokenizer and validation set.
     """
-    return format_tables(by_text(make_curves([completed(record) for record in records])))
+    return format_tables(by_text(make_curves([fields_of(record) for record in records])))
 
 
 def write_pictures(
@@ -197,7 +197,7 @@ def write_pictures(
     if not was_there:
         return
     # Only names that a report gives: another file of the user's stays.
-    views = r"(_[0-9a-f]{12}|_unknown)*(_relative|_bits_per_byte)?"
+    views = r"(_[0-9a-f]{12})*(_relative|_bits_per_byte)?"
     ours = re.compile(rf"{re.escape(stem)}{views}\.({'|'.join(FORMATS)})")
     for path in directory.iterdir():
         if ours.fullmatch(path.name) and path.stem not in pictures:
@@ -226,7 +226,7 @@ def sections_by_length(texts: Sequence[Text], stem: str, positions: Positions) -
     for text in texts:
         several = len(texts) > 1
         end = label(text.validation) if several else ""
-        subject = f"validation set {text.validation or 'not recorded'}" if several else ""
+        subject = f"validation set {text.validation}" if several else ""
         if subject:
             sections.append(Section(f"## {subject.capitalize()}", {}))
         if len(text.by_tokenizer) > 1:
@@ -234,7 +234,7 @@ def sections_by_length(texts: Sequence[Text], stem: str, positions: Positions) -
         for tokenizer, curves in text.by_tokenizer.items():
             name, about, heading = end, subject, ""
             if len(text.by_tokenizer) > 1:
-                word = f"tokenizer {tokenizer or 'not recorded'}"
+                word = f"tokenizer {tokenizer}"
                 heading = f"### {word.capitalize()}"
                 name, about = name + label(tokenizer), ", ".join(filter(None, [about, word]))
             sections.append(_of_one_tokenizer(curves, heading, stem + name, about))
@@ -315,6 +315,6 @@ def show(name: str, caption: str) -> str:
     return f"![{caption}]({name}.png)\n\n{others}"
 
 
-def label(digits: str | None) -> str:
+def label(digits: str) -> str:
     """Return the end of a file's name for a tokenizer or a validation set."""
-    return "_" + (re.sub(r"\W", "", digits) if digits else "unknown")
+    return "_" + re.sub(r"\W", "", digits)

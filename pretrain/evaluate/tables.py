@@ -74,7 +74,7 @@ def length_table(
     trained = train_lengths(curves)
     only = trained[0] if len(trained) == 1 else None
     word = "lengths" if len(trained) > 1 else "length"
-    known = ", ".join(map(str, trained)) or "unknown"
+    known = ", ".join(map(str, trained))
     title = f"{TITLES[quantity]} by length in tokens (training {word} L = {known})"
     lengths = lengths_of(curves)
     labels = [length_label(n, only) for n in lengths]
@@ -86,13 +86,10 @@ def relative_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table
     """Return a table with a column for each multiple of the curves' own training lengths.
 
     Args:
-        curves: Curves by window length whose training lengths are known.
+        curves: Curves by window length.
         quantity: PERPLEXITY or BITS_PER_BYTE.
     """
-    by_multiple = [
-        {n / curve.train_length: n for n in curve.records} if curve.train_length else {}
-        for curve in curves
-    ]
+    by_multiple = [{n / curve.train_length: n for n in curve.records} for curve in curves]
     multiples = sorted({multiple for found in by_multiple for multiple in found})
     rows = [
         [cell(curve, found[m], quantity) if m in found else "-" for m in multiples]
@@ -110,7 +107,7 @@ def step_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
         quantity: PERPLEXITY or BITS_PER_BYTE.
     """
     table = length_table(curves, quantity, with_steps=False)
-    (trained, *_) = [*train_lengths(curves), "unknown"]
+    (trained, *_) = train_lengths(curves)
     title = f"{TITLES[quantity]} by training step and length in tokens (L = {trained})"
     return table._replace(title=title, header=["step", *table.header[1:]])
 
@@ -120,10 +117,9 @@ def source_table(curves: Iterable[Curve]) -> Table:
     rows: dict[str, list[str]] = {}
     for curve in curves:
         for source in curve.sources:
-            run = source.run or source.checkpoint
-            words = [full_name(curve), run, *map(_or_dash, (source.step, source.seed))]
-            words += map(_or_dash, (source.train_length, source.tokenizer, source.validation))
-            words.append(_or_dash(source.precision))
+            words = [full_name(curve), source.run, str(source.step), str(source.seed)]
+            words += [str(source.train_length), source.tokenizer, source.validation]
+            words.append(source.precision)
             rows.setdefault("\0".join(words), words)
     header = ["curve", "run", "step", "seed", "L", "tokenizer", "validation set", "precision"]
     return Table("What was evaluated", header, list(rows.values()), names=len(header))
@@ -143,17 +139,17 @@ def _table(
     if len(train_lengths(curves)) > 1:
         heads.insert(1, "L")
         for row, curve in zip(words, curves):
-            row.insert(1, _or_dash(curve.train_length))
+            row.insert(1, str(curve.train_length))
     # Checkpoints of different steps are no fair comparison of methods, so the table shows steps.
     if with_steps and len(steps_of(curves)) > 1:
         heads.insert(-1, "step")
         for row, curve in zip(words, curves):
-            row.insert(-1, _or_dash(curve.sources[0].step))
+            row.insert(-1, str(curve.sources[0].step))
     # Nor is a model in bf16 beside one in fp32, which rounds less.
     if len(precisions(curves)) > 1:
         heads.insert(-1, "precision")
         for row, curve in zip(words, curves):
-            row.insert(-1, curve.sources[0].precision or "unknown")
+            row.insert(-1, curve.sources[0].precision)
     count = "tokens" if quantity == PERPLEXITY else "bytes"
     counts = [tokens_in_words([c]) if quantity == PERPLEXITY else _range(c.bytes()) for c in curves]
     table_rows = [[*w, n, *row] for w, n, row in zip(words, counts, rows)]
@@ -165,11 +161,11 @@ def format_tables(texts: Sequence[Text]) -> str:
     blocks = []
     for text in texts:
         if len(texts) > 1:
-            blocks.append(f"Validation set {text.validation or 'not recorded'}:")
+            blocks.append(f"Validation set {text.validation}:")
         for tokenizer, curves in text.by_tokenizer.items():
             table = length_table(curves)
             if len(text.by_tokenizer) > 1:
-                table = table._replace(title=f"{table.title}, tokenizer {tokenizer or 'unknown'}")
+                table = table._replace(title=f"{table.title}, tokenizer {tokenizer}")
             blocks.append(table.plain())
         if has_bits(text.curves):
             blocks.append(length_table(text.curves, BITS_PER_BYTE).plain())
@@ -206,7 +202,7 @@ def format_value(value: float, quantity: str = PERPLEXITY) -> str:
 
 def full_name(curve: Curve) -> str:
     """Return a curve's name with its training length."""
-    return f"{curve.name}, L = {curve.train_length or 'unknown'}"
+    return f"{curve.name}, L = {curve.train_length}"
 
 
 def length_in_words(length: int, train_length: int | None) -> str:
@@ -222,15 +218,11 @@ def tokens_in_words(curves: Iterable[Curve]) -> str:
 
 def steps_of(curves: Iterable[Curve]) -> list[int]:
     """Return the different training steps of curves by window length, ascending."""
-    return sorted({c.sources[0].step for c in curves if c.sources[0].step is not None})
+    return sorted({curve.sources[0].step for curve in curves})
 
 
 def _range(counts: Sequence[int]) -> str:
     return " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "-"
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _escaped(cell: str) -> str:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from pretrain.config import RunConfig, num_parameters
@@ -89,8 +88,8 @@ class ExportExtras:
     """The contents of an export beside the model, and its way with special tokens."""
 
     curve: Sequence[Mapping[str, Any]] = ()
-    """Evaluation records for the model card, as `pretrain evaluate` makes them. Those of earlier
-    releases lack some keys. Empty leaves the table of perplexities out."""
+    """Evaluation records for the model card, as `pretrain evaluate` makes them. Empty leaves
+    the table of perplexities out."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Name -> value of further rows in the model card's table of properties."""
     documents: Sequence[str] = ()
@@ -219,13 +218,6 @@ def _results(config: RunConfig, record: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def check_record(record: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an evaluation record has what a model card shows of it."""
-    for key, kind in (("protocol", str), ("length", int), ("perplexity", (int, float, NoneType))):
-        if not isinstance(record.get(key), kind):
-            raise ValueError(f"{key} = {record.get(key)!r} in a record")
-
-
 def _documents(config: RunConfig) -> dict[str, str]:
     """Return the row that says that training parted documents; empty if it did not."""
     if not config.data.per_document_attention:
@@ -280,7 +272,7 @@ def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     lines += ["|---:|" + "---:|" * (len(titles) + 1)]
     for length in sorted({r["length"] for r in curve}):
         row = [cells.get((title, length), "") for title in titles]
-        scored = dict.fromkeys(_scored(r) for r in curve if r["length"] == length)
+        scored = dict.fromkeys(f"{r['tokens']:,}" for r in curve if r["length"] == length)
         lines.append(f"| {length:,} | {' | '.join(row)} | {' / '.join(scored)} |")
     lines.append("")
     if any(_interval(r) for r in curve):
@@ -291,7 +283,7 @@ def _curve_table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
 def _cell(record: Mapping[str, Any]) -> str:
     """Return a record's perplexity, with its confidence interval where that is known."""
     perplexity = record["perplexity"]
-    # A curve.json has null for what is not finite.
+    # metrics.jsonl has null for what is not finite.
     if perplexity is None or not math.isfinite(perplexity):
         return "not finite"
     return f"{perplexity:.2f}{_interval(record)}"
@@ -300,17 +292,11 @@ def _cell(record: Mapping[str, Any]) -> str:
 def _interval(record: Mapping[str, Any]) -> str:
     """Return the confidence interval of a record's perplexity in brackets; "" where it is unknown.
 
-    Records of earlier releases have none.
+    That is so where the text has too few blocks.
     """
     ends = [record.get(key) for key in ("loss_low", "loss_high")]
     finite = [math.exp(end) for end in ends if isinstance(end, int | float) and end < 700]
     return f" ({finite[0]:.2f} to {finite[1]:.2f})" if len(finite) == 2 else ""
-
-
-def _scored(record: Mapping[str, Any]) -> str:
-    """Return how many tokens a record stands on."""
-    tokens = record.get("tokens")
-    return "not recorded" if tokens is None else f"{tokens:,}"
 
 
 def _column(record: Mapping[str, Any]) -> str:
@@ -319,6 +305,6 @@ def _column(record: Mapping[str, Any]) -> str:
     A nonoverlapping window's stride is its length, so there it would give each row its own column.
     """
     title = f"{record['method']}, {record['protocol']}"
-    if record["protocol"] == "sliding" and "stride" in record:
+    if record["protocol"] == "sliding":
         return f"{title}, stride {record['stride']}"
     return title

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,8 @@ from pretrain.config.exports import EXPORT_REACH, export_length
 from pretrain.config.run import is_url
 from pretrain.data.manifest import MANIFEST, OtherFormat
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.export.card import ExportExtras, check_record
+from pretrain.evaluate.reading import read_records
+from pretrain.export.card import ExportExtras
 from pretrain.export.harness import TEXT, describe, validation_documents
 from pretrain.export.huggingface import to_huggingface
 from pretrain.export.parity import PRECISIONS, ParityReport, check_parity
@@ -252,8 +252,7 @@ def compare_with_folder(
 def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:
     """Return the validation split and the directory of its data set.
 
-    There is no split where the data set is not here, or is of a format that is no longer read; that
-    is printed.
+    There is no split where the data set is not here, or is of another format; that is printed.
 
     Args:
         config: The checkpoint's config.
@@ -273,7 +272,7 @@ def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenS
     except NoDataSet as missing:
         why = str(missing)
     except OtherFormat:
-        why = f"{where}: of an earlier format"
+        why = f"{where}: of another format"
     print(f"{why}, so the models are compared on random tokens")
     return None, config.data.directory
 
@@ -366,24 +365,18 @@ def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict
     method = config.position.method
     if curve is not None:
         try:
-            records = json.loads(curve.read_text())["records"]
-            # RUN/evaluations/curve.json has all checkpoints of one run, told apart by a "step" in
-            # each record. A report of several runs has no "step", and one checkpoint of each run.
-            found = [
-                record
-                for record in records
-                if record["method"] == method
-                and ("step" not in record or Path(record["checkpoint"]).name == checkpoint.name)
-            ]
-            for record in found:
-                check_record(record)
-            return _of_one_checkpoint(found, checkpoint, curve)
-        except ConfigError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            records = read_records(curve)
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"
             ) from None
+        # RUN/evaluations/curve.json has all checkpoints of one run.
+        found = [
+            record
+            for record in records
+            if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
+        ]
+        return _of_one_checkpoint(found, checkpoint, curve)
     # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
     # of the run's evaluations only the one after this very step is of these weights.
     step = checkpoint_step(checkpoint.name)

@@ -40,8 +40,6 @@ ORIGINALS = "pretrain.originals"
 A safetensors file, which must not be named so: vLLM takes every *.safetensors of a folder for the
 model's (default_loader.py), and fails on names that the class does not have.
 """
-_OLD_ORIGINALS = "pretrain.safetensors"
-"""Its name in exports of earlier releases."""
 
 _NOTHING_ELSE = ExportExtras()
 
@@ -158,12 +156,6 @@ def stock_shapes(settings: Any) -> dict[str, tuple[int, ...]]:
     if settings.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
-
-
-def find_originals(folder: Path) -> Path | None:
-    """Return the path of ORIGINALS in an export; None without one."""
-    paths = [folder / ORIGINALS, folder / _OLD_ORIGINALS]
-    return next((path for path in paths if path.is_file()), None)
 
 
 def _check_complete(settings: Any, tensors: dict[str, Tensor]) -> None:

@@ -49,7 +49,7 @@ def _scaled_embeddings(config: RunConfig, embedding: Tensor) -> Factors:
     return Factors(embedding=config.embedding_scale)
 
 
-def _as_exported(config: RunConfig, settings: Any, read: Read) -> Factors:
+def _as_exported(config: RunConfig, read: Read) -> Factors:
     """Return the same, which does not depend on the weights."""
     return Factors(embedding=config.embedding_scale)
 
@@ -110,11 +110,11 @@ def _bloom_factors(config: RunConfig, embedding: Tensor) -> Factors:
     return Factors(embedding=a, stream=stream)
 
 
-def _bloom_stored_factors(config: RunConfig, settings: Any, read: Read) -> Factors:
-    """Return the factors of an export of any version: s is in the epsilon, a in the LayerNorm."""
+def _bloom_stored_factors(config: RunConfig, read: Read) -> Factors:
+    """Return the factors of an export, whose a is in the weight of the LayerNorm."""
     if config.model.embedding_layernorm:
         return Factors(embedding_norm=config.embedding_scale)
-    stream = math.sqrt(settings.layer_norm_epsilon / config.model.layernorm_epsilon)
+    stream = BLOOM_STREAM_SCALE
     weight = read(f"{_BLOOM_NORM}.weight")[0].item()
     if not weight > 0:
         return Factors(stream=stream)
@@ -260,8 +260,8 @@ class Target:
     """Of a class that is not stock: model_type of the one that it is but for its slopes."""
     factors: Callable[[RunConfig, Tensor], Factors] = _scaled_embeddings
     """(config, our word embeddings) -> by what an export multiplies our weights."""
-    stored_factors: Callable[[RunConfig, Any, Read], Factors] = _as_exported
-    """(config, the folder's transformers config, its weights) -> by what it was multiplied."""
+    stored_factors: Callable[[RunConfig, Read], Factors] = _as_exported
+    """(config, the folder's weights) -> by what they were multiplied."""
     extra: Callable[[RunConfig, Factors, int], dict[str, Tensor]] = _no_extra
     """(config, factors, max_length) -> tensors that only this class has."""
 

@@ -17,21 +17,6 @@ MARKER = "pretrain.toml"
 FILES = "pretrain.files.json"
 """The SHA-256 of every other file that the export wrote, and what it was made from."""
 
-_OF_EARLIER_RELEASES = (
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "pretrain.safetensors",
-    "pretrain.tokenizer.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    MARKER,
-)
-"""What an export without FILES has written."""
-
 
 @dataclass(frozen=True)
 class MadeFrom:
@@ -108,14 +93,15 @@ def _faults(out: Path) -> list[str]:
     """Return the files of an export that it did not write, or that were changed since."""
     written = read_json(out / FILES).get("sha256")
     if not isinstance(written, dict):
-        written = dict.fromkeys(_OF_EARLIER_RELEASES)
+        # The list is missing or damaged.
+        written = {}
     faults = []
     for name in _names(out):
         if name == FILES:
             continue
         if name not in written:
             faults.append(f"{name} (not written by it)")
-        elif written[name] is not None and _digest(out / name) != written[name]:
+        elif _digest(out / name) != written[name]:
             faults.append(f"{name} (changed since)")
     return faults
 

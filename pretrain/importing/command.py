@@ -23,7 +23,7 @@ from pretrain.data.manifest import MANIFEST
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.export.command import compare_with_folder
 from pretrain.export.convert import EMBEDDING, SLOPES, restore, same_bits
-from pretrain.export.huggingface import MARKER, find_originals, stock_shapes
+from pretrain.export.huggingface import MARKER, ORIGINALS, stock_shapes
 from pretrain.export.targets import Target
 from pretrain.export.tokenizer import find_original
 from pretrain.importing.run import run_config
@@ -100,8 +100,8 @@ def _tensors(
         ConfigError: A tensor is damaged, or one that only the class has is not what an export of
             this config stores.
     """
-    target, is_export = source.target, (folder / MARKER).is_file()
-    factors = target.stored_factors(config, source.settings, weights.read)
+    target = source.target
+    factors = target.stored_factors(config, weights.read)
     for name, tensor in target.extra(config, factors, source.max_length).items():
         if not same_bits(weights.read(name), tensor):
             raise ConfigError(
@@ -111,9 +111,10 @@ def _tensors(
     if config.position.trainable_slopes:
         # Of the weights, these alone stand in config.json.
         yield SLOPES, torch.tensor(source.settings.slopes, dtype=torch.float32)
-    original = find_originals(folder) if is_export else None
-    originals = {} if original is None else read_tensors(original)
-    yield from restore(target, config, factors, weights.read, originals)
+    originals = folder / ORIGINALS
+    has_originals = (folder / MARKER).is_file() and originals.is_file()
+    stored = read_tensors(originals) if has_originals else {}
+    yield from restore(target, config, factors, weights.read, stored)
 
 
 def _embedding_name(target: Target) -> str:

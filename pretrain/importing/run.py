@@ -106,11 +106,6 @@ def _check_unchanged(folder: Path, source: Source, config: RunConfig) -> None:
     written = target.settings(config, source.max_length)
     written |= dict.fromkeys(("vocab_size", "tie_word_embeddings"))
     del written[target.length_key]
-    if source.target.family == "bloom":
-        # Earlier releases exported the model's own epsilon (export/targets.py).
-        epsilon = source.settings.layer_norm_epsilon
-        if epsilon == config.model.layernorm_epsilon:
-            del written["layer_norm_epsilon"]
     slopes = None
     if target.stock and config.position.trainable_slopes:
         # They are weights, which may be others than those of the export.

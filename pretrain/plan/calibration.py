@@ -62,7 +62,7 @@ def read_calibration(path: Path, target: Target) -> Scale:
         scaled = replace(target, scale=scale)
         return parts(time_of_step(config, layout, stages, scaled, waits=True), config, layout)
 
-    passes = 1e3 * (seconds[PASSES] + seconds.get(REDUCTION, 0.0))
+    passes = 1e3 * (seconds[PASSES] + seconds[REDUCTION])
     compute = _factor(path, PASSES, passes, lambda x: modelled(Scale(compute=x))[0])
     if compute < target.device.gemm_fraction:
         raise ConfigError(
@@ -125,8 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
         seconds = content["seconds"]
         for name in (PASSES, OPTIMIZER):
             assert 0 < seconds[name] < LONGEST
-        # Results of release 0.2.0 and before may lack it.
-        assert 0 <= seconds.get(REDUCTION, 0.0) < LONGEST
+        assert 0 <= seconds[REDUCTION] < LONGEST
         assert content["world_size"] > 0
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None

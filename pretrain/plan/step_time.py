@@ -155,7 +155,7 @@ class Step:
         m, length = self.config.model, self.config.data.sequence_length
         width = m.hidden_size // self.tensor
         flops = 2 * length * width * self.num_layers * self.micro_batch_tokens
-        # Masks in fp32 are what release 0.1.0 had for every bias on a V100.
+        # With a mask in fp32 attention is as slow as "before".
         state = "before" if self.uses_mask else self.state
         rate, backward_rate = self.device.attention_tflops[state]
         forward, backward = 1e3 * flops / (rate * 1e12), 1e3 * 2.5 * flops / (backward_rate * 1e12)
@@ -213,7 +213,7 @@ class Step:
         """Return the bytes per parameter that all micro batches move to sum gradients."""
         first = "bytes per parameter to accumulate a gradient, first micro batch"
         later = "the same, later micro batches"
-        # DeepSpeed casts and adds at ZeRO 2 and 3, as release 0.1.0 did.
+        # At ZeRO 2 and 3 DeepSpeed casts and adds.
         state = self.optimizer_state
         if self.is_v100:
             first, later = "first micro batch in fp16", "later micro batches in fp16"
@@ -228,7 +228,7 @@ class Step:
             whole_name = "the same on one rank, where nothing is reduced"
         elif self.reduction == "ring, fp32":
             whole_name = "the same with fp32 on the wire"
-        # ZeRO 1 has a step of its own; at ZeRO 2 and 3 DeepSpeed's is that of release 0.1.0.
+        # ZeRO 1 has a step of our own, ZeRO 2 and 3 have DeepSpeed's.
         state = self.optimizer_state
         shard = INPUTS["bytes per parameter of the shard in the optimizer step"].of(state)
         lines = {

@@ -255,5 +255,5 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
 
 
 def _now(origin: str) -> str:
-    """Return an origin without what it says of release 0.1.0."""
+    """Return an origin without what it says of the step before."""
     return origin.rpartition("after: ")[2] if origin.startswith("before: ") else origin

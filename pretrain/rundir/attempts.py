@@ -55,9 +55,7 @@ class Owner:
     boot_id: str | None = None
     user: str = ""
     slurm_job_id: str | None = None
-    """"123", or "123_4" for a task of an array. Earlier releases wrote SLURM_JOB_ID here."""
-    slurm_raw_job_id: str | None = None
-    """SLURM_JOB_ID, in which a task of an array differs from `slurm_job_id`."""
+    """"123", or "123_4" for a task of an array."""
     slurm_restart_count: int | None = None
     slurm_cluster: str | None = None
     """Job ids are unique in a cluster, and clusters share file systems."""
@@ -76,7 +74,6 @@ class Owner:
     def here(
         *,
         slurm_job_id: str | None = None,
-        slurm_raw_job_id: str | None = None,
         slurm_restart_count: int | None = None,
         slurm_cluster: str | None = None,
         submitted_at: float | None = None,
@@ -88,7 +85,6 @@ class Owner:
         Args:
             slurm_job_id: The job this process is in, from `jobs.job_id_of`. What Slurm says is
                 passed in, because the environment is read in the launcher and in `topology` alone.
-            slurm_raw_job_id: SLURM_JOB_ID.
             slurm_restart_count: How often Slurm has started the job again.
             slurm_cluster: The cluster's name.
             submitted_at: Unix seconds at which the job was submitted.
@@ -111,7 +107,6 @@ class Owner:
             boot_id=read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or None,
             user=user,
             slurm_job_id=slurm_job_id,
-            slurm_raw_job_id=slurm_raw_job_id,
             slurm_restart_count=slurm_restart_count,
             slurm_cluster=slurm_cluster,
             began_at=time.time(),
@@ -125,14 +120,9 @@ class Owner:
         """Return the owner of an attempt, or an empty one when the file is damaged."""
         return from_json(Owner, read_json(directory / OWNER)) or Owner()
 
-    def is_of_job(self, job_id: str | None, raw_id: str | None) -> bool:
-        """Return True if this owner was in a job, whichever release recorded it.
-
-        Args:
-            job_id: The job, "123" or "123_4".
-            raw_id: Its SLURM_JOB_ID, which earlier releases recorded.
-        """
-        return self.slurm_job_id is not None and self.slurm_job_id in (job_id, raw_id)
+    def is_of_job(self, job_id: str | None) -> bool:
+        """Return True if this owner was in a job, "123" or "123_4"."""
+        return self.slurm_job_id is not None and self.slurm_job_id == job_id
 
     def __str__(self) -> str:
         job = f"job {self.slurm_job_id}, " if self.slurm_job_id else ""
@@ -331,9 +321,9 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
     """Return True when an attempt finished `num_steps` steps (default: the run's own config's).
 
     What the attempt recorded has to agree with its ranks' last word and with the newest checkpoint:
-    earlier releases recorded some ends as finished by the exit code alone. A run that has gone back
-    to an earlier checkpoint since, or has done more steps, is not finished at that step, nor is one
-    whose checkpoints have all lost their manifests.
+    an exit code alone proves nothing. A run that has gone back to an earlier checkpoint since, or
+    has done more steps, is not finished at that step, nor is one whose checkpoints have all lost
+    their manifests.
     """
     finished = [
         attempt

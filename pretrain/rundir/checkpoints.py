@@ -27,7 +27,6 @@ from pretrain.rundir.fence import Superseded, check_still_holds
 from pretrain.rundir.files import (
     DIRECTORY_MODE,
     PARTIAL,
-    REPLACED,
     flush_directory,
     make_directory,
 )
@@ -276,21 +275,9 @@ def find_checkpoint(path: Path) -> Path:
     what = "neither a run nor a checkpoint" if path.exists() else "no such directory"
     if checkpoint_step(path.name) is not None and path.is_dir():
         what = f"not a complete checkpoint, it has no {MANIFEST}"
-    # A save of an earlier release that was killed while it replaced a checkpoint.
-    for aside in (path.with_name(f".{path.name}{REPLACED}"), *_replaced(path)):
-        if is_complete(aside):
-            raise ConfigError(
-                f"{path}: {what}, but {aside} is one, which a save that was killed left under that "
-                "name. Train the run on, which puts it back, or rename it to "
-                f"{aside.name.removeprefix('.').removesuffix(REPLACED)}"
-            )
     raise ConfigError(
         f"{path}: {what}. Give a run's directory (it has checkpoints/) or one step-######## in it"
     )
-
-
-def _replaced(run: Path) -> list[Path]:
-    return sorted(RunPaths(run).checkpoints.glob(f".step-*{REPLACED}"), reverse=True)
 
 
 def checkpoints_awaiting_evaluation(run: Path) -> list[Path]:

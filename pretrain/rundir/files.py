@@ -363,7 +363,7 @@ def _skip_line(file: IO[bytes]) -> None:
 def from_json(kind: type[T], content: Json) -> T | None:
     """Make a dataclass from a JSON object.
 
-    Keys of a later version are passed over, so that an older release can still read the run.
+    Keys that are not known are passed over.
 
     Returns:
         The object; None when a key that it needs is missing or has a value of another type, as in a

@@ -5,7 +5,6 @@ The holder of the run's lock alone does so.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,7 +18,6 @@ from pretrain.rundir.abandoned import (
     Why,
     abandoned_checkpoints,
     finish_set_aside,
-    move_aside,
     set_aside,
 )
 from pretrain.rundir.checkpoints import (
@@ -34,7 +32,7 @@ from pretrain.rundir.checkpoints import (
     saved_checkpoints,
 )
 from pretrain.rundir.fence import check_still_holds
-from pretrain.rundir.files import REMOVED, REPLACED, read_json, remove_directory
+from pretrain.rundir.files import REMOVED, read_json, remove_directory
 from pretrain.rundir.holds import unheld
 from pretrain.rundir.lineage import MANIFEST, Lineage, read_lineage
 from pretrain.rundir.metrics import bring_back
@@ -77,7 +75,6 @@ def recover(run: Path, attempt: Path | None) -> None:
             )
         elif _REMOVED.fullmatch(path.name):
             _remove_later(path)
-    _put_back_replaced(run)
     finish_set_aside(run)
 
 
@@ -278,21 +275,3 @@ def _removed_name(partial: Path) -> str:
 def _remove_later(path: Path) -> None:
     """Remove a hidden folder that is not needed; if that fails, the next call tries again."""
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _put_back_replaced(run: Path) -> None:
-    """Put a checkpoint back that an earlier release was replacing when it was killed.
-
-    Where the new one is in its place, the old one is moved to RUN/abandoned.
-    """
-    checkpoints = RunPaths(run).checkpoints
-    for aside in _hidden(checkpoints):
-        final = aside.with_name(aside.name[1:].removesuffix(REPLACED))
-        if not aside.name.endswith(REPLACED) or not is_complete(aside):
-            continue
-        if os.path.lexists(final):
-            moved = move_aside(run, aside, time.time(), f"replaced by {final}")
-            with contextlib.suppress(OSError):
-                moved.rename(moved.with_name(final.name))
-        else:
-            aside.rename(final)

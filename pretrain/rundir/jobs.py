@@ -141,7 +141,7 @@ def read_launch(run: Path) -> LaunchRecord:
     """Return what `launcher submit` or `sweep` left in RUN/launch.
 
     Raises:
-        ConfigError: The file is missing, damaged, or of another release, or somebody else may have
+        ConfigError: The file is missing, damaged, or of another version, or somebody else may have
             put it there.
     """
     path = RunPaths(run).launch_record

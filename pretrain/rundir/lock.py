@@ -101,8 +101,7 @@ class Attempt:
 
         Raises:
             RunBusy: Another holder lives.
-            ConfigError: The directory has a layout of a later release, or another user may write
-                to it.
+            ConfigError: The directory has another layout, or another user may write to it.
             RunFailed: The disk refused.
         """
         check_trusted(run)
@@ -258,7 +257,7 @@ def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | No
     if seen or other.slurm_job_id is None:
         return seen
     same_cluster = other.slurm_cluster == mine.slurm_cluster
-    same_job = same_cluster and other.is_of_job(mine.slurm_job_id, mine.slurm_raw_job_id)
+    same_job = same_cluster and other.is_of_job(mine.slurm_job_id)
     earlier_start = (other.slurm_restart_count or 0) < (mine.slurm_restart_count or 0)
     # Slurm starts a job again only when its former processes are dead, or their node is.
     if same_job and (seen is False or earlier_start):

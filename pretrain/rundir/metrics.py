@@ -135,10 +135,10 @@ def evaluation_records(path: Path, step: int) -> list[Record]:
 
 def _is_whole(record: Record) -> bool:
     """Return True if a record of an evaluation has its keys, with values of their types."""
-    key = [record.get(name) for name in ("protocol", "stride", "length")]
+    key = [record.get(name) for name in ("protocol", "stride", "length", "tokens")]
     numbers = [record.get(name) for name in ("loss_nats", "perplexity")]
     are_numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
-    return list(map(type, key)) == KEY_TYPES and are_numbers
+    return list(map(type, key)) == [*KEY_TYPES, int] and are_numbers
 
 
 def copy_after(path: Path, step: int, copy: Path) -> None:

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 _ROWS = """
 run.json | first start, import | the version of this layout, and when the run was made
-config.toml | each start, import | the resolved config, every key with its value
+config.toml | each start, import | its version; the resolved config, every key with its value
 tokenizer.<kind> | pretrain import | an imported export's tokenizer, which data.tokenizer names
 metrics.jsonl | rank 0 | a line per training step, length of an evaluation, and allowed change
 wandb_run_id | rank 0 | the id under which W&B continues the run
@@ -212,8 +212,6 @@ class RunPaths:
 
 RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")
 """A directory that holds one of these is a run's."""
-OWN_FOLDERS = frozenset(entry.path.split("/")[0] for entry in LAYOUT if "/" in entry.path)
-"""The folders that a run's directory has for itself. No other run lies in them."""
 
 DATA_MANIFESTS = ("train/manifest.json", "validation/manifest.json")
 """The files that `pretrain data build` writes last, so a data set that has them is complete."""
@@ -240,8 +238,7 @@ def check_apart(run: Path) -> None:
     """Check that a new run's directory lies in no other run's or data set's, and holds no run.
 
     Each run removes, renames and lists what lies in its directory. A data set is built anew after
-    its directory is removed, and the run would go with it. A run that is there already goes on: in
-    earlier releases the runs of a sweep lay in the directory of another one.
+    its directory is removed, and the run would go with it. A run that is there already goes on.
 
     Raises:
         ConfigError: It does.
@@ -304,7 +301,7 @@ def claim_version(run: Path) -> None:
     """Write RUN/run.json unless it is there; the first start or submission of a run does so.
 
     Raises:
-        ConfigError: The directory has a newer layout; see `check_version`.
+        ConfigError: The directory has another layout; see `check_version`.
         RunFailed: The disk refused.
     """
     path = RunPaths(run).version
@@ -316,9 +313,9 @@ def claim_version(run: Path) -> None:
 
 
 def check_version(run: Path) -> None:
-    """Raise ConfigError when a later release has laid out this run's directory in another way.
+    """Raise ConfigError when another version has laid out this run's directory in another way.
 
-    Also when this user may not read which release did.
+    Also when this user may not read which version did.
     """
     path = RunPaths(run).version
     if not path.exists():
@@ -333,10 +330,10 @@ def check_version(run: Path) -> None:
     except OSError:
         pass
     found = read_json(path).get("run_directory_version")
-    if type(found) is not int or not 1 <= found <= VERSION:
+    if type(found) is not int or found != VERSION:
         raise ConfigError(
-            f"{path}: run_directory_version = {found!r}, this release reads up to "
-            f"{VERSION}. Use the release that made the run, or a newer one"
+            f"{path}: run_directory_version = {found!r}: this version of pretrain reads {VERSION}. "
+            "Use the version that made the run"
         )
 
 

@@ -42,7 +42,7 @@ def is_done(config: RunConfig, allow_changed: Collection[str] = ()) -> bool:
         try:
             missing -= _evaluations(load_config(RunPaths(run).config))
         except ConfigError:
-            # Damaged, or of another release. That the attempt finished is all that is known.
+            # Damaged, or of another version. That the attempt finished is all that is known.
             return True
     if missing:
         missing -= evaluations_at(RunPaths(run).metrics, num_steps)
@@ -66,7 +66,7 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
         allow_changed: The keys of --allow-changed.
 
     Raises:
-        ConfigError: The directory belongs to another user, has the layout of a later release or
+        ConfigError: The directory belongs to another user, has another layout or
             lies inside another run's or a data set's, or the run differs from the checkpoint in
             what may not change, or has done more steps.
     """

@@ -60,8 +60,7 @@ def perplexities(curves: Sequence[Curve], model: str | None) -> list[Beside]:
     for curve in curves:
         trained = curve.train_length
         protocol = kind_of(curve)
-        for length in (n for n in curve.records if trained and n >= trained):
-            assert trained
+        for length in (n for n in curve.records if n >= trained):
             of = Perplexity(curve.method, trained, protocol, length)
             ratio = gap(curve, length, curve, trained) if trained in curve.records else None
             same = numbers.get(of) if model else None
@@ -100,7 +99,7 @@ def perplexity_table(rows: Sequence[Beside], model: str | None) -> Table:
     cells = []
     for row in rows:
         curve = row.curve
-        trained = curve.train_length or 0
+        trained = curve.train_length
         words = [curve.name, str(trained), curve.protocol, str(row.length)]
         words += [relative_length(row.length / trained), cell(curve, row.length)]
         words.append("-" if row.ratio is None else f"{row.ratio.ratios()[1]:.3f}")

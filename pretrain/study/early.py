@@ -74,8 +74,8 @@ def gains(curves: Sequence[Curve], positions: Mapping[tuple[str, int], Binned]) 
                 if shortest is None or record["stride"] < shortest["stride"]:
                     sliding[key] = record
     found = []
-    for curve in (c for c in curves if c.protocol == NONOVERLAPPING and c.train_length):
-        trained = curve.train_length or 0
+    for curve in (c for c in curves if c.protocol == NONOVERLAPPING):
+        trained = curve.train_length
         for length in (n for n in curve.records if n > trained and trained in curve.records):
             parts, how = [], ""
             for at_l, beyond in zip(curve.records[trained], curve.records[length]):

@@ -164,14 +164,13 @@ class Evidence:
         return dataclasses.replace(case, verdict=Verdict.UNTRAINED, words=words)
 
     def of(self, method: str, kind: str) -> list[Curve]:
-        """Return the curves of a method whose training length is known, shortest first.
+        """Return the curves of a method, those trained at the shortest length first.
 
         Args:
             method: The method's name.
             kind: NONOVERLAPPING or SLIDING, with whatever stride.
         """
-        found = [curve for curve in self._of.get((method, kind), []) if curve.train_length]
-        return sorted(found, key=lambda curve: curve.train_length or 0)
+        return sorted(self._of.get((method, kind), []), key=lambda curve: curve.train_length)
 
     def both(self, method: str) -> list[Curve]:
         """Return the curves of a method under both protocols."""
@@ -186,7 +185,7 @@ class Evidence:
             multiple: Training length of the second in training lengths of the first.
         """
         for a, b in itertools.product(self.both(method), self.both(other)):
-            if a.protocol == b.protocol and (a.train_length or 0) * multiple == b.train_length:
+            if a.protocol == b.protocol and a.train_length * multiple == b.train_length:
                 yield a, b
 
 
@@ -238,7 +237,7 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Callable[[Gap], Ver
         if length not in curve.records:
             return missing(curve, length)
     trained = b.train_length
-    if trained is not None and trained in b.records and math.isinf(_mean_loss(b.records[trained])):
+    if trained in b.records and math.isinf(_mean_loss(b.records[trained])):
         # A run that has diverged makes any other look good, and its own longer lengths too.
         words = f"{full_name(b)} is not finite at its training length, {b.protocol}"
         words += ": nothing compares with it"

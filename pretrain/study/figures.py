@@ -98,13 +98,13 @@ def figures(study: Study, costs: Sequence[Cost]) -> dict[str, Figure]:
 
 def _ratios(study: Study) -> tuple[list[Line], Frame]:
     """Return the lines of perplexities as ratios to those at L, this study's and the paper's."""
-    mine = [curve for curve in study.curves if curve.train_length]
+    mine = study.curves
     theirs = _nearest(mine, study.published or RATIOS_FROM)
     groups = {"this study": mine, f"published ({study.published or RATIOS_FROM})": theirs}
     lines = []
     for whose, curves in groups.items():
-        for curve in sorted(curves, key=lambda c: c.train_length or 0):
-            trained = curve.train_length or 0
+        for curve in sorted(curves, key=lambda c: c.train_length):
+            trained = curve.train_length
             lengths = [n for n in curve.records if n >= trained]
             if trained not in curve.records or len(lengths) < 2:
                 continue
@@ -135,11 +135,11 @@ def _nearest(mine: Sequence[Curve], model: str) -> list[Curve]:
             other
             for other in published.evidence(model).curves
             if (other.method, kind_of(other)) == (curve.method, kind_of(curve))
-            and max(other.records) > (other.train_length or 0)
+            and max(other.records) > other.train_length
         ]
         if alike:
-            trained = curve.train_length or 1
-            nearest = min(alike, key=lambda c: abs(math.log((c.train_length or 1) / trained)))
+            trained = curve.train_length
+            nearest = min(alike, key=lambda c: abs(math.log(c.train_length / trained)))
             found[nearest] = None
     return list(found)
 

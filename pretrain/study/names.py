@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from pretrain.rundir.checkpoints import complete_checkpoints, newest_checkpoint_step
+from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.paths import RunPaths
 
 
@@ -24,10 +24,9 @@ def run_name(folder: Path, of: str, seed: int, *, several: bool) -> str:
     """
     named = [f"{of}-s{seed}", of] if several else [of, f"{of}-s{seed}"]
     seeds = {name: recorded_seed(folder / name) for name in named}
-    if kept := [name for name in named if seeds[name] == seed]:
-        # An earlier release trained a run again under its other name once there was a second seed.
-        return max(kept, key=lambda name: newest_checkpoint_step(folder / name) or 0)
-    return next((name for name in named if seeds[name] is None), f"{of}-s{seed}")
+    kept = (name for name in named if seeds[name] == seed)
+    free = (name for name in named if seeds[name] is None)
+    return next(kept, None) or next(free, f"{of}-s{seed}")
 
 
 def recorded_seed(run: Path) -> int | None:

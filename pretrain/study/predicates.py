@@ -38,14 +38,14 @@ Predicate = Callable[[Evidence, float], Iterator[Case]]
 def falls(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare ALiBi at 2 L with L."""
     for curve in evidence.of("alibi", NONOVERLAPPING):
-        length = curve.train_length or 0
+        length = curve.train_length
         yield compare(curve, 2 * length, curve, length, lambda g: g.at_most(ratio))
 
 
 def stays(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare ALiBi's largest rise between 2 L and 16 L with the best at shorter lengths."""
     for curve in evidence.of("alibi", NONOVERLAPPING):
-        trained = curve.train_length or 0
+        trained = curve.train_length
         lengths = _lengths(curve, trained, FARTHEST * trained)
         beyond = [n for n in lengths if n > 2 * trained]
         if not beyond or lengths[0] == beyond[0]:
@@ -65,7 +65,7 @@ def stays(evidence: Evidence, ratio: float) -> Iterator[Case]:
 def is_flat(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare the length beyond L at which ALiBi differs most from L, with sliding windows."""
     for curve in evidence.of("alibi", SLIDING):
-        trained = curve.train_length or 0
+        trained = curve.train_length
         beyond = [n for n in _lengths(curve, trained, FARTHEST * trained) if n > trained]
         if trained not in curve.records or not beyond:
             yield missing(curve, trained if beyond else FARTHEST * trained)
@@ -87,7 +87,7 @@ def no_worse(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare ALiBi with sinusoidal positions at the training length of both."""
     for alibi, other in evidence.pairs("alibi", "sinusoidal"):
         if alibi.protocol == NONOVERLAPPING:
-            length = alibi.train_length or 0
+            length = alibi.train_length
             yield _alike(alibi, length, other, length, lambda g: g.at_most(ratio))
 
 
@@ -95,7 +95,7 @@ def short_for_long(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare ALiBi trained at L with sinusoidal positions trained at 2 L, both at 2 L."""
     for alibi, other in evidence.pairs("alibi", "sinusoidal", multiple=2):
         if alibi.protocol == NONOVERLAPPING:
-            length = other.train_length or 0
+            length = other.train_length
             yield compare(alibi, length, other, length, lambda g: g.at_most(ratio))
 
 
@@ -103,7 +103,7 @@ def short_for_long(evidence: Evidence, ratio: float) -> Iterator[Case]:
 def degrades_at_once(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare sinusoidal positions at 2 L with L."""
     for curve in evidence.both("sinusoidal"):
-        length = curve.train_length or 0
+        length = curve.train_length
         yield compare(curve, 2 * length, curve, length, lambda g: g.at_least(ratio))
 
 
@@ -112,7 +112,7 @@ def holds(method: str, tokens: int) -> Predicate:
 
     def judge_holds(evidence: Evidence, ratio: float) -> Iterator[Case]:
         for curve in evidence.both(method):
-            trained = curve.train_length or 0
+            trained = curve.train_length
             near = [n for n in _lengths(curve, trained, trained + tokens) if n > trained]
             if near:
                 yield compare(curve, near[-1], curve, trained, lambda g: g.at_most(ratio))
@@ -129,7 +129,7 @@ def holds(method: str, tokens: int) -> Predicate:
 def rotary_degrades(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare the longest length, if it is at least L + 400 tokens, with L."""
     for curve in evidence.both("rotary"):
-        trained, longest = curve.train_length or 0, max(curve.records)
+        trained, longest = curve.train_length, max(curve.records)
         if longest < trained + 400:
             yield missing(curve, trained + 400)
         else:
@@ -138,7 +138,7 @@ def rotary_degrades(evidence: Evidence, ratio: float) -> Iterator[Case]:
 
 def in_order(evidence: Evidence, ratio: float) -> Iterator[Case]:
     """Compare each method with the next one that was trained at its length, far beyond L."""
-    groups: dict[tuple[str, int | None], list[Curve]] = {}
+    groups: dict[tuple[str, int], list[Curve]] = {}
     for method in ORDER:
         for curve in evidence.both(method):
             groups.setdefault((curve.protocol, curve.train_length), []).append(curve)
@@ -163,7 +163,7 @@ def trained_slopes(evidence: Evidence, ratio: float) -> Iterator[Case]:
 
 def _far_beyond(a: Curve, b: Curve, ratio: float) -> Case:
     """Compare two methods at the longest length of both, which must be at least 4 L."""
-    trained = a.train_length or 0
+    trained = a.train_length
     common = set(_lengths(a, trained, FARTHEST * trained)) & set(b.records)
     length = max(common, default=0)
     if length < 4 * trained:

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from pretrain.evaluate.curves import make_curves
-from pretrain.evaluate.records import completed
+from pretrain.evaluate.records import fields_of
 from pretrain.study.evidence import SPEEDS, Evidence, Row
 
 FILE = "published.toml"
@@ -104,7 +104,8 @@ def records(model: str) -> list[dict[str, Any]]:
     """Return the published perplexities as records of an evaluation, for the tools that take them.
 
     The paper gives no intervals. Theirs have no width, so that the printed numbers are compared as
-    they are.
+    they are. They are compared with each other alone, so what the paper does not say of a run is
+    the same for all.
 
     Args:
         model: One of MODELS.
@@ -114,17 +115,21 @@ def records(model: str) -> list[dict[str, Any]]:
         loss = math.log(number.value)
         run = f"{model}/{of.method}-{of.train_length}"
         found.append(
-            completed(
+            fields_of(
                 {
                     **of._asdict(),
                     "run": run,
                     "checkpoint": run,
-                    "validation": model,
+                    "step": 0,
+                    "seed": 0,
+                    **dict.fromkeys(("settings", "tokenizer", "validation", "precision"), model),
                     "stride": of.length if of.protocol == "nonoverlapping" else 1,
                     "perplexity": number.value,
                     "loss_nats": loss,
                     "loss_low": loss,
                     "loss_high": loss,
+                    "bits_per_byte": None,
+                    "bytes": None,
                 }
             )
         )

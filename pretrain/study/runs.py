@@ -29,7 +29,7 @@ LENGTH_FACTORS = (1, 2, 4, 8, 16)
 
 LOCK = ".lock"
 """File that a study's command holds locked while it works."""
-COMPARED = ("run.seed", "data.sequence_length", "model.max_position_embeddings")
+COMPARED = ("run.seed", "data.sequence_length")
 """Keys in which the runs of a study may differ, beside those of the position methods and of the
 batch, which holds fewer sequences as they become longer."""
 MARKS = (LOCK, "study.json")

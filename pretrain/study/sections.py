@@ -274,7 +274,7 @@ def _early(study: Study, gains: Sequence[Gain], figures: Mapping[str, Figure]) -
     rows = []
     for gain in gains:
         longest = max(each.length for each in gains if each.curve is gain.curve)
-        if gain.length not in (2 * (gain.curve.train_length or 0), longest):
+        if gain.length not in (2 * gain.curve.train_length, longest):
             continue
         at = length_in_words(gain.length, gain.curve.train_length)
         parts = [_nats(gain.parts[name]) for name in (TOTAL, EARLY, CONTEXT)]
@@ -370,7 +370,7 @@ def gains_csv(gains: Sequence[Gain]) -> bytes:
     fields += ["part", "nats", "low", "high"]
     rows = []
     for gain in gains:
-        trained = gain.curve.train_length or 1
+        trained = gain.curve.train_length
         words = [gain.curve.name, trained, gain.length, relative_length(gain.length / trained)]
         for name, part in gain.parts.items():
             ends = ["" if math.isnan(end) else end for end in (part.low, part.high)]

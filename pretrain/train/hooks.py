@@ -204,7 +204,8 @@ class CheckpointHook(Hook):
         if self._is_save_due(run):
             self._save(run)
         # A request may have come while saving, which can take minutes. The run then stops here,
-        # rather than one step and a second save later.
+        # rather than one step and a second save later. A rank votes as soon as its own part of the
+        # save is over; what it is asked after that is voted on with the next step.
         if self.saved_step == step < last and not run.requests.agreed:
             agree(run.requests)
         if self._is_last(run) and self.saver.is_busy:

@@ -88,7 +88,7 @@ class Axes:
     def step(self, record: Record) -> None:
         """Go on by one step."""
         seconds, samples = record.get("step_seconds"), record.get("consumed_samples")
-        # A file may be of an earlier release, or damaged.
+        # A file may be damaged.
         if isinstance(seconds, int | float):
             self._seconds += seconds
         if isinstance(samples, int):

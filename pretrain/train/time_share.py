@@ -51,7 +51,6 @@ class Spent:
             if number > step:
                 continue
             if is_evaluation(record):
-                # Missing from records of earlier releases.
                 seconds = evaluations.get(number, 0.0) + _number(record, SECONDS)
                 evaluations[number] = seconds
             training += _number(record, "step_seconds")

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +18,15 @@ from pretrain.config import RunConfig
 
 
 def digests_of_saves(
-    config: RunConfig, copy_delay: float = 0.0, protect: bool = True
+    config: RunConfig, late: bool = False, protect: bool = True
 ) -> dict[str, Any] | None:
     """Train a run and return the SHA-256 of what each of its checkpoints holds of the optimizer.
 
     Args:
         config: The run's config.
-        copy_delay: Seconds before each copy of the state begins: the next step computes meanwhile.
-        protect: False to let the state change while it is still being copied.
+        late: Begin each copy of the state only when the next step has begun; without `protect` when
+            that step is over.
+        protect: False to let the state change before it has been copied.
 
     Returns:
         On rank 0, file name -> digest, for the files of tensors of all checkpoints, and "overlap":
@@ -38,25 +40,42 @@ def digests_of_saves(
 
     seen = {"overlap": 0}
     copies: list[Any] = []
+    may_copy, is_stepping = threading.Event(), False
     copy_all, queue_step = queue._copy_all, loop.queue_step
     start, before_change = platform.HostCopy.__init__, Saver._before_change
 
-    def slowly(pairs: Any) -> None:
-        time.sleep(copy_delay)
+    def copied(pairs: Any) -> None:
+        if late:
+            may_copy.wait()
         copy_all(pairs)
 
     def noted(self: Any, *args: Any) -> None:
+        may_copy.clear()
         start(self, *args)
         copies.append(self._thread)
 
     def counted(*args: Any) -> Any:
+        nonlocal is_stepping
         seen["overlap"] += bool(copies) and copies[-1].is_alive()
-        return queue_step(*args)
+        if protect:
+            may_copy.set()
+        is_stepping = True
+        try:
+            return queue_step(*args)
+        finally:
+            is_stepping = False
+            may_copy.set()
 
-    queue._copy_all, loop.queue_step = slowly, counted
+    def awaited(self: Any) -> None:
+        # No step follows the last save: it is waited for at once.
+        if not is_stepping:
+            may_copy.set()
+        if protect:
+            before_change(self)
+
+    queue._copy_all, loop.queue_step = copied, counted
     platform.HostCopy.__init__ = noted  # type: ignore[method-assign]
-    if not protect:
-        Saver._before_change = lambda self: None  # type: ignore[method-assign]
+    Saver._before_change = awaited  # type: ignore[method-assign]
     try:
         assert loop.train(config) == 0
     finally:

@@ -143,16 +143,11 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
     """Run `pretrain` with these arguments on `world_size` ranks; on exit, kill those left."""
     with TemporaryDirectory() as folder:
         rendezvous = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
-        processes = [
-            _start(
-                arguments,
-                rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                Path(folder) / str(rank),
-                None,
-            )
-            for rank in range(world_size)
-        ]
+        processes: list[BaseProcess] = []
         try:
+            for rank in range(world_size):
+                environment = rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start(arguments, environment, Path(folder) / str(rank), None))
             yield Started(processes, Path(folder))
         finally:
             for process in processes:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from pretrain.data.build import build
 from pretrain.data.build.output import RECORD, is_done
 from pretrain.data.verify import verify
 from tests.conftest import mark_torture
+from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
@@ -144,7 +146,7 @@ def test_killed_builds_go_on_to_the_same_bytes(
         ) else None
         process.wait()
         process.stderr.close()
-        wait_until_gone(process.pid)
+        wait_for(partial(descendants_are_gone, process.pid))
         if data.exists():
             assert contents(data) == contents(reference)
             shutil.rmtree(data)
@@ -154,18 +156,11 @@ def test_killed_builds_go_on_to_the_same_bytes(
             assert before.items() <= after.items(), "a finished task was done again"
     if not data.exists():
         process = start(program, workers, words)
-        assert process.wait(120) == 0, process.stderr.read()
+        assert process.wait(TIMEOUT_SECONDS) == 0, process.stderr.read()
         process.stderr.close()
     assert contents(data) == contents(reference)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     verify(data)
-
-
-def wait_until_gone(session: int) -> None:
-    deadline = time.monotonic() + 20
-    while not descendants_are_gone(session):
-        assert time.monotonic() < deadline, "workers outlive their builder"
-        time.sleep(0.05)
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
@@ -189,14 +184,14 @@ def test_a_full_disk_is_one_error_and_nothing_is_lost(program, corpus, reference
     users.write_bytes(b"x" * (free.f_bavail * free.f_frsize - leave))
     words = settings(corpus, disk / "data")
     process = start(program, 2, words)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 1
     last = errors.strip().splitlines()[-1]
     assert last.startswith("pretrain.config.errors.NoSpace: ") and "are free" in last, errors
     assert not (disk / "data").exists() and users.stat().st_size > 0
     users.unlink()
     process = start(program, 2, words)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, errors
     assert contents(disk / "data") == contents(reference)
     assert os.listdir(disk) == ["data"]

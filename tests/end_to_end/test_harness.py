@@ -8,8 +8,6 @@ import json
 import math
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,12 +19,12 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.export.written import is_export_of
 from tests.end_to_end.commands import (
     PRETRAIN,
-    TIMEOUT_SECONDS,
     ended,
     explained,
     pretrain,
     sets,
     started,
+    wait_for,
 )
 from tests.end_to_end.damage import contents
 
@@ -73,13 +71,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:
         return False
-
-
-def wait_for(answer: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not answer():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @needs_lm_eval
@@ -209,7 +200,7 @@ def test_an_export_proves_what_it_was_made_from(run, tmp_path):
     # Whose tokenizer takes "</s>" in a text otherwise gives other numbers.
     assert pretrain("export", run, split, "--split-special-tokens").code == 0
     assert not is_export_of(split, id_of(run), 32)
-    # What an earlier release wrote says nothing about its checkpoint.
+    # An export that was not compared to its end says nothing about its checkpoint.
     record = json.loads((out / "pretrain.files.json").read_text())
     (out / "pretrain.files.json").write_text(json.dumps({"sha256": record["sha256"]}))
     assert not is_export_of(out, id_of(run), 600)

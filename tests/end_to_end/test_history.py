@@ -308,16 +308,6 @@ def test_foreign_things_named_like_a_save_are_left_alone(copy, train, tmp_path):
     assert done.err.count(f"{step(copy, 10)}: attempt 1 ended while it was saved") == 1, done.err
 
 
-def test_a_checkpoint_that_a_killed_replacement_left_hidden_is_named(copy, tmp_path):
-    for number in (2, 4, 6):
-        shutil.rmtree(step(copy, number))
-    step(copy, 8).rename(copy / "checkpoints/.step-00000008.replaced")
-    words = copy / "checkpoints/.step-00000008.replaced", "Train the run on, which puts it back"
-    for source in (copy, step(copy, 8)):
-        explained(pretrain("evaluate", source), 2, *words)
-        explained(pretrain("export", source, tmp_path / "hf"), 2, *words)
-
-
 # ---- retention -----------------------------------------------------------------------------------
 def test_retention_keeps_the_last_the_best_every_nth_and_what_is_held(copy, train):
     keep = "checkpoint.keep=1", "checkpoint.keep_every=6", "checkpoint.keep_best=1"

@@ -228,7 +228,7 @@ def wait_for_consequences(
 
 
 def nothing_runs(run: Path) -> None:
-    wait_for(lambda: not processes_of(run), 30)
+    wait_for(lambda: not processes_of(run))
 
 
 @pytest.fixture(scope="module")

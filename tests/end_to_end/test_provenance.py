@@ -44,12 +44,3 @@ def test_a_start_says_what_changed_since_the_last_one(workspace, config, run):
     there = workspace / "runs/there"
     done = pretrain("train", config, "--resume", run, *sets(f"run.directory={there}"))
     assert done.code == 0 and "not made with" not in done.err, done.err
-
-
-def test_a_checkpoint_of_an_earlier_release_says_that_nothing_was_recorded(run):
-    state = json.loads((run / "checkpoints/step-00000008/state.json").read_text())
-    assert state["provenance"]["num_processes"] == 1
-    del state["provenance"]
-    from pretrain.checkpoint.content import StateContent
-
-    assert StateContent.model_validate_json(json.dumps(state)).provenance is None

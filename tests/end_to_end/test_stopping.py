@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,18 @@ def wait_for_running(group: Started, condition: Callable[[], Any]) -> None:
     ]
 
 
-def hold(process_ids: list[int]) -> None:
-    """Stop processes with SIGSTOP and return when all their threads have stopped."""
-    for process in process_ids:
-        os.kill(process, signal.SIGSTOP)
-    stats = [
-        stat for process in process_ids for stat in Path(f"/proc/{process}/task").glob("*/stat")
-    ]
-    wait_for(lambda: all(stat.read_text().rpartition(") ")[2].startswith("T") for stat in stats))
+def hold(process: int) -> None:
+    """Stop a process with SIGSTOP and return when all its threads have stopped."""
+    os.kill(process, signal.SIGSTOP)
+
+    def is_held() -> bool:
+        try:
+            stats = [stat.read_text() for stat in Path(f"/proc/{process}/task").glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # A thread has ended between the two looks.
+        return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
+
+    wait_for(is_held)
 
 
 def untimed(run: Path) -> list[dict[str, Any]]:
@@ -161,25 +166,30 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
     assert contents(parts) == before
 
 
-def test_a_signal_in_the_middle_of_a_save(workspace, train):
-    """After that save nothing more is trained or saved.
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_signal_in_the_middle_of_a_save(workspace, train, asynchronous):
+    """A rank that gets a signal before it votes at the end of a save: nothing more is trained.
 
-    The processes are held in their save while the signal is sent.
+    Rank 0 is held in its save, and rank 1 gets the signal. It cannot have voted: no rank leaves a
+    save before rank 0 has seen a checkpoint published, which is the one before if saves go on
+    beside training.
     """
-    run = workspace / "runs/saving"
-    endless = "train.num_steps=100000", "checkpoint.interval_steps=1", "checkpoint.keep=2"
-    with running_ranks(train("saving", *endless), 2) as r:
+    run = workspace / f"runs/saving-{asynchronous}"
+    settings = "train.num_steps=100000", "checkpoint.interval_steps=1", "checkpoint.keep=2"
+    settings += (f"checkpoint.asynchronous={asynchronous}",)
+    with running_ranks(train(run.name, *settings), 2) as group:
         caught = None
         while caught is None:
-            wait_for_running(r, lambda: phase(run)[0] == "saving")
-            hold(r.process_ids)
+            wait_for_running(group, lambda: phase(run)[0] == "saving")
+            hold(group.process_ids[0])
             name, step = phase(run)
-            if name == "saving" and not (run / f"checkpoints/step-{step:08d}").exists():
-                os.kill(r.process_ids[1], signal.SIGUSR1)
+            awaited = step - 1 if asynchronous == "true" else step
+            published = not awaited or (run / f"checkpoints/step-{awaited:08d}").exists()
+            if name == "saving" and not published:
+                os.kill(group.process_ids[1], signal.SIGUSR1)
                 caught = step
-            for process in r.process_ids:
-                os.kill(process, signal.SIGCONT)
-        done = r.done()
+            os.kill(group.process_ids[0], signal.SIGCONT)
+        done = group.done()
     assert [each.code for each in done] == [ExitCode.RESTART] * 2, done
     assert complete_checkpoints(run)[-1].name == f"step-{caught:08d}"
     assert untimed(run)[-1]["step"] == caught
@@ -270,7 +280,7 @@ def test_a_second_run_on_the_same_directory_is_refused(workspace, train):
     with running_ranks(arguments, 1) as group:
         wait_for_running(group, lambda: (run / "metrics.jsonl").exists() and untimed(run))
         [holder] = group.process_ids
-        hold([holder])
+        hold(holder)
         before = contents(run)
         before.pop(str(run / "attempts"))
         with running_ranks(arguments, 2) as others:
@@ -329,12 +339,25 @@ def test_ctrl_c_saves_and_stops(workspace, train):
     assert (ended_at.code, ended_at.outcome, ended_at.step) == (80, "stopped", step)
 
 
+def stacks(process: subprocess.Popen[str]) -> str:
+    """Ask a command that trains for the stacks of its threads, of which the main one comes last."""
+    process.send_signal(signal.SIGUSR2)
+    said = ""
+    while "in _run_module_as_main" not in said:
+        assert process.poll() is None, said
+        said += process.stderr.readline()
+    return said
+
+
 def test_a_second_ctrl_c_leaves_at_once(workspace, train):
     """In a step of many minutes, at whose end the run would save."""
     run = workspace / "runs/slow"
     settings = (*CTRL_C, "batch.global_batch_size=400000", "train.num_steps=2")
     process = started([*PRETRAIN, *map(str, train("slow", *settings))])
     wait_for(lambda: process.poll() is not None or phase(run) == ("training", 0))
+    # Not before the step, where a first Ctrl-C would end the run by itself.
+    while "in queue_step" not in stacks(process):
+        pass
     press_ctrl_c(process)
     said = ""
     while "press Ctrl-C again to leave at once" not in said:
@@ -392,25 +415,6 @@ def test_an_evaluation_that_a_kill_cut_off_is_completed(run, train, left):
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-def test_a_save_that_was_killed_between_its_two_renames(run, train):
-    """An earlier release that saved a step again was killed when it had moved the old one aside."""
-    copy = run.with_name("renames")
-    shutil.copytree(run, copy)
-    final = copy / "checkpoints/step-00000008"
-    final.rename(final.with_name(f".{final.name}.replaced"))
-    done = pretrain(*train(copy.name))
-    assert done.code == 0 and "already at step 8 of 8; nothing to train" in done.err, done.text
-    assert contents(final).keys() == {
-        str(final / p.name) for p in (run / "checkpoints/step-00000008").iterdir()
-    }
-    assert last_attempt(copy).ended.outcome == "finished"
-    done = pretrain(*train(copy.name, "train.num_steps=9"))
-    assert done.code == 0 and "going on from step 8, to step 9" in done.err, done.text
-    assert not list(final.parent.glob(".*")) and weights(final) == weights(
-        run / "checkpoints/step-00000008"
-    )
-
-
 def test_a_checkpoint_is_kept_until_it_is_evaluated(workspace, train):
     run = workspace / "runs/awaited"
     settings = "checkpoint.interval_steps=1", "checkpoint.keep=1", "evaluation.lengths=[16]"

@@ -49,7 +49,8 @@ STATE_SAVE_SECONDS = 6
 CONTROLLER = "controller"
 # Linux takes the ports of outgoing connections from 32768 up. A lower one is still free when a
 # killed daemon is started again.
-PORTS = range(20_000, 32_000)
+PORTS = range(20_000, 32_000, 40)
+"""The first ports of the blocks from which each cluster has one for itself."""
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 """States in which a job stays."""
 # Bash stays as process 1 to reap orphans, as an init does, so the command is not `exec`ed. A bind
@@ -90,6 +91,7 @@ class Cluster:
         self.without_pyxis: str | None = "the cluster has not been started"
         """The reason why this cluster has no pyxis, or None if it has."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._holds_ports, self._ports = _free_ports(num_nodes + 1)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -130,6 +132,7 @@ class Cluster:
         """Kill every process of the cluster, including its jobs, and remove its files."""
         for name in [*self.nodes, CONTROLLER, "munged"]:
             self._kill(name)
+        self._holds_ports.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     # ---- its parts ----
@@ -296,9 +299,13 @@ class Cluster:
             os.mknod(self.root / f"dev/nvidia{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         names = "".join(f"127.0.0.1 {name}\n" for name in [CONTROLLER, *self.nodes])
         (self.root / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        ports = _free_ports(len(self.nodes) + 1)
         conf = slurm_conf(
-            self.root, CONTROLLER, ports[0], dict(zip(self.nodes, ports[1:])), self.cpus, self.gpus
+            self.root,
+            CONTROLLER,
+            self._ports[0],
+            dict(zip(self.nodes, self._ports[1:])),
+            self.cpus,
+            self.gpus,
         )
         (self.root / "slurm.conf").write_text(conf)
         (self.root / "gres.conf").write_text(gres_conf(self.root, self.gpus))
@@ -387,12 +394,20 @@ def _search_path() -> str:
     return f"{chosen}{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return `count` consecutive ports, all free."""
-    for _ in range(100):
-        first = random.randrange(PORTS.start, PORTS.stop - count)
+def _free_ports(count: int) -> tuple[socket.socket, list[int]]:
+    """Return consecutive ports, all free, and what keeps them this cluster's until it is closed.
+
+    That the ports are free is not enough: another cluster that starts now has not bound its own
+    yet. Therefore it holds their block by an abstract name, which the kernel gives to one process
+    and takes back when that ends.
+    """
+    assert count <= PORTS.step
+    for first in random.sample(PORTS, len(PORTS)):
+        held = socket.socket(socket.AF_UNIX)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            held.bind(f"\0tests/slurm, ports from {first}")
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("", port))
-            return list(range(first, first + count))
+            return held, list(range(first, first + count))
+        held.close()
     raise AssertionError(f"no {count} free ports in {PORTS}")

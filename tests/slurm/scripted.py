@@ -5,6 +5,7 @@ For tests of what the launcher does about ranks and nodes, where training itself
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -164,10 +165,12 @@ class ScriptedRun(Run):
         """Return the ranks' processes: rank -> (process id, node)."""
         found = {}
         for pid, (node, _) in self.cluster.step_processes(self.job_id, " train ").items():
-            text = Path(f"/proc/{pid}/environ").read_bytes().decode()
-            variables = dict(word.split("=", 1) for word in text.split("\0") if "=" in word)
-            if "SLURM_PROCID" in variables and "PRETRAIN_ATTEMPT" in variables:
-                found[int(variables["SLURM_PROCID"])] = (pid, node)
+            # OSError: the process has ended meanwhile.
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+                variables = dict(word.split("=", 1) for word in text.split("\0") if "=" in word)
+                if "SLURM_PROCID" in variables and "PRETRAIN_ATTEMPT" in variables:
+                    found[int(variables["SLURM_PROCID"])] = (pid, node)
         return found
 
     def nodes(self) -> set[str]:

@@ -123,11 +123,12 @@ def test_a_job_of_high_preempts_those_of_the_low_partitions(
 def test_a_stand_in_counts_calls_and_fails_as_often_as_told(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    stand_in = StandIn(tmp_path, "squeue", cluster.environment["PATH"], failing=0.3, seed=5)
-    words = ["squeue", "--noheader", "--format=%i", "--states=all"]
+    stand_in = StandIn(tmp_path, "sinfo", cluster.environment["PATH"], failing=0.3, seed=5)
+    # What the nodes are called never changes, as jobs of an earlier test may between two calls.
+    words = ["sinfo", "--noheader", "--format=%n", "--Node"]
     environment = {"PATH": stand_in.path}
     done = [cluster.run(*words, environment=environment) for _ in range(30)]
-    assert stand_in.calls == ["--noheader --format=%i --states=all"] * 30
+    assert stand_in.calls == ["--noheader --format=%n --Node"] * 30
     real = cluster.run(*words).stdout
     assert {each.stdout for each in done if each.returncode == 0} == {real}
     failed = [each for each in done if each.returncode]
@@ -135,7 +136,7 @@ def test_a_stand_in_counts_calls_and_fails_as_often_as_told(
     # What this seed draws. 9 are expected.
     assert len(failed) == 12
 
-    commands = "".join("squeue -h & " for _ in range(20))
+    commands = "".join("sinfo -h & " for _ in range(20))
     assert cluster.run("bash", "-c", f"{commands} wait", environment=environment).returncode == 0
     assert stand_in.calls[30:] == ["-h"] * 20
 
@@ -181,16 +182,18 @@ def test_pyxis_refuses_an_image_that_is_not_there(pyxis_cluster: Cluster, tmp_pa
 
 def test_nothing_is_left_when_it_stops(cluster: Cluster, tmp_path: Path) -> None:
     other = Cluster(num_nodes=1, gpus=1)
+    # No other process of this machine, of another pytest either, sleeps for as many seconds.
+    seconds = 100_000 + os.getpid()
     try:
         other.start()
-        job = submit(other, tmp_path, "srun sleep 301")
-        wait_for(lambda: other.step_processes(job, "sleep 301"))
+        job = submit(other, tmp_path, f"srun sleep {seconds}")
+        wait_for(lambda: other.step_processes(job, f"sleep {seconds}"))
     finally:
         other.stop()
     named = [
         p
         for p in Path("/proc").glob("[0-9]*/cmdline")
-        if _holds(p, str(other.root)) or _holds(p, "sleep\x00301")
+        if _holds(p, str(other.root)) or _holds(p, f"sleep\x00{seconds}")
     ]
     assert named == [] and not other.root.exists()
 

@@ -58,8 +58,8 @@ def add_to_environment(desk: Desk, **variables: str) -> None:
     site.write_text(tomli_w.dumps(values | {"environment": variables}))
 
 
-def submit(desk: Desk, *words: object) -> str:
-    return desk.send("submit", "--nodes", 1, *words).out.split()[1].strip(":")
+def submit(desk: Desk, *words: object, run: str = RUN) -> str:
+    return desk.send("submit", "--nodes", 1, *words, run=run).out.split()[1].strip(":")
 
 
 def outcomes(desk: Desk, run: str = RUN) -> list[str | None]:
@@ -212,7 +212,7 @@ def test_requeues_in_a_job_s_first_second_lose_no_job(desk: Desk) -> None:
     jobs = {}
     for number in range(12):
         run = f"runs/{number}"
-        jobs[run] = submit(desk, "--set", f"run.directory={run}")
+        jobs[run] = submit(desk, run=run)
         desk.cluster.wait_for_job(jobs[run], ["RUNNING"])
         wait_for(lambda job=jobs[run]: desk.cluster.step_processes(job, "slurm_script"), 30)
         time.sleep(number / 12)
@@ -229,7 +229,7 @@ def test_launcher_requeue_in_a_job_s_first_second_loses_no_job(desk: Desk) -> No
     """As often as it can be asked, from the moment of the submission until the job trains."""
     for number in range(6):
         run = f"runs/{number}"
-        job = submit(desk, "--set", f"run.directory={run}")
+        job = submit(desk, run=run)
         asked = 0
         while not read_attempts(desk.folder / run):
             asked += 1

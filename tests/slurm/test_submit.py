@@ -176,7 +176,8 @@ def test_the_paper_s_run_fits_its_site_exactly(cluster: Cluster, desk: Desk) -> 
     del site["gpu_compute_capability"]
     (desk.work / "v100.toml").write_text(tomli_w.dumps(site))
     explained(desk.launcher("submit", PAPER, "--site", "v100.toml"), 2, "pretrain data build")
-    assert files(desk.work) == before and all_jobs(cluster) == jobs
+    # Slurm may have forgotten jobs of earlier tests meanwhile.
+    assert files(desk.work) == before and set(all_jobs(cluster)) <= set(jobs)
 
 
 # ---- what is submitted ----

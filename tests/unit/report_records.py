@@ -52,12 +52,6 @@ def curve_of(method, perplexities, first=128, **changes):
     ]
 
 
-def as_of_0_6(record):
-    """Return a record with the keys that releases before this one wrote."""
-    old = ("method", "protocol", "stride", "length", "perplexity", "loss_nats", "tokens")
-    return {key: record[key] for key in (*old, "checkpoint")}
-
-
 def position_losses(length, windows=10, offset=0.0):
     """Return losses that fall with the position, of this many windows."""
     losses = 4 + offset + 3 / np.sqrt(np.arange(1, length + 1))

@@ -97,15 +97,15 @@ def test_consolidated_weights_carry_it(tokenizer, saved, tmp_path):
     assert (tmp_path / "plain" / tokenizer.file_name).read_bytes() == tokenizer.content
 
 
-def test_an_older_checkpoint_takes_the_data_sets(tokenizer, tmp_path, capsys):
+def test_an_imported_models_checkpoint_takes_the_data_sets(tokenizer, tmp_path, capsys):
     """Without a tokenizer it loads, and the data set's is used if it is the one it recorded."""
-    old = save(tmp_path / "run", 4, first_origin(data={"tokenizer": tokenizer.fingerprint}))
-    assert old.tokenizer_file is None
-    assert tokenizer_of(old, tokenizer.path.parent).fingerprint == tokenizer.fingerprint
-    said = f"{old.path}: carries no tokenizer, so {tokenizer.path} is used\n"
+    bare = save(tmp_path / "run", 4, first_origin(data={"tokenizer": tokenizer.fingerprint}))
+    assert bare.tokenizer_file is None
+    assert tokenizer_of(bare, tokenizer.path.parent).fingerprint == tokenizer.fingerprint
+    said = f"{bare.path}: carries no tokenizer, so {tokenizer.path} is used\n"
     assert capsys.readouterr().err == said
     other = save(tmp_path / "other", 4, first_origin(data={"tokenizer": "0" * 64}))
     with pytest.raises(ConfigError, match=f"{tokenizer.path.name}: its SHA-256 is"):
         tokenizer_of(other, tokenizer.path.parent)
     with pytest.raises(ConfigError, match="there is no tokenizer"):
-        tokenizer_of(old, tmp_path)
+        tokenizer_of(bare, tmp_path)

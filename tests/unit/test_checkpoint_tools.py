@@ -40,7 +40,7 @@ def line(tmp_path: Path) -> list[Checkpoint]:
     """A run with checkpoints of steps 2, 4, 6 and 8, the last two on a second branch."""
     saved = [save(tmp_path / "run", 2)]
     saved.append(save(tmp_path / "run", 4, after(saved[-1], validation_loss_nats=3.25)))
-    change = Change(4, "optimizer.learning_rate", 1e-3, 5e-4)
+    change = Change(4, "optimizer.learning_rate", 1e-3, 5e-4, 32)
     saved.append(save(tmp_path / "run", 6, after(saved[-1], branch=True, changes=(change,))))
     saved.append(save(tmp_path / "run", 8, after(saved[-1], changes=(change,))))
     return saved

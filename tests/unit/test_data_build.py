@@ -264,6 +264,19 @@ def test_an_unchanged_build_does_nothing(built, capsys):
     assert {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*")} == before
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_the_default_of_text_field_is_the_same_input_written_out_or_not(tmp_path, capsys, written):
+    lines = (json.dumps({"text": document}) for document in DOCUMENTS)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = {"source": "jsonl", "paths": [str(tmp_path / "a.jsonl")]}
+    field = {"text_field": "text"}
+    build(config(tmp_path, **corpus | (field if written else {})))
+    build(config(tmp_path, **corpus | ({} if written else field)))
+    assert "nothing to do" in capsys.readouterr().out
+    with refused(r"corpora was \[\['text', 'jsonl', 'text'\]\], is"):
+        build(config(tmp_path, **corpus, text_field="body"))
+
+
 def test_a_new_time_or_name_of_the_same_text_is_the_same_input(
     built, tmp_path, capsys, monkeypatch
 ):

@@ -19,6 +19,7 @@ from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.build.work import Work
 from pretrain.data.verify import verify
 from tests.conftest import mark_torture
+from tests.end_to_end.commands import fresh
 from tests.unit.test_data_build import (
     DOCUMENTS,
     config,
@@ -386,10 +387,8 @@ if __name__ == "__main__":
         print(error)
 """
     (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=120
-    )
-    assert "a worker process was killed, often because memory ran out" in done.stdout, done.stderr
+    done = fresh([sys.executable, str(tmp_path / "program.py")])
+    assert "a worker process was killed, often because memory ran out" in done.out, done.err
     build(text)
     assert contents(text.data_directory) == contents(built / "data")
 

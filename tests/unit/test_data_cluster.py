@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -137,13 +137,21 @@ def test_tasks_without_a_result_are_an_error_that_counts_them_and_ends_with_the_
         run_on_cluster(folder, "scan", 3, cluster)
 
 
-def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(folder, capfd):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+class Interrupted(io.StringIO):
+    """Stands for the terminal of somebody who presses Ctrl-C when it shows "waits"."""
+
+    def write(self, text: str) -> int:
+        if text.startswith("waits"):
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+def test_an_interrupt_closes_the_command_s_stdin_and_waits_for_its_end(folder, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        # The builder's Ctrl-C reaches this process too, which ignores it.
-        script = f"trap '' INT; cat; touch {folder.path}/cancelled; echo cancelled >&2"
+        script = f"echo waits >&2; cat; touch {folder.path}/cancelled; echo cancelled >&2"
         run_on_cluster(folder, "scan", 1, Cluster(("sh", "-c", script), 1, 1))
-    assert (folder.path / "cancelled").exists() and "cancelled" in capfd.readouterr().err
+    assert (folder.path / "cancelled").exists() and "cancelled" in sys.stderr.getvalue()
 
 
 def test_a_task_s_error_stops_the_others(folder, monkeypatch):

@@ -25,6 +25,7 @@ from pretrain.config import ConfigError
 from pretrain.config.data_schema import CorpusSection, DataSection
 from pretrain.data import sources
 from pretrain.data.sources import Corpus, Piece, Task, found, locations, plain
+from pretrain.data.sources.corpus import TEXT_FIELDS
 from pretrain.data.sources.locations import find
 from pretrain.data.sources.shakespeare import HELD_OUT, shakespeare_files
 
@@ -58,7 +59,7 @@ def texts(data, split="train", skip=None):
 
 def read_pieces(path, source, cuts, skip=None):
     pieces = tuple(Piece(str(path), start, end) for start, end in itertools.pairwise(cuts))
-    corpus = Corpus("text", source, (), None)
+    corpus = Corpus("text", source, (), TEXT_FIELDS.get(source, ""))
     return list(sources.read(Task(0, "text", pieces), corpus, skip))
 
 

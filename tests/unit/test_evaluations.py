@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
+from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 SITE = parse_site({"name": "tests", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 16}, "tests")
@@ -316,7 +316,7 @@ def test_once_is_enough(tmp_path, capsys):
 
 def race(run, rounds, barrier, codes):
     for number in range(rounds):
-        barrier.wait(60)
+        barrier.wait(TIMEOUT_SECONDS)
         codes.put(evaluate_once(run, f"step-{number:08d}", evaluating(run / str(number), 0.02)))
 
 
@@ -334,7 +334,7 @@ def test_of_several_starters_one_evaluates(tmp_path):
         process.start()
     assert [codes.get() for _ in range(rounds * starters)] == [0] * rounds * starters
     for process in processes:
-        process.join(60)
+        process.join(TIMEOUT_SECONDS)
     assert [(tmp_path / str(n) / "begun").read_text() for n in range(rounds)] == [
         "begun\n"
     ] * rounds
@@ -351,10 +351,7 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
 """
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, process_group=0)
     try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(f"evaluations/claims/{STEP}/attempts/0001/result/curve.json")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for((tmp_path / f"evaluations/claims/{STEP}/attempts/0001/result/curve.json").exists)
         # A second evaluation of the checkpoint neither begins nor waits.
         assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
         assert f"{STEP}: another job is evaluating it" in capfd.readouterr().err

@@ -22,12 +22,16 @@ import torch
 from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
+from pretrain.evaluate.records import fields_of
+from pretrain.evaluate.tables import records_to_json
 from pretrain.export import check_exportable, check_parity, to_huggingface
+from pretrain.export.card import _curve_table
 from pretrain.export.command import _comparison_ids, _curve, _validation_split
 from pretrain.export.tokenizer import fast_tokenizer
 from pretrain.export.written import record_files
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
+from tests.unit.report_records import make_record
 from tests.unit.test_dense_gpt import make_config
 
 torch.set_num_threads(2)
@@ -384,15 +388,13 @@ def test_a_second_export_deletes_nothing_that_it_did_not_write(tmp_path, tokeniz
     with pytest.raises(ConfigError, match=r"delete notes \(not written by it\)\. Move"):
         export(1)
     (out / "notes").unlink()
-    # An export of an earlier release has no list of its files.
-    (out / "pretrain.files.json").unlink()
-    # Nor the class of this release.
-    for code in out.glob("modeling_*.py"):
-        code.unlink()
-    (out / "model.gguf").touch()
-    with pytest.raises(ConfigError, match=r"delete model\.gguf"):
+    # Without the list of its files, nobody knows which of them the export wrote.
+    files = out / "pretrain.files.json"
+    listed = files.read_bytes()
+    files.unlink()
+    with pytest.raises(ConfigError, match=r"delete README\.md \(not written by it\)"):
         export(1)
-    (out / "model.gguf").unlink()
+    files.write_bytes(listed)
     export(1)
     assert sorted(out.iterdir()) == sorted(content)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -543,35 +545,24 @@ def test_check_exportable_names_the_class():
 
 
 def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
-    """RUN/evaluations/curve.json has all checkpoints of a run; other reports have no "step"."""
+    """RUN/evaluations/curve.json has all checkpoints of a run, other reports several runs."""
     config, checkpoint = make_config("alibi"), tmp_path / "run/checkpoints/step-00000200"
-    record = {
-        "method": "alibi",
-        "protocol": "sliding",
-        "length": 128,
-        "perplexity": None,
-        "checkpoint": "elsewhere",
-    }
-    of_run = [
-        {**record, "step": n, "checkpoint": f"/old/run/checkpoints/step-{n:08d}"}
-        for n in (100, 200, 300)
-    ]
-    of_several = [record, {**record, "method": "sinusoidal"}]
-    for records, expected in ((of_run, [of_run[1]]), (of_several, [record])):
-        (tmp_path / "curve.json").write_text(json.dumps({"train_length": 128, "records": records}))
-        assert _curve(config, checkpoint, tmp_path / "curve.json") == expected
+    of_run = [make_record(run="/old/run", step=n, perplexity=n) for n in (100, 200, 300)]
+    of_several = [make_record(step=200), make_record("sinusoidal", step=200)]
+    for records, expected in ((of_run, [of_run[1]]), (of_several, [of_several[0]])):
+        (tmp_path / "curve.json").write_bytes(records_to_json(records))
+        found = _curve(config, checkpoint, tmp_path / "curve.json")
+        assert [fields_of(record) for record in found] == expected
     # Two seeds of one method, as `pretrain evaluate A B` reports them.
-    seeds = [
-        {**record, "step": 200, "checkpoint": str(tmp_path / run / "checkpoints/step-00000200")}
-        for run in ("run", "other")
-    ]
-    (tmp_path / "curve.json").write_text(json.dumps({"records": seeds}))
-    assert _curve(config, checkpoint, tmp_path / "curve.json") == [seeds[0]]
+    seeds = [make_record(step=200, run=str(tmp_path / run)) for run in ("run", "other")]
+    (tmp_path / "curve.json").write_bytes(records_to_json(seeds))
+    found = _curve(config, checkpoint, tmp_path / "curve.json")
+    assert [fields_of(record) for record in found] == [seeds[0]]
     elsewhere = tmp_path / "third/checkpoints/step-00000200"
     with pytest.raises(ConfigError, match=r"has records of .*run/.*other/.*none of .*third"):
         _curve(config, elsewhere, tmp_path / "curve.json")
     for damage in ({"length": "128"}, {"perplexity": "low"}, {"protocol": 3}):
-        text = json.dumps({"records": [{**record, **damage}]})
+        text = json.dumps({"records": [{**seeds[0], **damage}]})
         (tmp_path / "curve.json").write_text(text)
         with pytest.raises(ConfigError, match=f"not a curve.json .*{next(iter(damage))} = "):
             _curve(config, checkpoint, tmp_path / "curve.json")
@@ -580,7 +571,8 @@ def test_the_card_gets_the_records_of_its_checkpoint(tmp_path):
 def test_the_model_card_reads_metrics_whose_last_line_was_cut_off(tmp_path):
     """A run that was killed, or that still trains, leaves half a line."""
     metrics = tmp_path / "metrics.jsonl"
-    record = {"step": 4, "evaluation": True, "length": 32, "protocol": "sliding", "stride": 16}
+    sizes = {"length": 32, "stride": 16, "tokens": 4096}
+    record = {"step": 4, "evaluation": True, "protocol": "sliding", **sizes}
     lines = [{"step": 4, "loss_nats": 5.0}, {**record, "loss_nats": 5.5, "perplexity": 244.7}]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
     checkpoint = tmp_path / "checkpoints/step-00000004"
@@ -588,9 +580,22 @@ def test_the_model_card_reads_metrics_whose_last_line_was_cut_off(tmp_path):
     assert found == {"method": "alibi", "checkpoint": str(checkpoint), **lines[1]}
 
 
+@pytest.mark.parametrize("key", ["protocol", "stride", "length", "tokens", "perplexity"])
+def test_the_model_card_leaves_out_an_evaluation_whose_line_lacks_a_key(tmp_path, key):
+    line = {"step": 4, "evaluation": True, "protocol": "sliding", "stride": 16, "tokens": 4096}
+    line |= {"length": 32, "loss_nats": 5.5, "perplexity": 244.7}
+    damaged = {name: value for name, value in line.items() if name != key} | {"seed": 7}
+    lines = [line, damaged]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    curve = _curve(tiny_config(), tmp_path / "checkpoints/step-00000004", None)
+    assert [each["perplexity"] for each in curve] == [244.7]
+    assert "| 32 | 244.70 | 4,096 |" in _curve_table(curve)
+
+
 def test_the_model_card_never_shows_another_checkpoints_numbers(tmp_path):
     """Not a later evaluation's of the run, and not those of a run that a copy happens to lie in."""
-    record = {"evaluation": True, "length": 32, "protocol": "sliding", "stride": 16}
+    sizes = {"length": 32, "stride": 16, "tokens": 4096}
+    record = {"evaluation": True, "protocol": "sliding", **sizes}
     numbers = [{"step": s, **record, "loss_nats": 5.5, "perplexity": 100.0 + s} for s in (4, 8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(n) + "\n" for n in numbers))
     for step in (4, 8):
@@ -600,7 +605,7 @@ def test_the_model_card_never_shows_another_checkpoints_numbers(tmp_path):
     assert _curve(tiny_config(), tmp_path / "copies/step-00000004", None) == []
 
 
-def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
+def test_a_data_set_of_another_format_hinders_no_export(tmp_path, capsys):
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/manifest.json").write_text('{"format_version": 1}')
     config = tiny_config(data={"directory": str(tmp_path)})
@@ -609,4 +614,4 @@ def test_a_data_set_of_an_earlier_format_hinders_no_export(tmp_path, capsys):
     length = config.data.sequence_length
     rows = _comparison_ids(config, None, 16 * length)
     assert [row.shape for row in rows] == [(4, length), (1, 16 * length)]
-    assert "earlier format, so the models are compared on random tokens" in capsys.readouterr().out
+    assert "another format, so the models are compared on random tokens" in capsys.readouterr().out

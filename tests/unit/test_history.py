@@ -6,9 +6,9 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import RunPaths
 from pretrain.rundir.retention import Known, Policy, removable
 from pretrain.rundir.warn import WarnOnce
+from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 TRUNK = (Branch("trunk", 0),)
@@ -315,7 +316,7 @@ def test_a_save_that_still_writes_loses_its_folder_at_once(tmp_path):
     assert writer.stdout.readline() == b"writes\n"
     first.end("failed", 1, "", 0)
     recover(tmp_path, Attempt.begin(tmp_path).directory)
-    _, errors = writer.communicate(timeout=60)
+    _, errors = writer.communicate(timeout=TIMEOUT_SECONDS)
     assert b"FileNotFoundError" in errors
     recover(tmp_path, None)
     assert os.listdir(tmp_path / "checkpoints") == []
@@ -374,10 +375,9 @@ def test_a_reader_that_comes_while_a_checkpoint_is_deleted_is_told(tmp_path):
         assert is_unheld
         reader = multiprocessing.get_context("fork").Process(target=read)
         reader.start()
-        waits = Path(f"/proc/{reader.pid}/wchan")
-        deadline = time.monotonic() + 20
-        while "lock" not in waits.read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        # proc_locks(5): a line of who waits for a lock has an arrow.
+        waits = rf"-> .* {reader.pid} "
+        wait_for(lambda: re.search(waits, Path("/proc/locks").read_text()))
         path.rename(path.with_name(".gone"))
     assert "deleted a moment ago" in told.get()
     reader.join()

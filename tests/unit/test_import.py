@@ -353,7 +353,7 @@ def test_weights_that_were_changed_after_the_export(tmp_path, tokenizer_path):
 
 @pytest.mark.parametrize("name", ["bloom12", "opt"])
 def test_an_export_without_its_originals_is_imported_as_it_is(name, tmp_path, tokenizer_path):
-    """As old releases wrote them: what cannot be told is rounded, and exports to the same."""
+    """Somebody removed them: what cannot be told is rounded, and exports to the same."""
     config = MODELS[name][1]
     state = random_state(config, seed=5)
     state["embedding.word_embeddings.weight"][7, :3] = torch.tensor([1e-45, 1.1e-38, -3e-33])
@@ -367,30 +367,6 @@ def test_an_export_without_its_originals_is_imported_as_it_is(name, tmp_path, to
     to_huggingface(config, got, tokenizer_path, tmp_path / "again", max_length=256)
     first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "again"))
     assert all(same_bits(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize("name", ["bloom_old", "opt_old"])
-def test_an_export_of_an_earlier_release_is_imported(name, tmp_path, tokenizer_path, monkeypatch):
-    """Bloom's residual stream was not scaled, nor embeddings but with sinusoids; other names."""
-    from pretrain.export import targets
-
-    monkeypatch.setattr(targets, "BLOOM_STREAM_SCALE", 1.0)
-    scale = {"bloom_old": 1.0, "opt_old": math.sqrt(48)}[name]
-    method = {"bloom_old": "alibi", "opt_old": "sinusoidal"}[name]
-    config = make_config(method, embedding_scale=scale)
-    state = random_state(config, seed=5)
-    folder = tmp_path / "hf"
-    to_huggingface(config, state, tokenizer_path, folder, max_length=256)
-    lines = (folder / MARKER).read_text().splitlines()
-    new = ("embedding_scale", "embedding_init_method_std")
-    (folder / MARKER).write_text("\n".join(line for line in lines if not line.startswith(new)))
-    if name == "opt_old":
-        (folder / ORIGINALS).rename(folder / "pretrain.safetensors")
-    monkeypatch.undo()
-    import_folder(folder, tmp_path / "run")
-    got = masters(tmp_path / "run")
-    assert all(same_bits(got[key], state[key]) for key in state)
-    assert load_config(tmp_path / "run/config.toml").embedding_scale == scale
 
 
 def test_a_factor_is_undone_where_division_alone_would_not():

@@ -17,7 +17,7 @@ from pretrain.config import load_config
 from pretrain.launcher.login.status import read_statuses
 from pretrain.launcher.login.tables import detail
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch, write_local_launch
-from tests.end_to_end.commands import Done, wait_for
+from tests.end_to_end.commands import Done, ended, wait_for
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/demo.toml")
@@ -124,9 +124,7 @@ class Desk:
         )
 
     def sweep(self, *words: str, config: str = CONFIG) -> Done:
-        process = self.start(*words, config=config)
-        out, err = process.communicate(timeout=60)
-        return Done(process.returncode, out, err)
+        return ended(self.start(*words, config=config))
 
     def attempts(self) -> dict[str, int]:
         """Return how many attempts each run of the sweep has."""
@@ -211,8 +209,8 @@ def test_ctrl_c_saves_the_present_run_and_stops_the_sweep(desk: Desk) -> None:
 
     wait_for(lambda: process.poll() is not None or waits())
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 80, out + err
+    code, out, err = ended(process)
+    assert code == 80, out + err
     assert "saving, then stopping; press Ctrl-C again to leave at once, losing 3 steps" in err
     *_, saved, command = err.splitlines()
     assert saved == f"{BASE}/alibi: step-00000003 is saved; go on with:"
@@ -241,8 +239,8 @@ def test_a_sweep_stops_when_asked_however_the_present_run_ends(
     wait_for(lambda: process.poll() is not None or waits())
     for _ in range(signals):
         process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 80, out + err
+    code, out, err = ended(process)
+    assert code == 80, out + err
     assert "run 2 of 2" not in err and "go on with:" in err, err
     assert desk.attempts() == {"alibi": 1}
 

@@ -15,6 +15,7 @@ from pretrain.evaluate.protocols import choose_protocols
 from pretrain.evaluate.report import write_report
 from pretrain.evaluate.windows import Protocol, Window
 from tests.conftest import tiny_config
+from tests.unit.report_records import make_record
 
 MASK = 500
 
@@ -57,7 +58,7 @@ def test_masks_follow_from_the_seed_and_the_sample_alone():
 
 
 def test_the_masks_never_change():
-    """A restart under a later release goes on with the masks of this one."""
+    """A restart under a later version goes on with the masks of this one."""
     inputs, chosen = mask_samples(np.zeros((1, 32), np.int64), [3], 7, MASK)
     assert np.flatnonzero(chosen).tolist() == CHOSEN
     assert inputs[chosen].tolist() == INPUTS
@@ -158,18 +159,9 @@ def test_records_are_of_a_protocol_of_their_own():
 
 
 def test_no_report_has_masked_and_next_tokens(tmp_path):
-    common = {
-        "method": "alibi",
-        "train_length": 32,
-        "step": 8,
-        "length": 32,
-        "stride": 32,
-        "tokens": 45,
-    }
     paths = {}
     for protocol in ("nonoverlapping", "masked"):
-        values = {"protocol": protocol, "perplexity": 20.0, "loss_nats": 3.0}
-        record = {**common, **values, "run": protocol, "checkpoint": f"{protocol}/step-00000008"}
+        record = make_record("alibi", protocol, train_length=32, length=32, run=protocol)
         paths[protocol] = tmp_path / protocol / "curve.json"
         write_report(paths[protocol], [record])
     both = "predicts masked tokens, and .*nonoverlapping.* next ones .* Make a report of each"

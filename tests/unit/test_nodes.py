@@ -1,11 +1,14 @@
 """Test which nodes a run's next attempt uses, from what its attempts and the ranks' stacks say."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from pretrain.launcher.node.allocation import lead_seconds, startup_seconds
+from pretrain.launcher.node.job import _requeue
+from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import _nodes_of_ranks, _stuck_nodes
 from pretrain.launcher.nodes import choose_nodes, count_failures, failing_nodes
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, PhaseChange
@@ -73,3 +76,29 @@ def test_the_time_that_another_attempt_needs():
     trained = AttemptRecord(1, Path("1"), Owner(began_at=9.0), phases)
     assert startup_seconds([trained, failed(2)]) == 43.0
     assert startup_seconds([failed(2)]) == 60.0
+
+
+# A requeue ends the job, and with it scontrol and once more the next one.
+SCONTROL = """#!/bin/sh
+echo "$*" >> {said}
+case "$1" in
+requeue) kill -TERM $$ ;;
+update) test "$(grep -c update {said})" -gt 1 || kill -TERM $$ ;;
+esac
+"""
+
+
+def test_a_node_is_excluded_although_slurm_ends_scontrol_before_its_answer(tmp_path, monkeypatch):
+    said = tmp_path / "said"
+    scripts = {
+        "scontrol": SCONTROL.format(said=said),
+        "squeue": "#!/bin/sh\necho 'RUNNING|0|N/A'\n",
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert _requeue("7", Signals(), ["n2"])
+    requeued, *updates = [line for line in said.read_text().splitlines() if "show" not in line]
+    assert requeued == "requeue 7" and len(updates) == 2
+    assert updates[1].startswith("update JobId=7 ExcNodeList=") and "n2" in updates[1]

@@ -18,6 +18,7 @@ from pretrain.launcher.node.readings import IDLE_SECONDS, SILENT_SECONDS, Readin
 from pretrain.launcher.nodes import failing_nodes
 from pretrain.rundir.attempts import Ended, Owner, Preflight, read_attempt
 from pretrain.rundir.files import replace_json
+from tests.end_to_end.commands import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 NOW = 20.0
@@ -446,7 +447,7 @@ class Processes:
         for process in self.started:
             assert process.stdin
             process.stdin.close()
-        return [process.wait(60) for process in self.started]
+        return [process.wait(TIMEOUT_SECONDS) for process in self.started]
 
     def kill(self) -> None:
         for process in self.started:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -24,6 +26,29 @@ def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     return path
+
+
+def test_the_first_commands_clone_and_start_from_there(tmp_path):
+    """As written, with this repository's address; make says what it would do, and does nothing."""
+    block = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)[0]
+    done = subprocess.run(
+        ["bash", "-euc", block.replace("ADDRESS", shlex.quote(str(ROOT)))],
+        cwd=tmp_path,
+        env=os.environ | {"MAKEFLAGS": "n"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pretrain data build configs/demo.toml" in done.stdout and "pytest" in done.stdout
+    links = [path for path in (tmp_path / "pretrain/pretrain").iterdir() if path.is_symlink()]
+    assert len(links) == 4 and all(path.is_dir() for path in links)
+    guide = (ROOT / "docs/guide.md").read_text()
+    needed = re.findall(r"`(apt-get install [^`]*)`", README + guide)
+    assert {" ".join(command.split()) for command in needed} == {
+        "apt-get install git make g++ python3-dev python3-venv"
+    }
+    by_ci = set(re.findall(r"missing\+=\((\S+)\)", (ROOT / ".ci/run").read_text()))
+    assert by_ci - {"python3"} == {"git", "make", "g++", "python3-dev", "python3-venv"}
 
 
 def test_the_config_is_whole_and_lands_on_no_other_run(mine):

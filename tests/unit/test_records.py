@@ -111,7 +111,7 @@ def test_following_a_run_opens_nothing_again_while_nothing_changes(monkeypatch, 
     with counting() as seen:
         follower.start()
         # Slurm is not asked in this time, so these are looks for another attempt.
-        wait_for(lambda: seen.listed.count(f"{run}/attempts") > 100, 60)
+        wait_for(lambda: seen.listed.count(f"{run}/attempts") > 100)
         assert len(seen.opened) <= 10, seen.opened
         attempt.end("finished", 0, "at step 400", 400)
         follower.join(60)
@@ -247,5 +247,5 @@ def test_a_call_is_repeated_in_a_thread_and_not_before_the_last_has_ended():
     assert [repeated.new() for _ in range(100)] == [None] * 100
     go_on.set()
     got = []
-    wait_for(lambda: got.append(repeated.new()) or got[-1] == 3, 60)
+    wait_for(lambda: got.append(repeated.new()) or got[-1] == 3)
     assert [number for number in got if number] == [1, 2, 3]

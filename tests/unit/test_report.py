@@ -8,6 +8,7 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 from scipy import stats
@@ -23,7 +24,6 @@ from pretrain.evaluate.reading import read_records
 from pretrain.evaluate.records import FIELDS, PositionLosses
 from pretrain.evaluate.report import format_table, write_report
 from tests.unit.report_records import (
-    as_of_0_6,
     curve_of,
     make_record,
     position_losses,
@@ -239,9 +239,9 @@ def test_nothing_is_dropped_or_replaced_in_random_sets_of_records():
                     perplexity=20 + i / 100,
                     seed=seed,
                     train_length=trained,
-                    run=draw.choice([run, None]),
+                    run=run,
                     step=draw.choice([100, 200]),
-                    tokenizer=draw.choice(["aaaaaaaaaaaa", "bbbbbbbbbbbb", None]),
+                    tokenizer=draw.choice(["aaaaaaaaaaaa", "bbbbbbbbbbbb"]),
                     validation=draw.choice(["cccccccccccc", "dddddddddddd"]),
                     bytes=draw.choice([1000, 2000, None]),
                 )
@@ -287,7 +287,6 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path
     "change",
     [
         {"seed": 1, "run": "runs/other"},
-        {"seed": None},
         {"seed": 2, "step": 300},
         {"seed": 2, "validation": "eeeeeeeeeeee"},
         {"seed": 2, "length": 256},
@@ -384,6 +383,15 @@ def test_many_curves_with_odd_names_are_drawn_with_a_legend_that_holds_them():
     assert many[1] > few[1] and many[1] > 30 * 9 * 2
     svg = plots.plot_by_length(make_curves(records[:2]))["svg"].decode()
     assert "run $x0$_^ -->" in svg and "run $x1$_^ -->" in svg
+
+
+def test_a_users_matplotlibrc_changes_no_picture():
+    curves = make_curves(curve_of("alibi", ALIBI))
+    drawn = plots.plot_by_length(curves)
+    users = {"font.size": 20, "font.family": "serif", "axes.grid": True, "savefig.dpi": 50}
+    with matplotlib.rc_context(users):
+        assert plots.plot_by_length(curves) == drawn
+        assert matplotlib.rcParams["font.size"] == 20
 
 
 # ---- several tokenizers and texts ----------------------------------------------------------------
@@ -563,18 +571,6 @@ def test_a_checkpoint_in_two_precisions_keeps_the_losses_by_block_of_both(tmp_pa
         assert np.array_equal(found[KEY].losses, blocks[block_key(record)].losses)
 
 
-def test_losses_by_block_without_a_precision_are_those_of_an_earlier_release(tmp_path):
-    out, record = tmp_path / "curve.json", make_record(tokens=64_000) | {"precision": None}
-    blocks = {block_key(record): make_blocks(record, np.zeros(64), 0.001, 1)}
-    write_report(out, [record], blocks=blocks)
-    table = tmp_path / "curve_blocks.csv"
-    place = table.read_text().partition("\n")[0].split(",").index("precision")
-    rows = [line.split(",") for line in table.read_text().splitlines()]
-    table.write_text("".join(",".join(r[:place] + r[place + 1 :]) + "\n" for r in rows))
-    assert read_records(out)[0][KEY] is not None
-    check_overwrites(out)
-
-
 def test_losses_by_block_of_another_evaluation_are_not_taken(tmp_path):
     out = tmp_path / "one/curve.json"
     record = make_record(tokens=64_000)
@@ -658,43 +654,26 @@ def test_positions_are_averaged_over_every_token_once(tmp_path):
     assert "positions.png" in (tmp_path / "report.md").read_text()
 
 
-# ---- earlier releases, and several sources -------------------------------------------------------
-def test_records_of_earlier_releases_are_read(tmp_path):
-    records = make_records()
-    old = tmp_path / "old.json"
-    old.write_text(json.dumps({"train_length": 128, "records": [as_of_0_6(r) for r in records]}))
-    table = combine([old], tmp_path / "new/curve.json")
-    assert "(training length L = 128)" in table and "183.10     182.50" in table
-    assert "Bits per byte" not in table and "+-" not in table
-    text = (tmp_path / "new/report.md").read_text()
-    assert "(intervals unknown)" in text and "| alibi, L = 128 | runs/alibi_128_1 | 400 |" in text
-    # As it is, without the top-level length.
-    write_report(tmp_path / "again/curve.json", [as_of_0_6(r) for r in records])
-    assert "L = unknown" in (tmp_path / "again/report.md").read_text()
-
-
+# ---- several sources -----------------------------------------------------------------------------
 def test_precisions_are_told_apart_and_said(tmp_path):
-    """Of one checkpoint in two precisions, of two methods, of seeds; and of the release before."""
+    """Of one checkpoint in two precisions, of two methods, of seeds."""
     paths = []
-    for name, precision in (("a", "fp32"), ("b", "bf16"), ("c", None)):
+    for name, precision in (("a", "fp32"), ("b", "bf16"), ("c", "fp16")):
         changes = {"precision": precision, "seed": len(paths), "run": "runs/a"}
-        records = curve_of("alibi", [20.0 + len(paths), 19.0], **changes)
-        if precision is None:
-            records = [{k: v for k, v in r.items() if k != "precision"} for r in records]
         paths.append(tmp_path / f"{name}.json")
-        paths[-1].write_text(json.dumps({"train_length": 128, "records": records}))
+        write_report(paths[-1], curve_of("alibi", [20.0 + len(paths), 19.0], **changes))
     one = combine(paths[:1], tmp_path / "one/curve.json")
     assert "precision" not in one and "precision" not in combine(paths[1:2], None)
     page = (tmp_path / "one/report.md").read_text()
     assert "several precisions" not in page and "| fp32 |" in page
     table = combine(paths, tmp_path / "all/curve.json")
     # Three values, none of them an average.
-    assert all(value in table for value in ("20.00 +-", "21.00 +-", "22.00 +-")), table
-    assert re.search(r"precision +protocol", table) and "unknown" in table
+    assert all(value in table for value in ("21.00 +-", "22.00 +-", "23.00 +-")), table
+    assert re.search(r"precision +protocol", table)
     page = (tmp_path / "all/report.md").read_text()
-    assert "evaluated in several precisions (bf16, fp32, unknown)" in page
+    assert "evaluated in several precisions (bf16, fp16, fp32)" in page
     ranking = next(line for line in page.splitlines() if "1. alibi" in line)
-    assert all(f"precision {name}" in ranking for name in ("fp32", "bf16", "unknown")), ranking
+    assert all(f"precision {name}" in ranking for name in ("fp32", "bf16", "fp16")), ranking
 
 
 def test_reports_of_several_runs_are_one_report(tmp_path):
@@ -706,8 +685,17 @@ def test_reports_of_several_runs_are_one_report(tmp_path):
     assert "training lengths L = 128, 256" in table
     records = json.loads((tmp_path / "both/curve.json").read_text())["records"]
     assert records == [r for path in paths for r in json.loads(path.read_text())["records"]]
-    (tmp_path / "bad.json").write_text('{"records": [{"method": 3}], "train_length": 128}')
-    (tmp_path / "empty.json").write_text('{"records": [], "train_length": 128}')
-    for name, words in (("bad", "method = 3"), ("empty", "no results"), ("none", "No such file")):
+    for name, content in (
+        ("bad", [make_record() | {"method": 3}]),
+        ("lacking", [{"method": "alibi"}]),
+        ("empty", []),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"records": content}))
+    for name, words in (
+        ("bad", "method = 3"),
+        ("lacking", "KeyError: 'run'"),
+        ("empty", "no results"),
+        ("none", "No such file"),
+    ):
         with pytest.raises(ConfigError, match=words):
             combine([paths[0], tmp_path / f"{name}.json"], None)

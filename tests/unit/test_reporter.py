@@ -12,6 +12,7 @@ from pretrain.config import ConfigError
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.lock import Attempt
 from pretrain.train.reporter import AttemptReporter
+from tests.end_to_end.commands import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -40,7 +41,7 @@ def test_a_process_that_lost_the_run_ends(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 1, done.stderr
     assert f"error: {tmp_path}/attempts/0001: another process has taken this run" in done.stderr

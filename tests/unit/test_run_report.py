@@ -14,7 +14,8 @@ from pretrain.evaluate import checkpoints
 from pretrain.evaluate.checkpoints import report_run
 from pretrain.evaluate.combine import combine
 from pretrain.evaluate.tables import records_to_json
-from tests.unit.report_records import as_of_0_6, make_record, read_png
+from tests.end_to_end.commands import TIMEOUT_SECONDS
+from tests.unit.report_records import make_record, read_png
 
 ROOT = Path(__file__).parents[2]
 # (step, protocol, length) -> perplexity. Not in the order of the steps: jobs end in any order.
@@ -254,32 +255,26 @@ for step in range(int(sys.argv[2]), 7, 2):
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path), first], cwd=ROOT)
         for first in ("1", "2")
     ]
-    assert [process.wait(120) for process in both] == [0, 0]
+    assert [process.wait(TIMEOUT_SECONDS) for process in both] == [0, 0]
     assert [(r["step"], r["perplexity"]) for r in curve(tmp_path)["records"]] == [
         (n, 100.0 + n) for n in range(1, 7)
     ]
     assert not list((tmp_path / "evaluations").glob(".*"))
 
 
-def test_results_of_earlier_releases_and_of_this_one_stand_together(tmp_path):
+def test_results_of_two_tokenizers_stand_beside_each_other(tmp_path):
     evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
     evaluate(tmp_path, 200, {("nonoverlapping", 128): 20.0})
     path = tmp_path / "evaluations/step-00000100/curve.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"records": [as_of_0_6(r) for r in content["records"]]}))
+    other = {"tokenizer": "dddddddddddd", "validation": "eeeeeeeeeeee"}
+    path.write_text(json.dumps({"records": [r | other for r in content["records"]]}))
     said = report_run(tmp_path)
-    # The earlier one says nothing of its tokenizer and text, so the two are not compared.
-    assert said.count("Perplexity by training step") == 2 and "30.00\n" in said
-    records = curve(tmp_path)["records"]
-    assert [(r["step"], r["run"], r["tokenizer"]) for r in records] == [
-        (100, str(tmp_path), None),
-        (200, str(tmp_path), "aaaaaaaaaaaa"),
-    ]
-    assert curve(tmp_path)["train_length"] == 128
+    assert said.count("Perplexity by training step") == 2 and "30.00" in said
     text = (tmp_path / "evaluations/report.md").read_text()
-    assert "## Validation set not recorded, tokenizer not recorded" in text
-    assert (tmp_path / "evaluations/steps_unknown_unknown.png").exists()
-    # When all are of one release again, so are the figures.
+    assert "## Validation set eeeeeeeeeeee, tokenizer dddddddddddd" in text
+    assert (tmp_path / "evaluations/steps_eeeeeeeeeeee_dddddddddddd.png").exists()
+    # When all are of one text again, so are the figures.
     evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
     report_run(tmp_path)
     names = {p.stem for p in (tmp_path / "evaluations").glob("*.png")}

@@ -336,7 +336,7 @@ def test_a_launch_record_that_is_none_is_refused_by_name(tmp_path):
 
 
 # ---- the version ----
-def test_a_directory_of_a_later_release_is_refused(tmp_path):
+def test_a_directory_of_another_version_is_refused(tmp_path):
     check_version(tmp_path)
     claim_version(tmp_path)
     written = json.loads(RunPaths(tmp_path).version.read_text())

@@ -5,10 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from pretrain.config import load_config
 from pretrain.launcher.node import srun
+from pretrain.launcher.node.signals import Signals
+from pretrain.launcher.node.supervise import Supervisor
+from pretrain.rundir.attempts import read_attempts
+from pretrain.rundir.lock import Attempt
 
 # Takes SIGTERM as srun does while it starts its tasks: it forgets the first one.
 FORGETFUL = """
@@ -44,3 +50,29 @@ def test_a_step_that_srun_does_not_end_is_ended_by_slurmctld(
     srun.end_step(process, "1", "train", 1.5)
     assert process.returncode == -signal.SIGKILL and asked == [signal.SIGKILL]
     process.stdout.close()
+
+
+# Says as srun does that a rank has ended, and waits for Slurm to end the others.
+SLOW = """#!/bin/sh
+echo 'srun: error: n2: task 1: Exited with exit code 9'
+exec sleep 600
+"""
+
+
+def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_others(
+    tmp_path: Path,
+) -> None:
+    (program := tmp_path / "srun").write_text(SLOW)
+    program.chmod(0o755)
+    settings = [f"run.directory={tmp_path / 'run'}", "recovery.hang_seconds=1"]
+    attempt = Attempt.begin(tmp_path / "run")
+
+    def start(attempt: Attempt) -> srun.SrunRanks:
+        attempt.phase("training", 7)
+        return srun.SrunRanks([str(program)], "1", "a", {}, tmp_path / "log", ["n1", "n2"])
+
+    config = load_config("configs/demo.toml", settings)
+    end = Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start)
+    assert (end.outcome, end.code, end.nodes) == ("failed", 9, ("n2",))
+    assert end.reason == f"rank 1 on n2 ended with exit code 9; see {tmp_path / 'log'}, at step 7"
+    assert read_attempts(tmp_path / "run")[0].ended is not None

@@ -29,12 +29,12 @@ from pretrain.rundir.files import make_directory, read_json_lines, read_text
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt, Owner
 from pretrain.rundir.paths import RunPaths
+from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.unit.test_trust import LAUNCH
 
 STEERING = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\x08\r\n\x00"
 STEERING_CHARACTERS = {c for c in STEERING if not c.isprintable()} - {"\x1b", "\r", "\n"}
 CASES, MORE_CASES = 300, 6_000
-HANG_SECONDS = 20
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +226,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
 
 
 class Hung(Exception):
-    """A command has not ended within HANG_SECONDS."""
+    """A command has not ended within TIMEOUT_SECONDS."""
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ def not_for_ever() -> Iterator[None]:
         raise Hung
 
     before = signal.signal(signal.SIGALRM, hung)
-    signal.alarm(HANG_SECONDS)
+    signal.alarm(TIMEOUT_SECONDS)
     try:
         yield
     finally:

@@ -85,7 +85,7 @@ def test_a_ring_sends_all_but_one_part():
 
 
 def test_before_nothing_is_hidden():
-    """Release 0.1.0 reduces 2.72 GB twice and gathers 2.72 GB, after the backward pass."""
+    """DeepSpeed's own step reduces 2.72 GB twice and gathers 2.72 GB, after the backward pass."""
     run = step(state="before", ranks=128, network=EDR, reduction="ring, 16 bit")
     lines = run.communication_lines()
     size = 2 * num_parameters(load_config(CONFIG))

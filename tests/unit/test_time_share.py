@@ -95,9 +95,9 @@ def test_a_missing_or_damaged_file_counts_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert Spent.of(path, 10) == Spent()
     bad = ['{"step": 1, "step_seconds": "x", "global_batch_size": null}', '{"step": 2, "step_sec']
-    earlier = ['{"step": 3, "evaluation": true, "length": 32}', '{"step": 4, "step_seconds": 5.0}']
-    path.write_text("\n".join(bad + earlier) + "\n")
-    # A record of an earlier release has no seconds; the one after step 3 does not count.
+    whole = ['{"step": 3, "evaluation": true, "length": 32}', '{"step": 4, "step_seconds": 5.0}']
+    path.write_text("\n".join(bad + whole) + "\n")
+    # The evaluation has lost its seconds; what is after step 3 does not count.
     assert Spent.of(path, 3) == Spent()
     assert Spent.of(path, 4) == Spent(training=5.0)
     config = config_with(max_time_share=0.02)

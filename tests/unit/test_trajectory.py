@@ -171,9 +171,9 @@ def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
     config = tiny_config(data={"sequence_length": 64}, batch={"global_batch_size": 4})
     state = TrainerState(step=10, consumed_samples=3 * 8 + 5 * 4 + 2 * 4)
     changes = (
-        Change(3, "batch.global_batch_size", 8, 4),
-        Change(3, "optimizer.learning_rate", 1.0, 2.0),
-        Change(8, "data.sequence_length", 32, 64),
+        Change(3, "batch.global_batch_size", 8, 4, 24),
+        Change(3, "optimizer.learning_rate", 1.0, 2.0, 24),
+        Change(8, "data.sequence_length", 32, 64, 44),
     )
     assert trained_tokens(config, state, changes) == (3 * 8 + 5 * 4) * 32 + 2 * 4 * 64
     assert trained_tokens(config, state, ()) == state.consumed_samples * 64

@@ -79,7 +79,7 @@ def make_plan(config: RunConfig, tokenizer_sha256: str | None) -> Plan:
     values = data.model_dump(mode="json", include=set(_RECORDED_KEYS))
     settings = {
         "format_version": FORMAT_VERSION,
-        "corpora": [[c.name, c.source, c.text_field] for c in sources.corpora(data)],
+        "corpora": [[c.name, c.source, c.text_field or None] for c in sources.corpora(data)],
         **{f"data.{key}": values[key] for key in _RECORDED_KEYS},
         "data.tokenizer (SHA-256)": WORDS if data.tokenizer == WORDS else tokenizer_sha256,
         **{f"cleaning.{key}": value for key, value in config.cleaning},

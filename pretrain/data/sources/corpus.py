@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from pretrain.config.data_schema import DataSection, Source
+from pretrain.config.data_schema import CorpusSection, DataSection, Source
+
+TEXT_FIELDS = {"jsonl": "text", "parquet": "text", "webdataset": "txt"}
+"""Source -> where a document's text is unless text_field says so."""
 
 
 class Corpus(NamedTuple):
@@ -19,8 +23,8 @@ class Corpus(NamedTuple):
     paths: tuple[str, ...]
     """Files, glob patterns and URLs of its training documents."""
 
-    text_field: str | None
-    """Where a document's text is, or None for the default of the source."""
+    text_field: str
+    """Where a document's text is; empty where the source has only text."""
 
 
 class Piece(NamedTuple):
@@ -54,10 +58,9 @@ class Task(NamedTuple):
 
 def corpora(data: DataSection) -> list[Corpus]:
     """Return the corpora of a data set in the order of the config."""
-    if data.corpora:
-        return [
-            Corpus(name, section.source, section.paths, section.text_field)
-            for name, section in data.corpora.items()
-        ]
     name = "shakespeare" if data.source == "shakespeare" else "text"
-    return [Corpus(name, data.source, data.paths, data.text_field)]
+    named: Mapping[str, CorpusSection | DataSection] = data.corpora or {name: data}
+    return [
+        Corpus(name, each.source, each.paths, each.text_field or TEXT_FIELDS.get(each.source, ""))
+        for name, each in named.items()
+    ]

@@ -103,7 +103,7 @@ def _column(path: str, file: Any, corpus: Corpus) -> int:
     """
     import pyarrow
 
-    field = corpus.text_field or "text"
+    field = corpus.text_field
     names = file.schema_arrow.names
     if names.count(field) != 1:
         raise ConfigError(

@@ -83,7 +83,7 @@ def read_jsonl(piece: Piece, corpus: Corpus) -> Iterator[Found]:
             if line is None:
                 yield too_long(offset, found.MAX_DOCUMENT_BYTES)
             elif line and not line.isspace():
-                yield parse_json(offset, line, corpus.text_field or "text")
+                yield parse_json(offset, line, corpus.text_field)
 
 
 def parse_json(offset: int, raw: bytes, field: str) -> Found:

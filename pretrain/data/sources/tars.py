@@ -32,7 +32,7 @@ _LONG_HEADERS = (
 
 def read_webdataset(piece: Piece, corpus: Corpus) -> Iterator[Found]:
     """Yield the documents of a tar, whose offsets are sample numbers."""
-    wanted = (corpus.text_field or "txt").lower()
+    wanted = corpus.text_field.lower()
     number, key = -1, None
     sample: Found | None = None
     with open_piece(piece) as stream:
@@ -67,12 +67,16 @@ def read_webdataset(piece: Piece, corpus: Corpus) -> Iterator[Found]:
 class _Header(tarfile.TarInfo):
     """A member's header. A damaged or missing one is an error; tarfile takes it for the end."""
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
-        header = super().frombuf(buf, encoding, errors)
-        if header.type in _LONG_HEADERS and header.size > _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {header.size} bytes")
-        return header
+    def _proc_member(self, tarfile_: tarfile.TarFile) -> tarfile.TarInfo:
+        """Refuse a header that asks for memory.
+
+        tarfile calls this for each header, also those before a member's own, and says that it may
+        be overridden. Python's security fixes (Debian's 3.11.2-6+deb12u8) no longer call frombuf.
+        """
+        if self.type in _LONG_HEADERS and self.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        member: tarfile.TarInfo = super()._proc_member(tarfile_)  # type: ignore[misc]  # untyped
+        return member
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> _Header:
