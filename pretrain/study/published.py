@@ -128,8 +128,7 @@ def records(model: str) -> list[dict[str, Any]]:
                     "loss_nats": loss,
                     "loss_low": loss,
                     "loss_high": loss,
-                    "bits_per_byte": None,
-                    "bytes": None,
+                    **dict.fromkeys(("bits_per_byte", "tokens", "bytes")),
                 }
             )
         )

@@ -173,8 +173,8 @@ def step(number: int, loss: float = 1.0) -> dict:
 
 
 def evaluation(number: int, length: int = 128) -> dict:
-    common = {"evaluation": True, "protocol": "sliding", "stride": 64, "perplexity": 3.0}
-    return {**step(number), **common, "length": length}
+    key = {"protocol": "sliding", "stride": 64, "length": length, "tokens": 1024}
+    return {**step(number), "evaluation": True, **key, "perplexity": 3.0}
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
