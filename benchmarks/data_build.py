@@ -34,7 +34,7 @@ CONTESTANTS = ("ours", "ours, not decontaminated", "megatron", "datasets")
 
 def write_corpus(path: Path) -> None:
     """Write 27 MB of JSON lines, a document of 70 lines each."""
-    from pretrain.data.sources.shakespeare import shakespeare_files
+    from pretrain.data.sources.reading import shakespeare_files
 
     lines = [
         line

@@ -19,20 +19,20 @@ import numpy as np
 import xxhash
 from rensa import RMinHash
 
-from pretrain.config.data_schema import CleaningSection
-from pretrain.data.cleaning import Cleaner
-from pretrain.data.duplicates import (
+from pretrain.config.schema import CleaningSection
+from pretrain.data.clean import (
     BANDS,
     ROWS,
     SEED,
-    SEQUENCE_WORDS,
+    SHINGLE_WORDS,
+    Candidates,
+    Cleaner,
+    HeldOut,
     duplicate_keys,
     find_duplicates,
     save_keys,
+    sequence_hashes,
 )
-from pretrain.data.heldout import Candidates
-from pretrain.data.leakage import HeldOut
-from pretrain.data.words import sequence_hashes
 
 DOCUMENT = 2000
 """Characters of a document, about the mean of a web page in CC-100."""
@@ -58,7 +58,7 @@ def steps(documents: list[str]) -> dict[str, Callable[[str], object]]:
     candidates = Candidates(3_000_000)
     # As many held-out sequences as 3 MB of text has, the default; none of them in training.
     held_out = HeldOut.from_texts(text[::-1] for text in documents[:1500])
-    hashed = {text: sequence_hashes(text, SEQUENCE_WORDS) for text in documents}
+    hashed = {text: sequence_hashes(text, SHINGLE_WORDS) for text in documents}
 
     def check(text: str) -> None:
         if not held_out.is_leaked(text):

@@ -22,8 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.layout import Layout
-from pretrain.data.manifest import CHECKSUMS, MANIFEST, CorpusRecord, Manifest, Shard, shard_name
+from pretrain.data.manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    CorpusRecord,
+    Layout,
+    Manifest,
+    Shard,
+    shard_name,
+)
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 

@@ -208,7 +208,7 @@ def _loss(tokens: int) -> Iterator[Way]:
 
 def _weight_gradient(tokens: int) -> Iterator[Way]:
     """Yield ways to add the gradient of the MLP's first weight to its fp32 sum."""
-    from pretrain.model.weight_gradients import add_weight_gradient
+    from pretrain.model.loss import add_weight_gradient
 
     operation = "weight gradient into an fp32 sum"
     inputs, grad_output = random(tokens, HIDDEN), random(tokens, FFN)

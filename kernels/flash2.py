@@ -8,8 +8,7 @@ import importlib
 
 from torch import Tensor
 
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import NO_DOCUMENTS, Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 
 
 def refusal(call: Call) -> str | None:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.block_lists import KEY_TILE, BlockLists, causal_lists, skipping_lists
-from pretrain.kernels.call import NO_DOCUMENTS, Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 from pretrain.kernels.flex import compiled_flex_attention, scalar
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import NO_DOCUMENTS, Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -44,8 +44,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensorMode
 
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import NO_DOCUMENTS, Call
+from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 from pretrain.kernels.sdpa import ALIGNMENT, aligned, causal_sdpa, only_fused
 
 QUERY_CHUNK = 2048

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.kernels.bias import relative_buckets
+from pretrain.kernels.call import relative_buckets
 
 
 def attention_reference(

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import Call
+from pretrain.kernels.call import Call, ScoreBias
 
 QUERY_BLOCK = 256
 """Queries served by one call of torch's kernel. A block is not given the keys after its last query,

@@ -3,7 +3,7 @@
 A key far from its query carries the bias -slope * distance. Where no product q.k can make up for
 that bias, the key's weight is too small to show in any result, and its tile need not be loaded. The
 kernel decides this per tile of queries and tile of keys, from numbers it has anyway. The same
-arithmetic is in `pretrain.kernels.flash.tile_skipping`, on the device; the tests compare the two.
+arithmetic is in `pretrain.kernels.flash.device`, on the device; the tests compare the two.
 
 **The bound.** All scores are in base 2. For query i and key j, with N keys in all,
 

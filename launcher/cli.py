@@ -7,22 +7,17 @@ its function, to keep the others quick.
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pretrain.config import ConfigError, EvaluationRequest, load_config
-from pretrain.config.arguments import (
-    AllowChanged,
-    Config,
-    Overrides,
-    print_and_exit,
-    version_of,
-)
-from pretrain.config.trajectory import check_allowed
-from pretrain.launcher import local_cli, node_cli, run_cli, sweep_cli
-from pretrain.launcher.data_cli import data
+from pretrain.config.load import AllowChanged, Config, Overrides, print_and_exit, version_of
+from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.launcher.login.accounting import GOODPUT
 from pretrain.launcher.options import (
     BOTH_PROTOCOLS,
@@ -37,9 +32,11 @@ from pretrain.launcher.options import (
     Mail,
     MaxTokens,
     Nodes,
+    OptionalSiteFile,
     Partition,
     Protocols,
     Qos,
+    Resume,
     Run,
     SaveBefore,
     Sbatch,
@@ -47,6 +44,374 @@ from pretrain.launcher.options import (
     Stride,
     TimeLimit,
 )
+from pretrain.rundir.paths import ExitCode
+
+# ---- Define the `launcher data` commands, which build a data set on a Slurm cluster ----
+
+
+data = typer.Typer(no_args_is_help=True, help="Build a data set on a Slurm cluster.")
+
+
+@data.command("build")
+def data_build(
+    config: Config,
+    site: SiteFile,
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="As many tasks run at the same time as so many nodes of the site have cores.",
+        ),
+    ] = 1,
+    time: TimeLimit = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the jobs, and estimate tokens, bytes and time; submit and write nothing.",
+        ),
+    ] = False,
+) -> None:
+    """Build a data set on many nodes of a Slurm cluster.
+
+    Builds exactly what `pretrain data build` does, in data.directory, which the nodes must share.
+    This command plans, trains the tokenizer and finishes; for reading and for tokenizing it submits
+    a job array, whose tasks have one core each, and waits for its end. Run it where it may go on
+    for hours, as in tmux on the login node.
+
+    Ctrl-C, SIGTERM and a lost terminal cancel the jobs. What is finished is kept, and the same
+    command goes on, also after a node, this command or the controller has died.
+
+    \b
+    Examples:
+      launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
+      launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
+    """
+    from pretrain.launcher.login import data as builds
+    from pretrain.launcher.site import load_site
+
+    run = load_config(config, overrides)
+    builds.build(config, overrides, run, site, load_site(site), nodes, time, dry_run)
+
+
+@data.command("array", hidden=True)
+def data_array(
+    tasks: Annotated[int, typer.Argument(min=0)],
+    pickle: Path,
+    stop: Path,
+    site: SiteFile,
+    name: Annotated[str, typer.Option()],
+    concurrent: Annotated[int, typer.Option(min=1)],
+    time: TimeLimit = None,
+) -> None:
+    """Run a job array of a build of data, on the login node.
+
+    `launcher data build` has this command run by the process that builds.
+    """
+    from pretrain.launcher.login import data as builds
+    from pretrain.launcher.site import load_site
+
+    builds.run_array(builds.data_job(load_site(site), name, pickle, tasks, concurrent, time), stop)
+
+
+# ---- Define `launcher local`, which trains on this machine ----
+
+
+def local(
+    config: Config,
+    nproc: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of processes: one per GPU, or a few that share the CPU's cores.",
+        ),
+    ],
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    resume: Resume = None,
+    allow_changed: AllowChanged = [],  # noqa: B006
+) -> None:
+    """Train on this machine.
+
+    Rank 0 writes to this terminal. What every rank writes is kept in RUN/logs/rank-<rank>.log.
+
+    When a rank fails or hangs, all ranks are ended and started again from the newest checkpoint.
+    [recovery] in the config sets how often, and after what time without progress.
+
+    \b
+    Signals, to this command:
+      SIGINT    (Ctrl-C) save a checkpoint, then exit with code 80; a second one leaves at once,
+                with code 130, and so does the first one before training has begun
+      SIGTERM   (kill PID) save a checkpoint, then exit with code 80
+      SIGHUP    the same, when the terminal is closed
+      SIGUSR1   save a checkpoint and start the ranks again
+    A second SIGTERM or SIGHUP ends ranks that do not stop.
+
+    \b
+    Examples:
+      launcher local configs/demo.toml --nproc 2
+      launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
+          --set run.directory=runs/try
+    """
+    from pretrain.launcher.login.look import print_summary
+    from pretrain.launcher.node.local import run_locally
+    from pretrain.rundir.jobs import LocalLaunch, already_done, check_data, is_done
+
+    run = load_config(config, overrides)
+    check_allowed(allow_changed)
+    # Refuse a layout that does not fit `nproc` here, once, before every process does.
+    run.layout(nproc)
+    if resume in (None, "auto") and is_done(run, allow_changed):
+        print(already_done(run), file=sys.stderr)
+        return
+    check_data(run)
+    settings = [word for override in overrides for word in ("--set", override)]
+    # Part of the command and not of the config's arguments, which a restart replaces.
+    train = [sys.executable, "-m", "pretrain", "train", *allow_options(allow_changed)]
+    # Without --resume: from here on the run has its own checkpoint to go on from.
+    again = ["launcher", "local", str(config), f"--nproc={nproc}", *settings]
+    again += allow_options(allow_changed)
+    launch = LocalLaunch(tuple(again), str(Path.cwd()), nproc)
+    code = run_locally(run, nproc, train, [str(config), *settings], resume, launch=launch)
+    print_summary(run.directory, code)
+    _print_goes_on(run.directory, code, again)
+    raise typer.Exit(code)
+
+
+def _print_goes_on(run: Path, code: int, command: Sequence[str]) -> None:
+    """Print what a run that was stopped has saved, and the command that goes on from there.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+        command: The command, without --resume.
+    """
+    from pretrain.launcher.login.look import stopped
+
+    if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        print(f"{stopped(run)}; go on with:\n  {shlex.join(command)}", file=sys.stderr, flush=True)
+
+
+# ---- node ----
+# Define what batch scripts run: `launcher attempt`, `guard` and `evaluation`, hidden in --help.
+
+
+def attempt(run: Run) -> None:
+    """Make attempts at a run, inside its Slurm job.
+
+    The batch script of `launcher submit` runs this command.
+    """
+    from pretrain.launcher.login.look import print_summary
+    from pretrain.launcher.node import job
+
+    code = job.attempt(run)
+    print_summary(run, code)
+    raise typer.Exit(code)
+
+
+def guard(run: Run) -> None:
+    """Requeue the Slurm job that this runs in when the node of its batch script dies.
+
+    The jobs of runs with spare nodes run this command as a job step.
+    """
+    from pretrain.launcher.node.job import guard
+
+    raise typer.Exit(guard(run))
+
+
+def evaluation(
+    run: Run,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="Name of one of its checkpoints, step-########."),
+    ],
+) -> None:
+    """Evaluate one checkpoint, inside its Slurm job.
+
+    The batch script of an evaluation runs this command.
+    """
+    from pretrain.launcher.node.evaluation import run_job
+
+    raise typer.Exit(run_job(run, checkpoint))
+
+
+# ---- Define `launcher run`, which does a whole experiment ----
+
+
+def run(
+    config: Config,
+    site: SiteFile,
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    nodes: Nodes = None,
+    time: TimeLimit = None,
+    lengths: Lengths = None,
+    max_tokens: MaxTokens = None,
+) -> None:
+    """Build the data, train, evaluate and report on a Slurm cluster.
+
+    Does what is not done yet, in this order: builds the data set with `launcher data build`, has
+    Slurm check the job, submits it with --evaluate-checkpoints, prints what the ranks print until
+    the run is finished, waits for the evaluations and prints perplexity by length over the
+    training steps, as in RUN/evaluations/report.md.
+
+    Ctrl-C ends only the watching, except that it cancels a build. The same command goes on where
+    the run is: a job in the queue is followed, a finished run is reported.
+
+    \b
+    Examples:
+      launcher run configs/demo.toml --site slurm/site.toml
+      launcher run configs/cc100_roberta/alibi_1024.toml --site slurm/site.toml
+    """
+    from pretrain.launcher.login import run as experiment
+
+    request = EvaluationRequest.parse(lengths, BOTH_PROTOCOLS, None, max_tokens)
+    experiment.run(config, overrides, site, nodes, time, request)
+
+
+# ---- sweep ----
+# Define `launcher sweep`, which trains a run for each combination of values or each config.
+
+
+SweepConfigs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file that the runs have in common; or, without --over, of each run.",
+    ),
+]
+Over = Annotated[
+    list[str],
+    typer.Option(
+        metavar="SECTION.KEY=VALUE,VALUE",
+        help="A key of the config and the values to try. Can be repeated.",
+    ),
+]
+SweepNproc = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Train on this machine instead of a Slurm cluster, each run with N processes.",
+    ),
+]
+Concurrent = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="The most runs that train at the same time. Default: all."
+    ),
+]
+
+
+def sweep(
+    configs: SweepConfigs,
+    over: Over = [],  # noqa: B006  typer copies it
+    site: OptionalSiteFile = None,
+    nproc: SweepNproc = None,
+    overrides: Overrides = [],  # noqa: B006
+    concurrent: Concurrent = None,
+    nodes: Nodes = None,
+    time: TimeLimit = None,
+    save_before: SaveBefore = None,
+    dry_run: DryRun = False,
+    allow_changed: AllowChanged = [],  # noqa: B006
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    sbatch: Sbatch = [],  # noqa: B006
+    dependency: Dependency = None,
+    mail: Mail = None,
+) -> None:
+    """Train one run for each combination of values, or for each of several configs.
+
+    With --site submits one job array to a Slurm cluster. With --nproc trains on this machine, one
+    run after the other as `launcher local` does, and prints a table of all runs at the end. The
+    exit code is 1 if a run failed; the others are trained all the same. Ctrl-C saves the present
+    run and stops the sweep.
+
+    The runs lie beside the config's run.directory, in RUN-sweep, each in a directory named after
+    its values, such as RUN-sweep/alibi-512; several configs have a run.directory each. Runs that
+    are finished are left out and others go on from their newest checkpoint, so the same command
+    does what is missing.
+
+    \b
+    Examples:
+      launcher sweep configs/demo.toml --nproc 2 --over position.method=alibi,rotary
+      launcher sweep configs/demo.toml --site slurm/site.toml --concurrent 2 \\
+          --over position.method=alibi,sinusoidal --over data.sequence_length=128,256
+      launcher sweep configs/cc100_roberta/*_512.toml --site slurm/site.toml
+    """
+    check_allowed(allow_changed)
+    slurm_options = {
+        "--concurrent": concurrent,
+        "--nodes": nodes,
+        "--time": time,
+        "--save-before": save_before,
+        "--partition": partition,
+        "--account": account,
+        "--qos": qos,
+        "--sbatch": sbatch or None,
+        "--dependency": dependency,
+        "--mail": mail,
+    }
+    place = _one_place(site, nproc, slurm_options)
+    if isinstance(place, int):
+        from pretrain.launcher.local_sweep import sweep_locally
+
+        raise typer.Exit(sweep_locally(configs, place, over, overrides, dry_run, allow_changed))
+    from pretrain.launcher.login.sweep import sweep as submit_sweep
+    from pretrain.launcher.site import SlurmRequest, load_site
+
+    submit_sweep(
+        configs,
+        load_site(place),
+        over,
+        overrides,
+        nodes=nodes,
+        time_limit=time,
+        save_before=save_before,
+        concurrent=concurrent,
+        dry_run=dry_run,
+        allow_changed=allow_changed,
+        request=SlurmRequest(partition, account, qos, tuple(sbatch), dependency, mail),
+    )
+
+
+def _one_place(
+    site: Path | None, nproc: int | None, slurm_options: Mapping[str, object]
+) -> Path | int:
+    """Return the site to submit to, or the number of processes of each run on this machine.
+
+    Args:
+        site: The value of --site.
+        nproc: The value of --nproc.
+        slurm_options: Names and values of options that have no effect on this machine; None for one
+            that is not given.
+
+    Raises:
+        ConfigError: Not exactly one of the two is given, or an option would have no effect.
+    """
+    if site is not None and nproc is not None:
+        raise ConfigError(
+            "--site and --nproc: choose one. --site submits to a Slurm cluster, --nproc trains on "
+            "this machine"
+        )
+    given = [option for option, value in slurm_options.items() if value is not None]
+    if site is not None:
+        return site
+    if nproc is None:
+        raise ConfigError(
+            "launcher sweep: give --nproc N to train on this machine, or --site SITE to submit to "
+            "a Slurm cluster"
+        )
+    if given:
+        raise ConfigError(
+            f"{given[0]}: has no effect with --nproc, which trains on this machine, one run after "
+            "the other. Leave it out, or give --site instead of --nproc"
+        )
+    return nproc
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -88,8 +453,8 @@ def launcher(
 
 
 # ---- training ------------------------------------------------------------------------------------
-app.command()(local_cli.local)
-app.command()(run_cli.run)
+app.command()(local)
+app.command()(run)
 
 
 @app.command()
@@ -136,10 +501,9 @@ def submit(
       launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
           --mail me@example.org --sbatch exclude=node07
     """
-    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import evaluations
     from pretrain.launcher.login import submit as jobs
-    from pretrain.launcher.request import SlurmRequest
+    from pretrain.launcher.site import SlurmRequest, load_site
 
     run, plan = load_config(config, overrides), None
     check_allowed(allow_changed)
@@ -174,7 +538,7 @@ def submit(
     )
 
 
-app.command()(sweep_cli.sweep)
+app.command()(sweep)
 
 
 @app.command()
@@ -207,8 +571,8 @@ def evaluate_checkpoints(
     Example:
       launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
     """
-    from pretrain.launcher.cluster import load_site
     from pretrain.launcher.login import evaluations
+    from pretrain.launcher.site import load_site
 
     directory = Path.cwd() / run
     request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
@@ -238,9 +602,9 @@ def status(
       launcher status
       launcher status runs/demo/alibi --watch
     """
-    from pretrain.launcher.login import tables
+    from pretrain.launcher.login import look
 
-    tables.show(runs or [], watch)
+    look.show_status(runs or [], watch)
 
 
 @app.command()
@@ -270,7 +634,7 @@ def logs(
     Example:
       launcher logs runs/demo/alibi --follow --rank 0
     """
-    from pretrain.launcher.login import logs as texts
+    from pretrain.launcher.login import look as texts
 
     if follow and attempt is not None:
         raise ConfigError(
@@ -323,9 +687,9 @@ def requeue(run: Run) -> None:
 
 
 # ---- what batch scripts run ----------------------------------------------------------------------
-app.command(hidden=True)(node_cli.attempt)
-app.command(hidden=True)(node_cli.guard)
-app.command(hidden=True)(node_cli.evaluation)
+app.command(hidden=True)(attempt)
+app.command(hidden=True)(guard)
+app.command(hidden=True)(evaluation)
 
 
 # ---- helpers -------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import parse_site
-from pretrain.launcher.job import Job, launcher_command
+from pretrain.launcher.script import Job, launcher_command
+from pretrain.launcher.site import parse_site
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.files import (
@@ -38,8 +38,7 @@ from pretrain.rundir.files import (
     replace_json,
 )
 from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import JobKind
+from pretrain.rundir.paths import JobKind, RunPaths
 from pretrain.rundir.trust import check_trusted, read_trusted
 
 TRIES = 3

@@ -15,18 +15,16 @@ from pathlib import Path
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import allow_options
-from pretrain.launcher.login.sweep_runs import SweepRun, wanted_runs
-from pretrain.launcher.login.tables import stopped
+from pretrain.launcher.login.look import stopped
+from pretrain.launcher.login.sweep import SweepRun, wanted_runs
 from pretrain.launcher.node.local import PASSED_ON, run_locally
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.terminal import plain, plain_lines, say
 from pretrain.rundir.attempts import is_idle, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.jobs import LocalLaunch
+from pretrain.rundir.jobs import LocalLaunch, check_data, check_goes_on, is_done
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.starts import check_data, check_goes_on, is_done
-from pretrain.rundir.states import ExitCode, Outcome, exit_code_of, in_words
+from pretrain.rundir.paths import ExitCode, Outcome, RunPaths, exit_code_of, in_words
 
 STOPPED_BY_USER = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
 """Exit codes of a run after which the sweep stops too."""

@@ -7,19 +7,244 @@ of the command.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from signal import SIGTERM
 
-from pretrain.config import ConfigError
-from pretrain.launcher.slurm_command import COMMAND_SECONDS, run_command, words_of
-from pretrain.launcher.slurm_command import NoSlurm as NoSlurm
-from pretrain.launcher.slurm_command import SlurmAway as SlurmAway
-from pretrain.launcher.slurm_command import SlurmError as SlurmError
-from pretrain.launcher.slurm_command import SlurmInterrupted as SlurmInterrupted
+from pretrain.config import ConfigError, RunFailed
+
+# ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
+
+
+COMMAND_SECONDS = 120.0
+"""The longest time for one command; longer than Slurm's own timeouts."""
+_AWAY = re.compile(
+    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted"
+    r"|connection refused|communication connection failure|transport endpoint|in standby mode"
+    # What scontrol makes of no answer at all.
+    r"|unexpected message received",
+    re.IGNORECASE,
+)
+"""Words of Slurm's commands when slurmctld does not answer. They have no exit code for it."""
+_NO_CLUSTER = re.compile(
+    r"could not establish a configuration source|unable to process configuration file",
+    re.IGNORECASE,
+)
+"""Words of Slurm's commands on a machine that belongs to no cluster."""
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PRETRAIN_ATTEMPT",
+    "PRETRAIN_RENDEZVOUS",
+)
+"""Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
+the rank of a process that submits must not become the rank of the job's processes."""
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables of Slurm that say how to reach the cluster."""
+
+
+class SlurmError(RunFailed):
+    """A Slurm command failed. The message has the words of the command."""
+
+
+class NoSlurm(ConfigError):
+    """This machine has no Slurm commands, or they know of no cluster."""
+
+
+class SlurmAway(SlurmError):
+    """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
+
+
+class SlurmInterrupted(SlurmError):
+    """SIGTERM ended the command, as it does when Slurm ends the job in which the command runs."""
+
+
+def run_command(
+    program: str, arguments: Sequence[str], script: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands and return its output.
+
+    Args:
+        program: The command.
+        arguments: Its arguments.
+        script: What it reads from stdin.
+
+    Raises:
+        NoSlurm: There is no such command here, or no cluster.
+        SlurmAway: slurmctld does not answer.
+        SlurmInterrupted: SIGTERM ended the command.
+        SlurmError: The command failed otherwise.
+    """
+    environment = slurm_environment()
+    if program == "squeue":
+        # Times in unix seconds instead of a format without a time zone.
+        environment["SLURM_TIME_FORMAT"] = "%s"
+    try:
+        answer = subprocess.run(
+            [program, *arguments],
+            input=script,
+            stdin=subprocess.DEVNULL if script is None else None,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise NoSlurm(
+            f"{program}: no such command here. Slurm's commands are on the login nodes of a "
+            "cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
+    if answer.returncode == -SIGTERM:
+        raise SlurmInterrupted(f"{program}: ended by SIGTERM")
+    if answer.returncode:
+        words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
+        # In a job there is a cluster, so its configuration is missing for a moment only.
+        if _NO_CLUSTER.search(words) and "SLURM_JOB_ID" not in os.environ:
+            raise NoSlurm(
+                f"{program}: there is no Slurm cluster here. Slurm's commands are installed, but "
+                "find no configuration (slurm.conf, or the file that SLURM_CONF names). Log in to "
+                "a cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
+            )
+        raise (SlurmAway if _AWAY.search(words) else SlurmError)(f"{program}: {words}")
+    return answer
+
+
+def slurm_environment() -> dict[str, str]:
+    """Return this process's environment without what would change Slurm's commands or the job.
+
+    The SLURM_... variables of a job that this process runs in would be handed on to the new job,
+    where srun takes some of them for options. A user's SQUEUE_... variables would change the output
+    that is parsed here. SBATCH_... variables are options of sbatch: SBATCH_ARRAY_INX makes a job
+    array of every job. Those that say where a job may run are options of the job by now
+    (pretrain.launcher.site.with_variables).
+    """
+    dropped = re.compile(r"(SLURM|SQUEUE|SINFO|SRUN|SCANCEL|SBATCH|SALLOC)_")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not (name in _RANK_VARIABLES or dropped.match(name))
+    }
+    if "PYTHONPATH" in environment:
+        # "PYTHONPATH=$PYTHONPATH:/mine" leaves an empty entry, by which Python would look for
+        # modules in the job's working directory first (PYTHONSAFEPATH does not prevent that).
+        entries = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
+    return environment
+
+
+def words_of(text: str) -> str:
+    """Join the lines of an error, without what comes before the words.
+
+    "sbatch: error: Invalid account" becomes "Invalid account".
+    """
+    lines = [
+        re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line).strip() for line in text.splitlines()
+    ]
+    return "; ".join(line for line in lines if line)
+
+
+# ---- slurm options ----
+# Name the options of sbatch and srun that the launcher sets itself, and refuse them elsewhere.
+
+
+OUR_OPTIONS = (
+    "account",
+    "array",
+    "batch",
+    "chdir",
+    "constraint",
+    "cpus-per-task",
+    "dependency",
+    "export",
+    "gpus-per-node",
+    "help",
+    "job-name",
+    "mem",
+    "nodes",
+    "no-requeue",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "error",
+    "input",
+    "no-kill",
+    "export-file",
+    "parsable",
+    "partition",
+    "qos",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "time-min",
+    "uid",
+    "usage",
+    "version",
+    "wait",
+    "wrap",
+)
+"""Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
+would change what the launcher relies on. sbatch also accepts any unambiguous beginning of an
+option's name."""
+SRUN_OPTIONS = (
+    "chdir",
+    "cpus-per-task",
+    "error",
+    "exclude",
+    "export",
+    "gpus-per-node",
+    "input",
+    "jobid",
+    "job-name",
+    "kill-on-bad-exit",
+    "label",
+    "multi-prog",
+    "nodelist",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "output",
+    "pty",
+    "signal",
+    "test-only",
+    "time",
+    "wait",
+)
+"""Options of srun that a site file may not give, for the same reasons."""
+
+
+def why_refused(argument: str, ours: Sequence[str] = OUR_OPTIONS) -> str:
+    """Return why an argument may not be passed on to Slurm; "" if it may.
+
+    Args:
+        argument: The argument, "--name=value" or "--name".
+        ours: The options that the launcher sets itself.
+    """
+    if not re.fullmatch(r"--[a-z][a-z-]+(=.*)?", argument):
+        return 'not an option. Write each option as one string, such as "--reservation=night"'
+    if any(name.startswith(option_name(argument)) for name in ours):
+        return "the launcher sets this option itself"
+    return ""
+
+
+def option_name(argument: str) -> str:
+    """Return the name of an option: "--exclude=n1" -> "exclude"."""
+    return argument.removeprefix("--").split("=")[0]
+
 
 TRIES = 5
 """Calls of squeue before an order is given up that needs its answer. Where the answer is
@@ -342,3 +567,84 @@ def _parse(line: str) -> JobState:
         int(restarts),
         name.removesuffix("|"),
     )
+
+
+# ---- Ask Slurm about the nodes of a running job, and whether it takes them away ----
+
+
+UNUSABLE = ("down", "fail", "drained", "error", "unknown", "power", "reboot", "maint")
+"""Parts of the states, as sinfo words them, of nodes on which no step should be started."""
+
+
+def hostnames(nodes: str) -> list[str]:
+    """Return the nodes of a node list, in its order: "n[1,3]" becomes n1, n3.
+
+    Raises:
+        SlurmError: This is no node list.
+    """
+    return run_command("scontrol", ["show", "hostnames", nodes]).stdout.split() if nodes else []
+
+
+def unusable_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Return those of these nodes that are down or do not answer, each with its state.
+
+    A node that is being drained still takes the steps of the jobs on it. Nothing is returned while
+    slurmctld does not answer.
+    """
+    query = ["--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N %T"]
+    try:
+        lines = run_command("sinfo", query).stdout.splitlines()
+    except SlurmError:
+        return {}
+    states = dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
+    # A star: the node does not answer.
+    return {
+        node: state.strip()
+        for node, state in states.items()
+        if "*" in state or any(word in state for word in UNUSABLE)
+    }
+
+
+def exclude(job_id: str, nodes: Iterable[str]) -> None:
+    """Keep a job that waits in the queue off some nodes, beside those it avoids already."""
+    job = f"--jobs={job_id}"
+    before = run_command("squeue", ["--noheader", job, "--Format=ExcNodes:|"]).stdout
+    excluded = hostnames(before.strip().rstrip("|").replace("(null)", ""))
+    listed = ",".join(dict.fromkeys([*excluded, *nodes]))
+    run_command("scontrol", ["update", f"JobId={job_id}", f"ExcNodeList={listed}"])
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """The facts that tell a preempted job from one that a user cancelled."""
+
+    state: str
+    """RUNNING in the grace time, COMPLETING once Slurm ends the job."""
+    restarts: int
+    """One more than in the job's own environment once Slurm has requeued it."""
+    preempted_at: str | None
+    """Unix seconds at which Slurm chose the job to make room; None if it did not."""
+
+
+def preemption(job_id: str) -> Preemption | None:
+    """Return if a job is being preempted; None when Slurm does not say."""
+    columns = "State:|,RestartCnt:|,PreemptTime:|"
+    query = ["--noheader", "--array", "--states=all", f"--jobs={job_id}", f"--Format={columns}"]
+    try:
+        lines = run_command("squeue", query).stdout.split()
+    except SlurmError:
+        return None
+    fields = lines[0].split("|") if lines else []
+    if len(fields) < 3 or not fields[1].isdigit():
+        return None
+    return Preemption(fields[0], int(fields[1]), fields[2] if fields[2] != "N/A" else None)
+
+
+def has_lost_batch_host(job_id: str) -> bool:
+    """Return True if a running job no longer holds the node on which its batch script ran."""
+    query = ["--noheader", "--array", f"--jobs={job_id}", "--format=%T|%B|%N"]
+    try:
+        state, batch_host, nodes = run_command("squeue", query).stdout.strip().split("|")
+        return state == "RUNNING" and batch_host not in hostnames(nodes)
+    except (SlurmError, ValueError):
+        return False

@@ -1,6 +1,6 @@
 """Run the `pretrain` command as `python -m pretrain`."""
 
-from pretrain.main import main
+from pretrain.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end; each is passed on to what it runs."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from pretrain.cli import app as pretrain
+from pretrain.cli.commands import app as pretrain
 from pretrain.launcher.cli import app as launcher
 from tests.end_to_end.commands import ON_CPU, ROOT, Done
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA
-from pretrain.config.model_schema import ModelSection
+from pretrain.config.schema import ModelSection
 from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from benchmarks.gpu_day.results import Row, Rows
 from benchmarks.gpu_day.sizes import device_name, run_config
+from pretrain.bench.training import bench_training
 from pretrain.config import RunConfig
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.plan.hardware import H200, V100
-from pretrain.plan.step_time import Step
-from pretrain.train.bench import bench_training
+from pretrain.plan.timing import Step
 
 SECONDS = 60
 """About how long the steps that are timed take together, where the model knows the GPU."""
 
 
 def predicted(config: RunConfig) -> Step | None:
-    """Return the model's step for this GPU (pretrain/plan/step_time.py), or None if it has none."""
+    """Return the model's step for this GPU (pretrain/plan/timing.py), or None if it has none."""
     device = next((d for d in (H200, V100) if device_name() == d.name), None)
     if device is None:
         return None

@@ -1,6 +1,6 @@
 """The counts of a step before and after, for the tables of docs/performance.md.
 
-The inputs of the model stand in `pretrain.plan.inputs` and `pretrain.plan.hardware`.
+The inputs of the model stand in `pretrain.plan.hardware` and `pretrain.plan.hardware`.
 """
 
 from __future__ import annotations

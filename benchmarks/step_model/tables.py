@@ -10,9 +10,19 @@ from pathlib import Path
 from benchmarks.step_model.inputs import COUNTED
 from pretrain.config import RunConfig, load_config, num_parameters
 from pretrain.model.flops import flops_per_token, num_matmul_parameters
-from pretrain.plan.hardware import EDR, FAST, H200, SLOW, TITLES, V100, Device, Network
-from pretrain.plan.inputs import ELEMENTWISE, INPUTS
-from pretrain.plan.step_time import Step
+from pretrain.plan.hardware import (
+    EDR,
+    ELEMENTWISE,
+    FAST,
+    H200,
+    INPUTS,
+    SLOW,
+    TITLES,
+    V100,
+    Device,
+    Network,
+)
+from pretrain.plan.timing import Step
 
 CONFIG = Path(__file__).parents[2] / "configs/cc100_roberta/alibi_1024.toml"
 RANKS, TOKENS = 128, 2**21

@@ -16,11 +16,11 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pretrain.cli import app as pretrain
+from pretrain.cli.commands import app as pretrain
 from pretrain.config.run import RunConfig
 from pretrain.config.trajectory import Effect, effect_of
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.cluster import Site
+from pretrain.launcher.site import Site
 from pretrain.study.schema import StudyFile
 
 COMMANDS = {"pretrain": pretrain, "launcher": launcher}

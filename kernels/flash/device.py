@@ -6,16 +6,17 @@ the keys: the queries are the last `num_queries` positions of `num_keys`, so que
 position i + num_keys - num_queries. `batch_head` is batch * heads + head.
 """
 
-# Triton compiles these functions from their source, and an annotation would change the type of an
-# argument there, so they carry none but `tl.constexpr`.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from pretrain.kernels import skipping
+
+# Triton compiles these functions from their source, and an annotation would change the type of an
+# argument there, so they carry none but `tl.constexpr`.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 
 # Scores are kept in base 2: they are multiplied by log2(e) once, and exp2 is a single instruction.
 LOG2E = tl.constexpr(skipping.LOG2E)
@@ -154,3 +155,283 @@ def dropout_keeps(Seed, batch_head, query, key, dropout_p):
 
 INTERPRETED = not isinstance(dot, triton.JITFunction)
 """True when Triton runs these kernels in its interpreter on the CPU (TRITON_INTERPRET=1)."""
+
+
+# ---- Device functions that decide which tiles of keys are visited under ALiBi ----
+# They do the arithmetic of `pretrain.kernels.skipping`, which proves the bound and has the same
+# code in plain torch. Two steps:
+#
+# 1. `norms_kernel` runs before the forward pass. For every tile of keys it stores the largest norm
+#    of its keys and of its values, and it sorts the heads by slope.
+# 2. In the forward kernel, `list_key_tiles` compares those norms with the logsumexp that a tile of
+#    queries has over the keys at its own positions, and lists the tiles to visit. Within a tile
+#    that is visited, `row_skips` decides for each query.
+#
+# The backward kernels visit the same tiles. That for keys and values makes its own lists from the
+# stored decisions, with `list_query_tiles`.
+
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+
+NEEDED_BITS = tl.constexpr(skipping.NEEDED_BITS)
+NORM_SLACK = tl.constexpr(skipping.NORM_SLACK)
+RELATIVE_SLACK = tl.constexpr(skipping.RELATIVE_SLACK)
+ABSOLUTE_SLACK = tl.constexpr(skipping.ABSOLUTE_SLACK)
+
+
+@triton.jit
+def norms_kernel(
+    K,  # [keys, B, G, D], any strides but a dense D
+    V,  # the same
+    Slopes,  # [H]
+    KeyNorms,  # output, [B, G, key tiles]: the largest 2-norm of the keys of a tile
+    ValueNorms,  # output, the same for values
+    HeadOrder,  # output, [H + G]: query heads by slope, then key heads by slope
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    groups,
+    heads,
+    num_keys,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,  # the next power of two, as of all tensors in Triton
+    PADDED_HEADS_PER_GROUP: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+):
+    """Store the largest norms of one tile of keys and values and, in program 0, the head order.
+
+    One program per (batch, key head, tile).
+    """
+    program = tl.program_id(0)
+    tiles = tl.cdiv(num_keys, KEY_TILE)
+    start = program % tiles * KEY_TILE
+    batch = tl.cast(program // tiles // groups, tl.int64)
+    group = tl.cast(program // tiles % groups, tl.int64)
+    k = load_tile(
+        K + batch * k_stride_b + group * k_stride_h, start,
+        k_stride_s, num_keys, KEY_TILE, D, BLOCK_D, True,
+    )  # fmt: skip
+    tl.store(KeyNorms + program, longest_row_norm(k))
+    v = load_tile(
+        V + batch * v_stride_b + group * v_stride_h, start,
+        v_stride_s, num_keys, KEY_TILE, D, BLOCK_D, True,
+    )  # fmt: skip
+    tl.store(ValueNorms + program, longest_row_norm(v))
+    if program == 0:
+        store_head_order(Slopes, HeadOrder, heads, 1, PADDED_HEADS, 1)
+        store_head_order(
+            Slopes, HeadOrder + heads, groups, HEADS_PER_GROUP,
+            PADDED_GROUPS, PADDED_HEADS_PER_GROUP,
+        )  # fmt: skip
+
+
+@triton.jit
+def longest_row_norm(x):
+    """Return the largest 2-norm of the rows of x, infinity if any is not finite."""
+    x = x.to(tl.float32)
+    squared = tl.sum(x * x, axis=1)
+    # The maximum below may drop a NaN; infinity survives it and prevents skipping.
+    squared = tl.where(squared == squared, squared, float("inf"))
+    return tl.sqrt(tl.max(squared, axis=0))
+
+
+@triton.jit
+def store_head_order(
+    Slopes,  # [count * per_head]
+    HeadOrder,  # output, [count]: the head of rank 0, 1, .. by ascending slope
+    count,
+    per_head,  # consecutive slopes that belong to one head; the smallest of them counts
+    PADDED: tl.constexpr,
+    PADDED_PER_HEAD: tl.constexpr,
+):
+    """Sort the heads by slope, shallow ones first: they visit most tiles and should start first."""
+    mine = tl.arange(0, PADDED)
+    each = tl.arange(0, PADDED_PER_HEAD)
+    inside = (mine < count)[:, None] & (each < per_head)[None, :]
+    slopes = tl.load(
+        Slopes + mine[:, None] * per_head + each[None, :], mask=inside, other=float("inf")
+    )
+    slopes = tl.min(slopes, axis=1)
+    # Ranks must be a permutation even if a slope is NaN, or a head would not be computed at all.
+    slopes = tl.where(slopes == slopes, slopes, float("inf"))
+    # `others` is `slopes` laid out along the other axis. Triton has no operation for that, so
+    # select the diagonal of a broadcast and sum over it.
+    others = tl.sum(tl.where(mine[:, None] == mine[None, :], slopes[:, None], 0.0), axis=0)
+    # A rank is the number of heads that come before; ties go by index.
+    before = (others[None, :] < slopes[:, None]) | (
+        (others[None, :] == slopes[:, None]) & (mine[None, :] < mine[:, None])
+    )
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    tl.store(HeadOrder + rank, mine, mask=mine < count)
+
+
+@triton.jit
+def row_norm(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the 2-norm of one row of the [rows, D] matrix X."""
+    columns = tl.arange(0, BLOCK_D)
+    x = tl.load(X + tl.cast(row, tl.int64) * stride + columns, mask=columns < D, other=0.0)
+    x = x.to(tl.float32)
+    return tl.sqrt(tl.sum(x * x, axis=0))
+
+
+@triton.jit
+def list_key_tiles(
+    Thresholds,  # output, [key tiles], fp32: see row_skips; -inf where no query visits the tile
+    KeyTiles,  # output, [key tiles + 1], int32: how many tiles are visited, then which
+    K,  # keys of this batch and key head
+    V,
+    k_stride_s,
+    v_stride_s,
+    KeyNorms,  # [key tiles] of this batch and key head
+    ValueNorms,  # the same
+    floor,  # lowest logsumexp of the tile's queries over their own tiles of keys, base 2
+    reach,  # |scale| * log2(e) * the largest norm of the queries: a score is at most reach * |k|
+    slope,  # times log2(e)
+    first_position,  # of the tile's queries
+    last_position,
+    own_first,  # the tiles of keys at the queries' own positions: own_first <= tile < own_end
+    own_end,
+    key_tiles,  # how many there are
+    num_keys,
+    first_start,  # if DOCUMENTS, the position where the document of the tile's first query begins
+    KEY_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TRAINED_SLOPES: tl.constexpr,  # slopes want a gradient
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """List the tiles of keys, other than its own, that a tile of queries visits; return how many.
+
+    This is `pretrain.kernels.skipping.visited_tiles` for one tile of queries. A list and not a
+    range, since a single key that must be visited far back (an attention sink) would otherwise
+    bring back every tile between.
+    """
+    if CAUSAL:
+        # The one key of the own tiles that every query of the tile sees is that of the first query.
+        # Compared with later ones, a query's output would depend on tokens after it.
+        own_key = row_norm(K, first_position, k_stride_s, D, BLOCK_D)
+        own_value = row_norm(V, first_position, v_stride_s, D, BLOCK_D)
+        stop = own_first
+    else:
+        # BLOCK_M queries touch at most BLOCK_M / KEY_TILE + 1 tiles of keys; rounded up to a power
+        # of 2.
+        OWN: tl.constexpr = 2 * BLOCK_M // KEY_TILE if BLOCK_M > KEY_TILE else 2
+        mine = own_first + tl.arange(0, OWN)
+        own_key = tl.max(tl.load(KeyNorms + mine, mask=mine < own_end, other=0.0), axis=0)
+        own_value = tl.max(tl.load(ValueNorms + mine, mask=mine < own_end, other=0.0), axis=0)
+        stop = key_tiles
+
+    # Triton makes a constant of an argument that is 1, and constants have no method `.to`.
+    log2_keys = tl.log2(tl.cast(num_keys, tl.float32))
+    bits = NEEDED_BITS + log2_keys + ABSOLUTE_SLACK
+    if TRAINED_SLOPES:
+        # The gradient of a slope multiplies every weight by its distance, which is below num_keys.
+        bits += log2_keys
+    # Without decay (slope <= 0 or NaN) nothing is skipped.
+    bits = tl.where(slope > 0, bits, float("inf"))
+    # Twice the slack that row_skips grants: what is skipped here, every query skips by itself.
+    floor = floor - tl.abs(floor) * (2 * RELATIVE_SLACK)
+    count = 0
+    for chunk in range(0, stop, 64):
+        tile = chunk + tl.arange(0, 64)
+        inside = tile < stop
+        key = tl.load(KeyNorms + tile, mask=inside, other=0.0)
+        value = tl.load(ValueNorms + tile, mask=inside, other=0.0)
+        # Keys and values that are longer than the queries' own count for more in dq and in the
+        # output.
+        need = bits + tl.log2(tl.where(key > own_key, key / own_key, 1.0))
+        need = need + tl.log2(tl.where(value > own_value, value / own_value, 1.0))
+        nearest = first_position - (tile * KEY_TILE + KEY_TILE - 1)
+        own = tile < 0
+        if not CAUSAL:
+            nearest = tl.where(tile < own_first, nearest, tile * KEY_TILE - last_position)
+            own = (tile >= own_first) & (tile < own_end)
+        threshold = need - slope * nearest.to(tl.float32) * (1 - RELATIVE_SLACK)
+        # Keys or values that are not finite are not skipped. Own tiles are visited anyway, but not
+        # through the list.
+        bounded = (key < float("inf")) & (value < float("inf")) & (own == 0)
+        threshold = tl.where(bounded, threshold, float("inf"))
+        # Any comparison with NaN is false. The test is for skipping and not for visiting, so that a
+        # tile with a NaN anywhere in its terms is visited.
+        skipped = floor - reach * key * NORM_SLACK > threshold + ABSOLUTE_SLACK
+        if DOCUMENTS:
+            skipped |= (tile + 1) * KEY_TILE <= first_start
+        threshold = tl.where(skipped, float("-inf"), threshold)
+        tl.store(Thresholds + tile, threshold, mask=inside)
+        listed = inside & (skipped == 0) & (own == 0)
+        count += append(KeyTiles + 1 + count, tile, listed)
+    tl.store(KeyTiles, count)
+    # The list was stored by some threads and is read by all.
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def append(List, items, listed):
+    """Store the items that are `listed` at the head of List, in order, and return how many."""
+    listed = listed.to(tl.int32)
+    tl.store(List + tl.cumsum(listed, 0) - 1, items, mask=listed != 0)
+    return tl.sum(listed, axis=0)
+
+
+@triton.jit
+def row_skips(
+    row_floor,  # [queries] of a tile, from row_bounds
+    row_reach,  # [queries], likewise
+    key_norm,  # the largest norm of the keys of a tile
+    threshold,  # of this tile of queries and tile of keys, from list_key_tiles
+):
+    """Return which queries of a tile skip a tile of keys before them, though others may visit it.
+
+    Each query decides from what it sees: its own norm, its own floor, and keys before it. Were the
+    decision that of the tile alone, a token could move outputs of tokens before it, if only by
+    2^-24: the tile's floor and reach are those of all its queries.
+    """
+    return row_floor - row_reach * (key_norm * NORM_SLACK) > threshold
+
+
+@triton.jit
+def row_bounds(q, lse, slope, score_scale, BLOCK_M: tl.constexpr):
+    """Return (row_floor, row_reach) of the queries of a tile, for row_skips.
+
+    `lse` is that over the own tiles. A query is further from every key before it than the tile's
+    first query is, and the floor contains what slope makes of that.
+    """
+    later = tl.arange(0, BLOCK_M).to(tl.float32)
+    row_floor = lse - tl.abs(lse) * RELATIVE_SLACK + slope * later * (1 - RELATIVE_SLACK)
+    x = q.to(tl.float32)
+    return row_floor, tl.sqrt(tl.sum(x * x, axis=1)) * tl.abs(score_scale)
+
+
+@triton.jit
+def list_query_tiles(
+    QueryTiles,  # output, [query tiles], int32
+    Thresholds,  # [query tiles, key tiles] of this batch and query head
+    key_tile,
+    first,  # first tile of queries
+    query_tiles,  # how many there are
+    key_tiles,
+):
+    """List the tiles of queries from `first` on that visit a tile of keys; return how many."""
+    count = 0
+    for chunk in range(first, query_tiles, 64):
+        tile = chunk + tl.arange(0, 64)
+        inside = tile < query_tiles
+        threshold = tl.load(
+            Thresholds + tl.cast(tile, tl.int64) * key_tiles + key_tile,
+            mask=inside, other=float("-inf"),
+        )  # fmt: skip
+        # A NaN counts as a visit.
+        count += append(QueryTiles + count, tile, (threshold == float("-inf")) == 0)
+    tl.debug_barrier()
+    return count

@@ -16,15 +16,13 @@ from pretrain.kernels.flash.device import (
     add_bias,
     dot,
     dropout_keeps,
+    list_key_tiles,
     load_starts,
     load_tile,
-    store_tile,
-)
-from pretrain.kernels.flash.tile_skipping import (
-    list_key_tiles,
     longest_row_norm,
     row_bounds,
     row_skips,
+    store_tile,
 )
 
 

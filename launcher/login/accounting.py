@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pretrain.rundir.attempts import AttemptRecord, Suspension, is_idle
-from pretrain.rundir.states import WORK as WORK
-from pretrain.rundir.states import Outcome, Phase
+from pretrain.rundir.paths import WORK as WORK
+from pretrain.rundir.paths import Outcome, Phase
 
 WAITING, SUSPENDED, LOST, IDLE = "waiting", "suspended", "lost", "idle"
 """Parts that are no phase of an attempt."""

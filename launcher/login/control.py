@@ -13,16 +13,22 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
-from pretrain.launcher.login.records import Records, Repeated
-from pretrain.launcher.login.status import Queue, ask_slurm, check_run, is_alive, queued
+from pretrain.launcher.login.status import (
+    Queue,
+    Records,
+    Repeated,
+    ask_slurm,
+    check_run,
+    is_alive,
+    queued,
+)
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from pretrain.rundir.lock import HEARTBEAT_SECONDS
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import STARTED_AGAIN, ExitCode, JobKind, in_words
+from pretrain.rundir.paths import STARTED_AGAIN, ExitCode, JobKind, RunPaths, in_words
 from pretrain.rundir.trust import check_trusted, read_trusted
 
 POLL_SECONDS = 0.5

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import Site
-from pretrain.launcher.job import Job, check_path, check_time, job_name, launcher_command
+from pretrain.launcher.script import Job, check_path, check_time, job_name, launcher_command
+from pretrain.launcher.site import Site
 from pretrain.launcher.terminal import say
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 
 RUN_PICKLED = ("-m", "datatrove.tools.launch_pickled_pipeline")
 """Arguments of Python, before the path of a pickled executor."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, load_config
-from pretrain.launcher.cluster import Site
 from pretrain.launcher.evaluations import Plan, submit_waiting, write_plan
-from pretrain.launcher.job import Job, check_path, check_time, job_name
-from pretrain.launcher.login.allocation import TrainingRun
+from pretrain.launcher.login.submit import TrainingRun
+from pretrain.launcher.script import Job, check_path, check_time, job_name
+from pretrain.launcher.site import Site
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
 from pretrain.rundir.paths import RunPaths, check_version

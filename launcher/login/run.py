@@ -16,20 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.config import EvaluationRequest, RunConfig, RunFailed, load_config
-from pretrain.launcher.cluster import Site, load_site
 from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.job import launcher_command
-from pretrain.launcher.login import evaluations, logs
-from pretrain.launcher.login.allocation import allocate
-from pretrain.launcher.login.limits import check_with_slurm
+from pretrain.launcher.login import evaluations, look
 from pretrain.launcher.login.status import RunStatus, read_statuses
-from pretrain.launcher.login.submit import submit, training_job
-from pretrain.launcher.slurm_command import run_command
+from pretrain.launcher.login.submit import allocate, check_with_slurm, submit, training_job
+from pretrain.launcher.script import launcher_command
+from pretrain.launcher.site import Site, load_site
+from pretrain.launcher.slurm import run_command
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
-from pretrain.rundir.paths import RunPaths, check_version, is_run
-from pretrain.rundir.starts import is_done, missing_data
-from pretrain.rundir.states import STARTED_AGAIN, ExitCode
+from pretrain.rundir.jobs import is_done, missing_data
+from pretrain.rundir.paths import STARTED_AGAIN, ExitCode, RunPaths, check_version, is_run
 
 LOOK_SECONDS = 2.0
 """From one look at the queue, or at the evaluations, to the next."""
@@ -183,7 +180,7 @@ def _follow(experiment: Experiment) -> RunStatus:
         # The last attempt of an earlier job is not what is to be followed, nor one whose job is
         # about to leave the queue.
         if not is_final or not status.attempts:
-            print(logs.follow(experiment.directory), file=sys.stderr, flush=True)
+            print(look.follow(experiment.directory), file=sys.stderr, flush=True)
             continue
         line = f"{status.state} {status.reason}".strip()
         if line != printed:

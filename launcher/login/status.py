@@ -8,37 +8,231 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
+import re
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
 from pretrain.launcher.login.accounting import WORK, TimeSplit, time_splits
-from pretrain.launcher.login.progress import Rates, read_num_steps, read_rates, waits_for
-from pretrain.launcher.login.records import Records
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import say
-from pretrain.rundir.abandoned import read_abandoned
 from pretrain.rundir.attempts import (
+    ENDED,
+    OWNER,
+    PHASES,
     PROGRESS,
     AttemptRecord,
     Suspension,
     is_idle,
     last_heartbeat,
+    read_attempt,
+    read_waiting,
 )
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     checkpoint_step,
     headless_checkpoints,
     newest_checkpoint_step,
+    read_abandoned,
 )
+from pretrain.rundir.files import MAX_NUMBER, read_text
 from pretrain.rundir.jobs import JobRecord, read_jobs
 from pretrain.rundir.lock import LEASE_SECONDS
-from pretrain.rundir.paths import RUN_MARKS, RunPaths, check_version, is_run
-from pretrain.rundir.states import STARTED_AGAIN, JobKind, Phase, in_words
+from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
+from pretrain.rundir.paths import (
+    RUN_MARKS,
+    STARTED_AGAIN,
+    JobKind,
+    Phase,
+    RunPaths,
+    attempt_directory,
+    attempt_numbers,
+    check_version,
+    in_words,
+    is_run,
+)
+
+# ---- Look at runs again and again, as `status --watch` and `logs --follow` do ----
+# The file server and slurmctld serve all users of a cluster. So a file that has not changed since
+# is not opened again: its inode, size and time of modification are looked up instead. And Slurm,
+# which may take long to answer, is asked in a thread.
+
+
+T = TypeVar("T")
+Signature = tuple[tuple[int, int, int] | None, ...]
+"""Inode, size and time of modification of each of some files; None for one that is missing."""
+
+
+class Records:
+    """Remember what was read from files, until one of them changes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Callable[[Path], object], Path], tuple[Signature, object]] = {}
+
+    def read(self, reader: Callable[[Path], T], path: Path, *files: Path) -> T:
+        """Return `reader(path)`, from memory while `files` are unchanged.
+
+        Args:
+            reader: Reads what is wanted.
+            path: The argument of `reader`.
+            files: All files that it reads; `path` alone when none is given.
+        """
+        # Before the reading: a file that changes during it is read once more the next time.
+        signature = tuple(map(_signature, files or (path,)))
+        before = self._known.get((reader, path))
+        if before is not None and before[0] == signature:
+            return cast(T, before[1])
+        value = reader(path)
+        self._known[reader, path] = signature, value
+        return value
+
+    def newest_attempt(self, run: Path) -> AttemptRecord | None:
+        """Return the newest attempt at a run; None before the first."""
+        number = max(attempt_numbers(RunPaths(run).attempts), default=0)
+        return self._attempt(attempt_directory(run, number)) if number else None
+
+    def attempts(self, run: Path) -> list[AttemptRecord]:
+        """Return all attempts at a run, oldest first.
+
+        The heartbeat of one that goes on may be old: its file is renewed without another change.
+        """
+        numbers = sorted(attempt_numbers(RunPaths(run).attempts))
+        return [self._attempt(attempt_directory(run, number)) for number in numbers]
+
+    def _attempt(self, directory: Path) -> AttemptRecord:
+        files = (directory / name for name in (OWNER, PHASES, PROGRESS, ENDED))
+        return self.read(read_attempt, directory, *files)
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file does; None when it cannot be looked up."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class Repeated(Generic[T]):
+    """Call a function every few seconds in a thread, whatever time a call takes."""
+
+    def __init__(self, function: Callable[[], T], seconds: float) -> None:
+        """Prepare the calls.
+
+        Args:
+            function: It raises nothing.
+            seconds: From now to the first call, and from the end of each call to the next one.
+        """
+        self._function, self._seconds = function, seconds
+        self._thread: threading.Thread | None = None
+        self._ended_at = time.monotonic()
+        self._results: list[T] = []
+
+    def new(self) -> T | None:
+        """Return the result of a call that has ended since the last time, or None.
+
+        The calls are made by this method, so that they end with the loop that asks for them.
+        """
+        if self._thread is None and time.monotonic() - self._ended_at >= self._seconds:
+            # A daemon, so that Ctrl-C does not wait for a call that is under way.
+            self._thread = threading.Thread(target=self._call, daemon=True)
+            self._thread.start()
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread, self._ended_at = None, time.monotonic()
+        return self._results.pop() if self._results else None
+
+    def _call(self) -> None:
+        self._results.append(self._function())
+
+
+# ---- progress ----
+# Read a run's progress from its files: its steps, how fast it does them, and what it waits for.
+
+
+RATE_STEPS = 50
+"""Rates are means over this many of the latest steps."""
+TAIL_BYTES = 256 * 1024
+"""Bytes at the end of metrics.jsonl that are read, which may be huge: `RATE_STEPS` steps of some
+300 bytes, and some evaluations between them."""
+NUM_STEPS = re.compile(r"num_steps *= *([0-9]{1,15})")
+"""The line of a config that `dump_config` writes for train.num_steps."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The progress of training, from the end of metrics.jsonl."""
+
+    step: int
+    """The last step."""
+    loss_nats: float
+    """The last step's loss, which may be nan or infinite."""
+    tokens_per_second: float
+    """Mean over the last `RATE_STEPS` steps, weighted by their time."""
+    step_seconds: float
+    """Mean over the last `RATE_STEPS` steps."""
+
+
+def read_num_steps(run: Path) -> int | None:
+    """Return train.num_steps as submitted, or else as started; None if neither can be read."""
+    # Not `load_config`: this has to work on the configs of other versions, too. Nor tomllib, whose
+    # time grows with the square of the file in one that was made for it.
+    paths = RunPaths(run)
+    for path in (paths.launch_config, paths.config):
+        section = ""
+        for line in read_text(path).splitlines():
+            section = line.strip() if line.startswith("[") else section
+            if section == "[train]" and (found := NUM_STEPS.fullmatch(line.strip())):
+                return int(found[1])
+    return None
+
+
+def read_rates(path: Path) -> Rates | None:
+    """Return the rates at the end of a metrics.jsonl; None if there is no step in it."""
+    records = read_metrics(path, TAIL_BYTES)
+    steps = [r for r in records if not is_evaluation(r) and _number(r, "step_seconds") > 0]
+    if not steps:
+        return None
+    last, latest = steps[-1], steps[-RATE_STEPS:]
+    seconds = sum(record["step_seconds"] for record in latest)
+    # Weighted by time: the tokens of all these steps over the seconds of all these steps.
+    tokens = sum(record["step_seconds"] * _number(record, "tokens_per_second") for record in latest)
+    return Rates(
+        step=last["step"],
+        loss_nats=_number(last, "loss_nats", math.nan),
+        tokens_per_second=tokens / seconds,
+        step_seconds=seconds / len(latest),
+    )
+
+
+def waits_for(attempt: Path, now: float) -> str:
+    """Return what the process that made an attempt waits for, and since when; "" if for nothing.
+
+    Args:
+        attempt: RUN/attempts/#### of the newest attempt.
+        now: Unix seconds.
+    """
+    waiting, seen = read_waiting(attempt)
+    if waiting is None or now - seen > LEASE_SECONDS:
+        return ""
+    since = time.strftime("%b %d %H:%M:%S", time.localtime(waiting.at))
+    return f"waits since {since} for {waiting.what}"
+
+
+def _number(record: Record, key: str, default: float = 0.0) -> float:
+    """Return a number of a record; `default` when it is missing or something else."""
+    value = record.get(key)
+    if isinstance(value, float) or (type(value) is int and abs(value) < MAX_NUMBER):
+        return value
+    return default
+
 
 LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
 """Beginnings of Slurm's reasons for a job whose batch script it could not start."""

@@ -9,31 +9,475 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from pretrain.config import ConfigError, RunConfig, dump_config, writing
+from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
+from pretrain.config.architectures import is_supported, not_supported
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import Site
-from pretrain.launcher.job import Job, launcher_command
-from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
-from pretrain.launcher.login.limits import check_times, check_with_slurm, signal_seconds
 from pretrain.launcher.login.status import check_run, read_statuses
-from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.rundir.access import let_nobody_write
-from pretrain.rundir.attempts import is_finished
-from pretrain.rundir.files import make_directory, replace_file
-from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job
-from pretrain.rundir.paths import RunPaths, claim_version
-from pretrain.rundir.starts import already_done, is_done
-from pretrain.rundir.states import JobKind
+from pretrain.launcher.script import Job, check_path, check_time, job_name, launcher_command
+from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest, seconds_of
+from pretrain.rundir.attempts import is_finished, read_attempts
+from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
+from pretrain.rundir.jobs import (
+    JobRecord,
+    LaunchRecord,
+    already_done,
+    append_job,
+    check_data,
+    check_goes_on,
+    is_done,
+    missing_data,
+    read_jobs,
+)
+from pretrain.rundir.paths import JobKind, Outcome, Phase, RunPaths, claim_version
 from pretrain.rundir.trust import check_own_directory
+
+# ---- Ask the ranks' torch, before a job is sent, whether it was built for the cluster's GPUs ----
+
+
+ASK_SECONDS = 120
+"""The longest time for the answer: an import of torch from a slow file system may take a minute."""
+_QUESTION = (
+    # The list of architectures is compiled in. The public torch.cuda.get_arch_list() returns none
+    # where there is no GPU, as on a login node.
+    "import torch; print(torch.__version__);"
+    "print(getattr(torch._C, '_cuda_getArchFlags', lambda: '')() or '')"
+)
+
+
+def check_build(site: Site) -> None:
+    """Check that the ranks' torch has code for the GPUs that a site names.
+
+    Nothing is asked where the site does not name their compute capability, or where the ranks run
+    in a container, which a login node may not have: the job's own preflight then finds it out.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if site.gpu_compute_capability is None or site.is_contained:
+        return
+    python = site.ranks_python or sys.executable
+    try:
+        asked = subprocess.run(
+            # -P: no module of the current directory is imported.
+            [python, "-P", "-c", _QUESTION],
+            capture_output=True,
+            text=True,
+            timeout=ASK_SECONDS,
+            check=True,
+        )
+        version, architectures = asked.stdout.splitlines()[-2:]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        # The job may load modules that this Python needs.
+        print(
+            f"warning: {python}: cannot be asked here for which GPUs its torch is built ({error}). "
+            "The job's preflight will",
+            file=sys.stderr,
+        )
+        return
+    capability = [int(part) for part in site.gpu_compute_capability.split(".")]
+    if is_supported(architectures.split(), capability):
+        return
+    gpu = not_supported(site.gpu or "the site's GPU", capability, architectures.split())
+    raise ConfigError(
+        f"gpu_compute_capability = {site.gpu_compute_capability}: {gpu} (torch {version} of "
+        f"{python}). Install the build of torch for this GPU (docs/v100.md for V100s), or name "
+        "another Python in the site's `python`"
+    )
+
+
+# ---- Allocate runs on a site, and refuse those that cannot work there ----
+# Refusing happens on the login node and before anything is written or sent, because the alternative
+# is an error after hours in the queue.
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run and its allocation on the site: `nodes` x `tasks_per_node` ranks."""
+
+    config: RunConfig
+    directory: Path
+    """The run's directory, absolute."""
+    nodes: int
+    tasks_per_node: int
+    over: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """In a sweep: the keys and values that distinguish this run from the others."""
+    allow_changed: tuple[str, ...] = ()
+    """The keys of --allow-changed."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def spare_nodes(self) -> int:
+        """Nodes that the job holds beside those."""
+        return self.config.recovery.spare_nodes
+
+    @property
+    def name(self) -> str:
+        """Slurm's job name: "demo.alibi" for runs/demo/alibi."""
+        return job_name(".".join(self.directory.parts[-2:]))
+
+
+def allocate(
+    config: RunConfig, site: Site, nodes: int | None, over: Mapping[str, Any] | None = None
+) -> TrainingRun:
+    """Choose the nodes and the tasks per node of a run.
+
+    Args:
+        config: The run.
+        site: The cluster.
+        nodes: Nodes to request; by default as many as parallel.world_size needs, else one.
+        over: In a sweep, the keys and values that distinguish this run.
+
+    Returns:
+        The run with its allocation. Every node gets the same number of tasks.
+
+    Raises:
+        ConfigError: The site has too few nodes, the ranks cannot be divided evenly, the site's
+            processors do not support the run's precision, Slurm cannot use the run's directory, or
+            the parallel layout does not fit the number of ranks.
+    """
+    world_size, max_tasks = config.parallel.world_size, site.max_tasks_per_node
+    size = f"{max_tasks} GPUs" if site.gpus_per_node else f"room for {max_tasks} ranks"
+    num_nodes = nodes or math.ceil((world_size or max_tasks) / max_tasks)
+    if num_nodes > site.nodes:
+        largest = f" or --set parallel.world_size={site.nodes * max_tasks}" if world_size else ""
+        raise ConfigError(
+            f"nodes = {num_nodes}: site {site.name} has {site.nodes} nodes with {size} each. "
+            f"Request fewer with --nodes{largest}"
+        )
+    if num_nodes + (spare := config.recovery.spare_nodes) > site.nodes:
+        raise ConfigError(
+            f"recovery.spare_nodes = {spare}: beside the {num_nodes} nodes that train, site "
+            f"{site.name} has {site.nodes - num_nodes} more. Set "
+            f"recovery.spare_nodes={site.nodes - num_nodes}, or request fewer nodes with --nodes"
+        )
+    tasks = max_tasks if world_size is None else world_size // num_nodes
+    # sbatch and srun get --ntasks-per-node, one number for all nodes.
+    if world_size is not None and (world_size % num_nodes or not 0 < tasks <= max_tasks):
+        raise ConfigError(
+            f"parallel.world_size = {world_size}: not {num_nodes} times 1 to {max_tasks}. Every "
+            f"node takes the same number of ranks, and a node of site {site.name} has {size}. "
+            f"Choose --nodes, or --set parallel.world_size={num_nodes * max_tasks}"
+        )
+    if config.train.precision not in site.precisions:
+        processors = f"the {site.gpu} GPUs" if site.gpu else "the processors"
+        raise ConfigError(
+            f"train.precision = {config.train.precision}: not supported by {processors} of site "
+            f"{site.name}, which compute in {', '.join(site.precisions)}. "
+            f"Set train.precision={site.precisions[-1]}"
+        )
+    # Refuses ranks that tensor x pipeline parallelism or the batch sizes cannot be divided among.
+    config.layout(num_nodes * tasks)
+    # Absolute, because the job gets this path whatever directory it starts in.
+    directory = Path.cwd() / config.directory
+    check_path("run.directory", directory)
+    return TrainingRun(config, directory, num_nodes, tasks, over or {})
+
+
+def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -> None:
+    """Check that runs may be submitted: they can go on, are in no job, and their data is built.
+
+    Args:
+        runs: The runs.
+        site: The cluster.
+        dry_run: Print a warning instead of refusing when data is missing, slurmctld does not answer
+            or torch was built for other GPUs, because a dry run is useful before all is there.
+
+    Raises:
+        ConfigError: torch was not built for the site's GPUs, a run is in a job already, another
+            user may write to its directory, its newest checkpoint was trained with a config from
+            which it cannot go on, or its data is not built.
+        SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
+    """
+    # It becomes the job's --chdir, since relative paths in the config begin there.
+    check_path("the directory you are in", Path.cwd())
+    try:
+        check_build(site)
+    except ConfigError as error:
+        if not dry_run:
+            raise
+        print(f"warning: {error}", file=sys.stderr)
+    for run in runs:
+        check_goes_on(run.config, run.allow_changed)
+    try:
+        _check_not_in_a_job(runs)
+    except slurm.SlurmAway as error:
+        if not dry_run:
+            raise
+        print(f"warning: {error}", file=sys.stderr)
+    # Usually one data set, which all runs of a sweep share.
+    for config in {run.config.data.directory: run.config for run in runs}.values():
+        if not dry_run:
+            check_data(config)
+        elif missing_data(config):
+            print(
+                f"warning: data.directory = {config.data_directory}: not built yet; run `pretrain "
+                "data build CONFIG` before you submit",
+                file=sys.stderr,
+            )
+
+
+def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
+    """Return the directories of the runs that a job trains or will train, with that job.
+
+    Raises:
+        SlurmAway: slurmctld does not answer, so it is unknown.
+    """
+    sent = {
+        record.job_id: run
+        for run in runs
+        for record in read_jobs(run.directory)
+        if record.kind == JobKind.TRAIN
+    }
+    states = slurm.jobs(sent, slurm.TRIES)
+    if states is None:
+        job_id, run = list(sent.items())[-1]
+        raise slurm.SlurmAway(
+            f"squeue: slurmctld does not answer, so it is unknown if job {job_id} still trains "
+            f"{run.directory}. Try again later"
+        )
+    # squeue forgets a job minutes after its end (MinJobAge), so one without a state is over.
+    return {
+        run.directory: f"job {job_id} ({states[job_id].state})"
+        for job_id, run in sent.items()
+        if job_id in states and not states[job_id].is_over
+    }
+
+
+def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
+    """Raise ConfigError when a job of one of the runs is pending or running.
+
+    A second job would do no damage, since the lock in RUN/attempts admits one attempt at a time,
+    but it would hold its nodes only to fail.
+    """
+    jobs = jobs_of(runs)
+    for run in runs:
+        if job := jobs.get(run.directory):
+            job_id = job.split()[1]
+            raise ConfigError(
+                f"run.directory = {run.config.run.directory}: {job} trains this run. Wait until it "
+                f"ends, or cancel it with `scancel {job_id}`"
+            )
+
+
+# ---- Refuse a job that could not train before its time limit, or that Slurm could never start ----
+# How long saving and starting take is measured by the run's earlier attempts; before the first one
+# it is estimated.
+
+
+BYTES_PER_SECOND = 200e6
+"""Assumed bandwidth of a modest shared file system."""
+EARLY_SECONDS = 60
+"""Slurm may send the signal of --signal up to 60 seconds earlier than specified, sbatch(1)."""
+STEP_SECONDS = 60.0
+"""Assumed duration of a step, for a run that has not taken one yet."""
+START_SECONDS = 60.0
+"""Assumed time in which Python and its libraries are loaded and the ranks find each other."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, as scontrol shows it."""
+
+    name: str
+    is_default: bool
+    """Jobs that name no partition go here."""
+    default_seconds: int | None
+    """The time limit of a job that names none; None: no limit."""
+    max_seconds: int | None
+    """The longest time limit; None: no limit."""
+    nodes: int
+    """All its nodes, whatever their state."""
+
+
+def signal_seconds(run: TrainingRun) -> int:
+    """Return how many seconds before the time limit Slurm should ask the run for a checkpoint.
+
+    It is 2 x save + step + 60 s: the signal may arrive during a regular save or a step, which are
+    completed first, the checkpoint itself has to be written, and Slurm may signal early. The
+    times are the longest that the run's attempts have recorded. Before any were, a checkpoint is
+    assumed to be written at 200 MB/s, and a step to take a minute.
+    """
+    saves, steps = [], []
+    for attempt in read_attempts(run.directory):
+        for number, (begin, end) in enumerate(zip(attempt.phases, attempt.phases[1:])):
+            if begin.phase == Phase.SAVING:
+                # A checkpoint is written beside training, and completed some steps later. A save
+                # that was cut off has no `saved`, and would make saving look too fast.
+                later = attempt.phases[number + 1 :]
+                saves += [m.at - begin.at for m in later if (m.saved or -1) >= begin.step][:1]
+            elif begin.phase == Phase.TRAINING and end.step > begin.step:
+                steps.append((end.at - begin.at) / (end.step - begin.step))
+    save_seconds = max(saves, default=_checkpoint_seconds(run))
+    step_seconds = max(steps, default=STEP_SECONDS)
+    return EARLY_SECONDS + math.ceil(2 * save_seconds + step_seconds)
+
+
+def start_seconds(run: TrainingRun) -> tuple[int, bool]:
+    """Return how long an attempt takes until its first step, and True if that was measured.
+
+    It is the longest time that the run's attempts took. An attempt that was asked to save before
+    its first step took longer than it had. Before the first attempt it is a minute, and the time
+    in which a checkpoint is read.
+    """
+    taken = []
+    for attempt in read_attempts(run.directory):
+        first = [mark.at for mark in attempt.phases if mark.phase == Phase.TRAINING][:1]
+        if not first and attempt.ended and attempt.ended.outcome == Outcome.RESTART:
+            first = [attempt.ended.at]
+        taken += [at - attempt.owner.began_at for at in first if attempt.owner.began_at]
+    if taken:
+        return math.ceil(max(taken)), True
+    return math.ceil(START_SECONDS + _checkpoint_seconds(run)), False
+
+
+def _checkpoint_seconds(run: TrainingRun) -> float:
+    """Return the estimated time in which a checkpoint is written or read."""
+    return num_parameters(run.config) * run.config.state_bytes / BYTES_PER_SECOND
+
+
+def check_times(runs: Sequence[TrainingRun], time_limit: str | None, lead_seconds: int) -> None:
+    """Check that a time limit leaves every run time to train before it has to save.
+
+    Args:
+        runs: The runs.
+        time_limit: As sbatch's --time takes it; None is no limit that is known.
+        lead_seconds: The time between the signal to save and the limit.
+
+    Raises:
+        ConfigError: Nothing would be saved before the limit.
+    """
+    starts = [start_seconds(run) for run in runs]
+    seconds, is_measured = max(starts, default=(0, False))
+    check_time(time_limit, lead_seconds, seconds, is_measured)
+
+
+# ---- what Slurm could never start ----------------------------------------------------------------
+def check_with_slurm(runs: Sequence[TrainingRun], job: Job) -> str:
+    """Ask Slurm whether it would take a job and could ever start it.
+
+    Args:
+        runs: The runs that the job trains.
+        job: The job.
+
+    Returns:
+        What `sbatch --test-only` prints.
+
+    Raises:
+        ConfigError: The partition's time limits leave no time to train, or are shorter than the
+            job's; or there is no sbatch here.
+        SlurmError: Slurm would refuse the job.
+        SlurmAway: slurmctld does not answer.
+    """
+    arguments = [*job.waiting(), *job.arguments()]
+    try:
+        said = slurm.test(arguments, job.script())
+    except slurm.SlurmAway:
+        raise
+    except slurm.SlurmError as error:
+        if not _waits_for_drained_nodes(job):
+            raise
+        said = f"{error}: nodes are drained. The job waits until they are back"
+        print(f"warning: {said}", file=sys.stderr)
+    found = _partitions(job.site.partition)
+    if found:
+        _check_limits(runs, job, found)
+    return said
+
+
+def _check_limits(runs: Sequence[TrainingRun], job: Job, partitions: Sequence[Partition]) -> None:
+    """Raise ConfigError when the job does not fit into the time limits of its partitions."""
+    names = ", ".join(partition.name for partition in partitions)
+    if job.time_limit is None:
+        limits = [p.default_seconds for p in partitions if p.default_seconds is not None]
+        if limits and job.signal_seconds:
+            # "H:MM:SS", which sbatch would take.
+            limit = _clock(min(limits))
+            try:
+                check_times(runs, limit, job.signal_seconds)
+            except ConfigError as error:
+                raise ConfigError(f"{error}. This is the default of partition {names}") from None
+        return
+    wanted = seconds_of(job.time_limit)
+    longest = [partition.max_seconds for partition in partitions]
+    # A quality of service may allow more than its partition does.
+    if job.site.qos or None in longest:
+        return
+    most = max(limit for limit in longest if limit is not None)
+    if wanted is None or wanted > most:
+        raise ConfigError(
+            f"time limit {job.time_limit}: longer than partition {names} allows, which is "
+            f"{_clock(most)}, so the job would never start. Set a shorter one with --time"
+        )
+
+
+def _partitions(names: str | None) -> list[Partition]:
+    """Return the partitions of these names, or the default one; none when Slurm does not say."""
+    wanted = (names or "").split(",")
+    answer = slurm.ask("scontrol", "--oneliner", "show", "partition") or ""
+    found = []
+    for line in answer.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        longest = _seconds(fields.get("MaxTime", ""))
+        default = fields.get("DefaultTime", "NONE")
+        partition = Partition(
+            fields.get("PartitionName", ""),
+            fields.get("Default") == "YES",
+            longest if default == "NONE" else _seconds(default),
+            longest,
+            int(fields["TotalNodes"]) if fields.get("TotalNodes", "").isdigit() else 0,
+        )
+        if partition.name in wanted or (not names and partition.is_default):
+            found.append(partition)
+    return found
+
+
+def _waits_for_drained_nodes(job: Job) -> bool:
+    """Return True if the job needs nodes that are drained, as all may be before a maintenance.
+
+    `sbatch --test-only` then gives the answer that it gives for what can never run.
+    """
+    found = _partitions(job.site.partition)
+    total = max((partition.nodes for partition in found), default=0)
+    names = ",".join(partition.name for partition in found)
+    query = ["--noheader", "--Node", f"--partition={names}", "--format=%N %T"]
+    states = dict(
+        line.split()
+        for line in (slurm.ask("sinfo", *query) or "").splitlines()
+        if len(line.split()) == 2
+    )
+    usable = sum("drain" not in state for state in states.values())
+    return bool(states) and usable < job.nodes <= total
+
+
+def _seconds(limit: str) -> int | None:
+    """Return a time limit as scontrol shows it, in seconds; None where there is none."""
+    try:
+        return seconds_of(limit)
+    except ConfigError:
+        return None
+
+
+def _clock(seconds: int) -> str:
+    """Return seconds as "H:MM:SS", a time limit of sbatch."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
 
 NO_FILES: Mapping[Path, str] = MappingProxyType({})
 

@@ -5,20 +5,332 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import re
 import shlex
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pretrain.config import ConfigError
+import tomli_w
+from pydantic import BaseModel
+
+from pretrain.config import ConfigError, RunConfig, load_config
+from pretrain.config.load import key_of
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import Site
-from pretrain.launcher.job import job_name
-from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs, jobs_of
-from pretrain.launcher.login.submit import print_dry_run, send, training_job
-from pretrain.launcher.login.sweep_runs import wanted_runs
-from pretrain.launcher.request import NO_REQUEST, SlurmRequest
-from pretrain.rundir.starts import is_done
+from pretrain.launcher.login.submit import (
+    TrainingRun,
+    allocate,
+    check_runs,
+    jobs_of,
+    print_dry_run,
+    send,
+    training_job,
+)
+from pretrain.launcher.script import job_name
+from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
+from pretrain.rundir.jobs import is_done, read_over
+from pretrain.rundir.paths import is_run
+
+# ---- Name the runs of a sweep: one for each combination of values, or for each config ----
+
+
+NAME_LENGTH = 80
+"""Longest name of a run's directory, before its hash."""
+
+Place = tuple[int, int, tuple[str, ...]]
+"""A directory as `place_of` returns it."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One combination of the values, or one config, and the run that it gives."""
+
+    path: Path
+    """The config file."""
+    config: RunConfig
+    over: dict[str, Any]
+    """The keys of the sweep with this run's values, as the config resolves them; none in a list of
+    configs."""
+    settings: tuple[str, ...]
+    """The settings that give this run from the config file, as --set takes them."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A config key and the values that it takes, each written as `--set` reads it."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def wanted_runs(
+    paths: Sequence[Path], axes: Sequence[str], overrides: Sequence[str]
+) -> tuple[list[SweepRun], Path]:
+    """Return the runs that a command line names, and the folder for what they share.
+
+    Args:
+        paths: The config that the runs have in common, or with no axes one for each run.
+        axes: The keys and their values, as "section.key=value,value".
+        overrides: Settings of all runs, as --set takes them.
+
+    Raises:
+        ConfigError: The axes are malformed or stand beside several configs, a value is wrong, or
+            the directory of one run is another's or lies inside it.
+    """
+    if axes and len(paths) > 1:
+        raise ConfigError(
+            f"--over {axes[0]}: goes with one CONFIG, from which it makes the runs. Leave --over "
+            "out, or sweep over each config by itself"
+        )
+    if axes:
+        base = load_config(paths[0], overrides).directory
+        runs = sweep_runs(paths[0], parse_axes(axes), overrides, base)
+        check_directories(runs)
+        return runs, sweep_folder(base)
+    runs = [SweepRun(path, load_config(path, overrides), {}, tuple(overrides)) for path in paths]
+    check_directories(runs)
+    parents = [os.path.dirname(os.path.abspath(each.config.directory)) for each in runs]
+    return runs, Path(os.path.relpath(os.path.commonpath(parents)))
+
+
+def check_directories(runs: Sequence[SweepRun]) -> None:
+    """Raise ConfigError when the directory of one run is that of another, or lies inside of it."""
+    resolved = [Path(os.path.realpath(run.config.directory)) for run in runs]
+    # Each once: a thousand runs have most of their parents in common.
+    parents = {parent for path in resolved for parent in path.parents}
+    places = {path: place_of(path) for path in parents.union(resolved)}
+    found: dict[Place, SweepRun] = {}
+    for run, path in zip(runs, resolved):
+        other = found.setdefault(places[path], run)
+        if other is not run:
+            raise ConfigError(
+                f"{_shown(run)} is that of {_shown(other)}, and two runs never share one. Name "
+                "another, or make the runs with --over"
+            )
+    # One that is there already goes on.
+    new = [(run, path) for run, path in zip(runs, resolved) if not is_run(path)]
+    for run, path in new:
+        for parent in path.parents:
+            if (outer := found.get(places[parent])) is not None:
+                raise ConfigError(
+                    f"{_shown(run)} lies inside {_shown(outer)}, and no run lies inside another "
+                    "one. Name a directory outside of it"
+                )
+
+
+def place_of(path: Path) -> Place:
+    """Return where a path leads, whatever it is called: links and mounts give a place many names.
+
+    Args:
+        path: An absolute path without links. It may not be there yet.
+
+    Returns:
+        Device and inode of what is there of it, and the rest of the path.
+    """
+    for level, parent in enumerate((path, *path.parents)):
+        with contextlib.suppress(OSError):
+            status = parent.stat()
+            return status.st_dev, status.st_ino, path.parts[len(path.parts) - level :]
+    return 0, 0, path.parts
+
+
+def _shown(run: SweepRun) -> str:
+    """Return what gives a run its directory, and the directory."""
+    over = ", ".join(f"{key} = {value}" for key, value in run.over.items())
+    name = f"{run.path} ({over})" if over else str(run.path)
+    return f"{name}: run.directory = {run.config.run.directory}"
+
+
+def parse_axes(axes: Sequence[str]) -> list[Axis]:
+    """Parse the arguments of --over.
+
+    Raises:
+        ConfigError: An argument is not of the form section.key=value,value; a key or a value is
+            given twice; or the key is run.directory, which the sweep sets itself.
+    """
+    parsed = []
+    for text in axes:
+        key, separator, values = text.partition("=")
+        if not (separator and re.fullmatch(r"\w+\.\w+", key.strip(), re.ASCII)):
+            raise ConfigError(
+                f"--over {text}: want section.key=value,value, for example "
+                "--over position.method=alibi,rotary"
+            )
+        parsed.append(Axis(key.strip(), tuple(split_values(values, text))))
+    keys = [axis.key for axis in parsed]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise ConfigError(f"--over {min(twice)}: given twice. List all its values in one --over")
+    if "run.directory" in keys:
+        raise ConfigError(
+            "--over run.directory: each run gets a directory of its own below run.directory. "
+            "Remove this --over"
+        )
+    return parsed
+
+
+def _check_apart(axes: Sequence[Axis], overrides: Sequence[str]) -> None:
+    """Raise ConfigError when --set gives a key that is swept over: one of the two would be lost."""
+    keys = {axis.key for axis in axes}
+    for override in overrides:
+        if (key := key_of(override)) in keys:
+            raise ConfigError(
+                f"--set {override}: --over gives {key} its values. Leave one of the two out"
+            )
+
+
+def split_values(text: str, argument: str) -> list[str]:
+    """Split the values of an axis at the commas between them.
+
+    "512,1024" becomes ["512", "1024"]. Commas inside TOML's brackets and quotes do not separate:
+    "[1, 2],[3]" becomes ["[1, 2]", "[3]"].
+
+    Args:
+        text: The values, as the user typed them.
+        argument: The whole argument of --over, for error messages.
+
+    Returns:
+        The values, each as TOML writes it, or as it is when the text is not TOML.
+
+    Raises:
+        ConfigError: Brackets or quotes do not match, or a value is missing or given twice.
+    """
+    # The text is read as a TOML array, since TOML knows where a value ends.
+    try:
+        values = [_toml(value) for value in tomllib.loads(f"values = [{text}]")["values"]]
+    except tomllib.TOMLDecodeError:
+        if re.search(r"[\[\]{}\"']", text):
+            raise ConfigError(
+                f"--over {argument}: not values separated by commas. Write them as TOML does: "
+                'strings "a","b", lists [1, 2],[3, 4]'
+            ) from None
+        # Plain words, as in alibi,rotary, are not TOML; nobody quotes each of them in a shell.
+        values = [value.strip() for value in text.split(",")]
+    if not values or "" in values:
+        raise ConfigError(f"--over {argument}: a value is missing")
+    if len(set(values)) < len(values):
+        raise ConfigError(f"--over {argument}: a value is given twice")
+    return values
+
+
+def run_name(over: dict[str, Any]) -> str:
+    """Return the name of the directory of a run, for example "alibi-512".
+
+    A hash of the keys and values is appended when the values alone would be ambiguous or too long.
+    Different combinations therefore never share a directory.
+
+    Args:
+        over: The keys and values of the run.
+    """
+    name = "-".join(map(_word, over.values()))
+    exact = all(value is not None and _word(value) == str(value) for value in over.values())
+    if exact and len(name) <= NAME_LENGTH:
+        return name
+    # Sorted, so that the order of the --over arguments does not matter.
+    text = json.dumps(over, sort_keys=True, default=str)
+    return f"{name[:NAME_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def sweep_folder(base: Path) -> Path:
+    """Return the folder of the runs of a sweep: runs/mine-sweep for the run.directory runs/mine."""
+    return Path(f"{base}-sweep") if base.name not in ("", "..") else base / "sweep"
+
+
+def sweep_runs(
+    path: Path, axes: Sequence[Axis], overrides: Sequence[str], base: Path
+) -> list[SweepRun]:
+    """Return one run for each combination of values.
+
+    Args:
+        path: The config that the runs have in common.
+        axes: The keys and their values.
+        overrides: Settings of all runs, as --set takes them.
+        base: The config's run.directory.
+
+    Raises:
+        ConfigError: A value is wrong, --set gives a key that is swept over, two combinations are
+            the same run, or a run's directory is that of another combination.
+    """
+    _check_apart(axes, overrides)
+    runs: dict[Path, SweepRun] = {}
+    for values in itertools.product(*(axis.values for axis in axes)):
+        settings = [f"{axis.key}={value}" for axis, value in zip(axes, values)]
+        # Loaded twice: the run's directory is named by the values as the config resolves them.
+        config = load_config(path, [*overrides, *settings])
+        over = {axis.key: _value(config, axis.key) for axis in axes}
+        directory = sweep_folder(base) / run_name(over)
+        if directory in runs:
+            raise ConfigError(
+                f"--over {' '.join(settings)}: gives the same run as {runs[directory].over}"
+            )
+        # One command may set a key once, and the directory is already made from what was given.
+        others = [each for each in overrides if key_of(each) != "run.directory"]
+        settings = [*others, *settings, f"run.directory={_toml(str(directory))}"]
+        runs[directory] = SweepRun(path, load_config(path, settings), over, tuple(settings))
+        _check_same_run(directory, over)
+    return list(runs.values())
+
+
+def _check_same_run(directory: Path, over: dict[str, Any]) -> None:
+    """Raise ConfigError when an earlier sweep over other keys or values used this directory.
+
+    Otherwise "alibi-64" of a sweep over the hidden size would resume "alibi-64" of a sweep over
+    the sequence length.
+    """
+    before = _recorded(directory)
+    if before is not None and before != _as_json(over):
+        raise ConfigError(
+            f"{directory}: is the run of {before}, not of {over}. Choose another directory for "
+            "this sweep with --set run.directory=DIRECTORY"
+        )
+
+
+def _recorded(directory: Path) -> Any:
+    """Return the keys and values of the sweep that sent the run; None if it is of no sweep."""
+    return read_over(directory) or None
+
+
+def _as_json(over: dict[str, Any]) -> Any:
+    """Return the keys and values as launch.json has them: tuples become lists."""
+    return json.loads(json.dumps(over))
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    """Return the value of "section.key" in a config; lists and tables as JSON has them."""
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML writes it, a table in one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in value.items())}}}"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+
+
+def _word(value: Any) -> str:
+    """Return a value as a part of a file name.
+
+    Text keeps no dash, because `run_name` joins the parts with dashes. The result is never empty,
+    "." or "..", and has no "/".
+    """
+    # Before the substitution below: 1e-05 keeps its dash.
+    if isinstance(value, float):
+        return str(value)
+    parts = list(value.values()) if isinstance(value, dict) else value
+    text = "_".join(map(str, parts)) if isinstance(parts, list) else str(parts)
+    return re.sub(r"[^\w.+=]+", "_", text, flags=re.ASCII).strip("._") or "value"
+
 
 LOGS = ".logs"
 """Folder of the array's logs, beside the runs; hidden, so that a shell's `*` gives only runs."""

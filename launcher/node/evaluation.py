@@ -12,17 +12,16 @@ from pathlib import Path
 from pretrain.config import ConfigError
 from pretrain.launcher.evaluations import Plan, read_plan, submit_pending
 from pretrain.launcher.node.job import job_is_over, job_owner
-from pretrain.launcher.node.ranks import Ranks
 from pretrain.launcher.node.signals import Signals, job_signals
 from pretrain.launcher.node.srun import SrunRanks
+from pretrain.launcher.node.supervise import Ranks
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import publish_directory
 from pretrain.rundir.jobs import job_id_of
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, JobIsOver, RunBusy, unknown
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import ExitCode, Outcome
+from pretrain.rundir.paths import ExitCode, Outcome, RunPaths
 
 POLL_SECONDS = 0.1
 """Time between two looks at the ranks."""

@@ -16,8 +16,8 @@ from typing import IO, NamedTuple
 
 from pretrain.config import ConfigError, writing
 from pretrain.launcher import slurm
-from pretrain.launcher.node.series import SIGNAL_CODE
 from pretrain.launcher.node.signals import signals_blocked
+from pretrain.launcher.node.supervise import SIGNAL_CODE
 from pretrain.launcher.terminal import say
 from pretrain.rundir.files import open_own
 

@@ -29,27 +29,37 @@ No attempt follows either after a signal to stop, or when recovery.max_restarts 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.launcher.node.ranks import Ranks
-from pretrain.launcher.node.repeater import Repeater
-from pretrain.launcher.node.series import IsOurs, why_permanent, without_progress
 from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
-from pretrain.launcher.node.suspension import LOOK_SECONDS, SuspensionClock
-from pretrain.launcher.node.verdict import NotStarted, Verdict, judge
-from pretrain.launcher.node.waiting import waiting
-from pretrain.launcher.node.watchdog import Watchdog
 from pretrain.launcher.terminal import say
-from pretrain.rundir.attempts import read_attempt, read_attempts, steps_done
+from pretrain.rundir.attempts import (
+    PROGRESS,
+    WAITING,
+    AttemptRecord,
+    Progress,
+    read_attempt,
+    read_attempts,
+    read_progress,
+    said_done,
+    steps_done,
+)
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
-from pretrain.rundir.states import (
+from pretrain.rundir.files import replace_json
+from pretrain.rundir.history import saving_then_stopping
+from pretrain.rundir.lock import HEARTBEAT_SECONDS, LOOKS, PROGRESS_SECONDS, Attempt
+from pretrain.rundir.paths import (
     STARTED_AGAIN,
+    WORK,
     ExitCode,
     Outcome,
     Phase,
@@ -57,13 +67,383 @@ from pretrain.rundir.states import (
     in_words,
     outcome_of,
 )
-from pretrain.rundir.unsaved import saving_then_stopping
+
+# ---- Call a function every few seconds, in a thread beside what the process does ----
+
+
+class Repeater(threading.Thread):
+    """Call a function at once and then every few seconds, in a thread, until `stop`."""
+
+    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._seconds, self._function, self._over = seconds, function, threading.Event()
+
+    def run(self) -> None:
+        """Run the thread; threading.Thread.start calls this."""
+        while True:
+            self._function()
+            if self._over.wait(self._seconds):
+                return
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Stop calling, and wait for a call that is under way, for `seconds` at most."""
+        self._over.set()
+        if self.is_alive():
+            self.join(seconds)
+
+
+# ---- Say what a run waits for while no attempt is made, so that it does not look dead ----
+
+
+STOP_SECONDS = 2.0
+"""The time that the end of the waiting gives the file server."""
+
+
+@contextlib.contextmanager
+def waiting(attempt: Path, what: str) -> Iterator[None]:
+    """Show in `launcher status` what the run waits for, inside the `with` block.
+
+    The file's time is renewed, so that one that a killed process has left is not believed. A disk
+    that refuses ends no run.
+
+    Args:
+        attempt: RUN/attempts/#### of the newest attempt, which may have ended.
+        what: The words after "waits for".
+    """
+    path = attempt / WAITING
+
+    def renew() -> None:
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+    with contextlib.suppress(OSError):
+        replace_json(path, {"at": time.time(), "what": what})
+    beats = Repeater(HEARTBEAT_SECONDS, renew)
+    beats.start()
+    try:
+        yield
+    finally:
+        beats.stop(STOP_SECONDS)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+# ---- Notice that the job was suspended, and record it: its time is no training ----
+
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at the clock."""
+SUSPENDED_SECONDS = 3.0
+"""A longer gap between two looks is a suspension; a shorter one may be a busy machine."""
+
+
+class SuspensionClock:
+    """Call it every `LOOK_SECONDS`: a gap between two calls is a time in which nothing ran.
+
+    `scontrol suspend`, gang scheduling and preemption with PreemptMode=SUSPEND stop every process
+    of a job, this one too, so a gap in its own time is the suspension of all. The first call begins
+    it: what comes before, as the check of the nodes, may take long.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        # The ranks' start, after which the looks begin, may take minutes by itself.
+        self._last: float | None = None
+
+    def __call__(self) -> None:
+        now = _seconds()
+        gap = 0.0 if self._last is None else now - self._last - LOOK_SECONDS
+        self._last = now
+        if gap < SUSPENDED_SECONDS:
+            return
+        say(f"attempt {self._attempt.number}: stood still for {gap:.0f} s: its job was suspended")
+        # A full disk must not end the thread that looks.
+        with contextlib.suppress(OSError):
+            self._attempt.suspended(time.time() - gap, gap)
+
+
+def _seconds() -> float:
+    """Return the seconds since boot, which also go on while the machine itself sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+# ---- Tell from an attempt's progress file that its ranks are stuck ----
+# Ranks that hang in a collective operation cannot report it themselves, so the check is made
+# outside of them. Rank 0 replaces the file `progress` in the attempt's directory while it works,
+# ten times within recovery.hang_seconds or every ten seconds
+# (`pretrain.rundir.lock.Attempt.progress`).
+
+
+WORKING = (Phase.TRAINING, Phase.EVALUATING)
+"""Phases in which progress comes with every step, so recovery.hang_seconds applies. In the others
+(starting, loading, saving, ending) the limit is recovery.startup_seconds."""
+
+
+class Watchdog:
+    """Watch the progress of one attempt."""
+
+    def __init__(self, directory: Path, hang_seconds: float, startup_seconds: float) -> None:
+        """Watch an attempt.
+
+        Args:
+            directory: The attempt's directory, RUN/attempts/####.
+            hang_seconds: The longest time without progress while training or evaluating.
+            startup_seconds: The longest time without progress in every other phase.
+        """
+        self._directory, self._hang, self._startup = directory, hang_seconds, startup_seconds
+        self._pause = min(PROGRESS_SECONDS, hang_seconds / LOOKS, startup_seconds / LOOKS)
+        self._last_look, self._idle = time.monotonic(), 0.0
+        self._seen: tuple[Progress | None, int] = None, 0
+
+    def stuck(self) -> str | None:
+        """Return why the ranks must be ended, or None while they make progress.
+
+        Cheap to call often: it reads the file as seldom as rank 0 writes it.
+        """
+        passed = time.monotonic() - self._last_look
+        if passed < self._pause:
+            return None
+        self._last_look += passed
+        progress = read_progress(self._directory)
+        # The time as well: on a full disk rank 0 can renew that alone.
+        seen = progress, _modified_at(self._directory / PROGRESS)
+        if seen != self._seen:
+            self._seen, self._idle = seen, 0.0
+            return None
+        # When this process was suspended itself (a paused node or laptop), the ranks were too, so a
+        # long gap between two looks counts as two ordinary ones and no more.
+        self._idle += min(passed, 2 * self._pause)
+        phase, step = (progress.phase, progress.step) if progress else (Phase.STARTING, 0)
+        limit = self._hang if phase in WORKING else self._startup
+        if self._idle <= limit:
+            return None
+        return f"no progress for {limit:g} s while {phase}, at step {step}"
+
+
+def _modified_at(path: Path) -> int:
+    """Return a file's modification time in nanoseconds, 0 when it cannot be seen."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+# ---- Define what a supervisor needs of the ranks that it watches ----
+# There are two implementations: `LocalRanks` (local.py) starts them as processes of this machine,
+# `SrunRanks` (srun.py) starts them with srun on the nodes of a Slurm job.
+
+
+class Ranks(Protocol):
+    """The ranks of one attempt, which have been started."""
+
+    failure: str
+    """The first failure, in one line for the user. Set when `poll` returns a code other than 0."""
+
+    nodes: tuple[str, ...]
+    """The nodes that the failure came from, where that is known. Set with `failure`."""
+
+    def poll(self) -> int | None:
+        """Return None while the ranks run, then the exit code of all of them together.
+
+        That is 0 when every rank ended with 0, else the code of the rank that failed first (128 + n
+        for signal n). Only the first failure tells what happened: the other ranks are ended because
+        of it.
+        """
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank."""
+
+    def have_failed(self) -> bool:
+        """Return True if a rank is known to have ended badly while `poll` still returns None."""
+
+    def stuck_nodes(self) -> tuple[str, ...]:
+        """Return the nodes of ranks that hang by themselves, by the stacks written since SIGUSR2.
+
+        The ranks that only wait for them in a collective operation are left out. Nothing is
+        returned where that cannot be told.
+        """
+
+    def end(self) -> int:
+        """End every rank, after a short grace period where there is one, and wait for that.
+
+        Returns:
+            The exit code.
+        """
+
+    def kill(self) -> None:
+        """End every rank at once, without letting it save, and wait until all are gone."""
+
+
+# ---- Judge how an attempt ended: by its newest checkpoint and its ranks' own last word ----
+# An exit code alone proves nothing: srun ends with 0 after "Timed out waiting for job step", and so
+# does a step that was cancelled while it saved.
+
+
+class Verdict(NamedTuple):
+    """The meaning of the ranks' end by itself, before restarts are counted."""
+
+    outcome: Outcome
+    code: int
+    reason: str
+    nodes: tuple[str, ...] = ()
+    """The nodes that a failure came from."""
+
+
+class NotStarted(Exception):
+    """The ranks of an attempt cannot be started; the message is the reason of its failure."""
+
+    def __init__(self, reason: str, nodes: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.nodes = tuple(nodes)
+        """The nodes that are to blame."""
+
+
+def judge(attempt: Attempt, code: int, ranks: Ranks, num_steps: int, is_asked: bool) -> Verdict:
+    """Return what the exit code of ranks that ended by themselves means.
+
+    The order matters: a code that the ranks chose counts before the signals that were sent, and
+    after a signal to stop no failure leads to another attempt.
+
+    Args:
+        attempt: The attempt.
+        code: The exit code of its ranks.
+        ranks: The ranks, which have ended.
+        num_steps: train.num_steps.
+        is_asked: True if a signal to stop was passed on to the ranks.
+    """
+    record = read_attempt(attempt.directory)
+    at, saved = f"step {steps_done(attempt.directory)}", saved_in(record)
+    save = f"saved at step {saved}" if saved is not None else f"nothing saved, at {at}"
+    failure = ranks.failure
+    if code == ExitCode.FINISHED:
+        if has_finished(record, num_steps):
+            return Verdict(Outcome.FINISHED, code, f"at step {num_steps}")
+        # Exit code 0 would be taken for success.
+        code = ExitCode.FAILED
+        failure = f"the ranks ended with exit code 0, but {_missing(record, num_steps)}"
+    if code == ExitCode.BAD_INPUT:
+        return Verdict(Outcome.REFUSED, code, "bad input; see the last lines of the ranks")
+    if attempt.superseded():
+        # The ranks found out before the heartbeat did, as when this process was suspended.
+        return Verdict(Outcome.SUPERSEDED, code, "another attempt has taken over the run")
+    if code == ExitCode.NO_SPACE:
+        return Verdict(Outcome.NO_SPACE, code, f"the disk is full, at {at}")
+    if code == ExitCode.STOPPED:
+        return Verdict(Outcome.STOPPED, code, save)
+    if code == ExitCode.DIVERGED and not is_asked:
+        reason = f"the ranks differ in what must be equal, at {at}; see the ranks' last lines"
+        return Verdict(Outcome.DIVERGED, code, reason)
+    if code == ExitCode.RESTART:
+        # A signal to stop may have come while the ranks saved for a restart.
+        return Verdict(Outcome.STOPPED if is_asked else Outcome.RESTART, code, save)
+    if is_asked:
+        return Verdict(Outcome.STOPPED, code, f"asked to stop at {at}; {save}: {failure}")
+    return Verdict(Outcome.FAILED, code, f"{failure}, at {at}", ranks.nodes)
+
+
+def has_finished(record: AttemptRecord, num_steps: int) -> bool:
+    """Return True if a run is done: its newest checkpoint and its ranks' last word say so."""
+    newest = newest_checkpoint_step(record.directory.parents[1])
+    if newest is None:
+        # A run that began at its last step, with another run's checkpoint, has no step to save.
+        began = next((mark.step for mark in record.phases if mark.phase in WORK), num_steps)
+        return said_done(record, num_steps) and began >= num_steps
+    return said_done(record, num_steps) and newest >= num_steps
+
+
+def saved_in(record: AttemptRecord) -> int | None:
+    """Return the step of the newest checkpoint if this attempt has saved it, else None."""
+    newest = newest_checkpoint_step(record.directory.parents[1])
+    # Said as well: an attempt that went back may have saved the same step once more.
+    is_new = newest != record.owner.checkpoint_step or any(
+        mark.saved == newest for mark in record.phases
+    )
+    return newest if is_new else None
+
+
+def _missing(record: AttemptRecord, num_steps: int) -> str:
+    """Return what is missing of the proof that a run is done."""
+    if not said_done(record, num_steps):
+        last = record.phases[-1] if record.phases else None
+        said = f'"{last.phase}", at step {last.step}' if last else "never written"
+        return f"rank 0's last word was {said} of {num_steps}"
+    newest = newest_checkpoint_step(record.directory.parents[1])
+    return f"the newest checkpoint is {'none' if newest is None else f'of step {newest}'}"
+
+
+# ---- Judge a series of attempts: how many made no progress, and if another one may succeed ----
+
+
+SIGNAL_CODE = 128
+"""The exit code of a process that signal n ended is this plus n."""
+
+IsOurs = Callable[[AttemptRecord], bool]
+"""Tells if an earlier attempt belongs to this series of restarts."""
+
+
+def without_progress(records: Sequence[AttemptRecord], is_ours: IsOurs) -> int:
+    """Return how many attempts in a row, up to the last, ended without a new checkpoint.
+
+    An attempt made progress if the next one began with a newer checkpoint than it did; for the last
+    attempt, the run's newest checkpoint is compared. Counting stops at an attempt that made
+    progress, that finished or gave up, or that belongs to an earlier series.
+
+    Args:
+        records: All attempts at a run, oldest first.
+        is_ours: Tells if an attempt belongs to this series of restarts.
+    """
+    if not records:
+        return 0
+    count = 0
+    newest = newest_checkpoint_step(records[0].directory.parents[1])
+    for record in reversed(records):
+        ended = record.ended
+        series_over = ended and ended.outcome in (Outcome.FINISHED, Outcome.GAVE_UP)
+        progressed = (newest or 0) > (record.owner.checkpoint_step or 0)
+        if series_over or progressed or not is_ours(record):
+            return count
+        newest, count = record.owner.checkpoint_step, count + 1
+    return count
+
+
+def why_permanent(
+    records: Sequence[AttemptRecord], code: int, count: int, most: int, local: bool
+) -> str | None:
+    """Return why another attempt would fail as well, or None if it may succeed.
+
+    Args:
+        records: All attempts at the run; the last is the one that just ended.
+        code: Its exit code.
+        count: Attempts in a row without a new checkpoint, this one included.
+        most: recovery.max_restarts.
+        local: True on a single machine: a failure before the first step is final when it repeats.
+            Under Slurm the next attempt may run on another node, where it works.
+    """
+    if count > most:
+        return (
+            f"{count} attempts in a row without a new checkpoint (recovery.max_restarts = {most})"
+        )
+    now, before = records[-1], records[-2] if count > 1 else None
+    if before is None or before.ended is None:
+        return None
+    if before.ended.outcome not in (Outcome.FAILED, Outcome.DIVERGED):
+        return None
+    # A bug or a loss that is nan ends twice with the same code at the same step. A rank that a
+    # signal ended may have been a victim of its node (out of memory, a fault), so signals do
+    # not count as the same failure.
+    same_end = (before.ended.code, before.ended.step) == (code, steps_done(now.directory))
+    both_trained = all(
+        any(phase.phase == Phase.TRAINING for phase in record.phases) for record in (before, now)
+    )
+    if same_end and code < SIGNAL_CODE and (local or both_trained):
+        return "the attempt before failed in the same way at the same step"
+    return None
+
 
 POLL_SECONDS = 0.02
 """Time between two looks at the ranks and the signals."""
 EVALUATE_SECONDS = 5.0
 """Time between two looks for checkpoints to evaluate."""
-STOP_SECONDS = 2.0
 """The time that the end of an attempt waits for a call in a thread before it is recorded."""
 ANSWER_SECONDS = 1.0
 """The time that Slurm is waited for before the end of an attempt is recorded without its answer."""

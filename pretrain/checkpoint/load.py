@@ -18,15 +18,12 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord
-from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.content import MASTER, TrainerState
+from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint, FileRecord, global_boxes
 from pretrain.checkpoint.index import ITEM_BYTES, Chunk
-from pretrain.checkpoint.manifest import Checkpoint, remedy
+from pretrain.checkpoint.manifest import MASTER, Checkpoint, TrainerState, remedy
 from pretrain.config import ConfigError
 from pretrain.model.parameters import Named, named_parameters
-from pretrain.optim.state import Fragment
-from pretrain.optim.zero import ZeroOptimizer
+from pretrain.optim.zero import Fragment, ZeroOptimizer
 
 SLAB_BYTES = 32 << 20
 """Most bytes that are read before they are copied to where they belong."""

@@ -11,41 +11,269 @@ read. A file that the manifest does not list is refused, and no file is ever unp
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
-from pretrain.checkpoint.content import (
-    CONFIG,
-    FORMAT,
-    INDEX,
-    MASTER,
-    REQUIRED,
-    STATE,
-    Change,
-    ManifestContent,
-    Origin,
-    StateContent,
-    TrainerState,
-    checksum,
-    small_files,
-)
-from pretrain.checkpoint.index import FILE_NAME, Index
+from pretrain.checkpoint.index import FILE_NAME, Index, Natural
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
-from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints
-from pretrain.rundir.lineage import Lineage
+from pretrain.config.run import is_url
+from pretrain.config.trajectory import (
+    DIGITS,
+    TOKENIZER,
+    TRAINING,
+    VALIDATION,
+    Difference,
+    Effect,
+    check_differences,
+    data_differences,
+    differences,
+)
+from pretrain.data.blend import Segment
+from pretrain.data.manifest import MANIFEST as DATA_MANIFEST
+from pretrain.data.stream import TokenStream
+from pretrain.data.tokenizers.base import TOKENIZER_FILES
+from pretrain.rundir.checkpoints import MANIFEST, check_name, earlier_checkpoints, run_of
+from pretrain.rundir.lineage import Branch, Lineage
 from pretrain.rundir.provenance import Provenance
+
+# ---- content ----
+# Define the content of a checkpoint's small files: the manifest and the state of the trainer.
+#
+# The classes say which keys the JSON files have and what their values may be; pydantic compares
+# them strictly, so that nothing a hostile or damaged file says is believed unseen.
+
+
+FORMAT = 2
+STATE, CONFIG, INDEX = "state.json", "config.toml", "index.json"
+REQUIRED = (INDEX, STATE, CONFIG)
+"""Every checkpoint has these small files. Those of a run have a tokenizer too: one of
+TOKENIZER_FILES."""
+MASTER = "master"
+"""The fp32 weights; of every parameter they are saved, and the moments of `RunConfig.moments`."""
+
+Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The progress of training, its only state beside weights and optimizer state."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Sequences trained on or passed over: where the order of the data stands (data/order.py)."""
+    spikes: dict[str, list[float]] | None = None
+    """What a spike policy has seen and done (pretrain/train/spikes.py); None without one."""
+    segment: Segment | None = None
+    """The present blend of the corpora, and what each had consumed when it began; None before the
+    first start."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that was changed between two attempts although it changes what is trained."""
+
+    step: int
+    """The step of the checkpoint after which the new value holds."""
+    key: str
+    before: Any
+    after: Any
+    consumed_samples: int
+    """Samples consumed by then."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The history of a state, as a save records it: ancestors, data, changes and code."""
+
+    parent: str | None = None
+    """The id of the checkpoint that was saved or loaded before."""
+    branches: tuple[Branch, ...] = ()
+    """The branches that lead here, oldest first."""
+    data: dict[str, str] = field(default_factory=dict)
+    """"training", "validation" and "tokenizer" -> SHA-256 of what they hold."""
+    changes: tuple[Change, ...] = ()
+    """Changes that the user allowed, oldest first."""
+    validation_loss_nats: float | None = None
+    """The loss at the training length, if this very step was evaluated."""
+    provenance: Provenance | None = None
+    """The code, versions and machine of the attempt that saves it; None for what no attempt saved,
+    such as an imported model."""
+
+
+# ---- what the files hold -------------------------------------------------------------------------
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class FileEntry(Strict):
+    """A file in the manifest."""
+
+    bytes: Natural
+    sha256: Sha256 | None = None
+
+
+class BranchEntry(Strict):
+    id: Id
+    since: Natural
+
+
+class ManifestContent(Strict):
+    """The content of manifest.json, without its checksum."""
+
+    format: Literal[2]
+    id: Id
+    parent: Id | None
+    branches: tuple[BranchEntry, ...] = Field(min_length=1)
+    step: Natural
+    validation_loss_nats: float | None
+    files: dict[str, FileEntry]
+
+    @property
+    def lineage(self) -> Lineage:
+        branches = tuple(Branch(branch.id, branch.since) for branch in self.branches)
+        return Lineage(self.id, self.step, self.parent, branches)
+
+
+class ChangeEntry(Strict):
+    step: Natural
+    key: str
+    before: Any
+    after: Any
+    consumed_samples: Natural
+
+
+class SegmentEntry(Strict):
+    start: Natural
+    samples: dict[str, Natural]
+    shares: dict[str, Natural]
+    consumed: dict[str, Natural]
+
+    @model_validator(mode="after")
+    def _has_each_corpus_everywhere(self) -> SegmentEntry:
+        """Refuse a blend that no run can have."""
+        if not self.samples.keys() == self.shares.keys() == self.consumed.keys():
+            raise ValueError("samples, shares and consumed are not of the same corpora")
+        if not any(self.shares.values()) or any(
+            share and not self.samples[name] for name, share in self.shares.items()
+        ):
+            raise ValueError("a share of nothing")
+        return self
+
+
+class StateContent(Strict):
+    """The content of state.json."""
+
+    step: Natural
+    consumed_samples: Natural
+    adam_steps: Natural
+    loss_scaler_state: dict[str, float] | None = Field(alias="loss_scaler")
+    data: dict[str, str]
+    changes: tuple[ChangeEntry, ...]
+    spikes: dict[str, list[float]] | None
+    segment: SegmentEntry | None
+    provenance: dict[str, Any] | None
+
+    @model_validator(mode="after")
+    def _begins_in_the_past(self) -> StateContent:
+        """Refuse a blend that begins later than the state."""
+        if self.segment is not None and self.segment.start > self.consumed_samples:
+            raise ValueError("segment: begins after consumed_samples")
+        return self
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        segment = None if self.segment is None else Segment(**self.segment.model_dump())
+        return TrainerState(self.step, self.consumed_samples, self.spikes, segment)
+
+
+def state_content(
+    trainer_state: TrainerState,
+    adam_steps: int,
+    loss_scaler_state: dict[str, float] | None,
+    origin: Origin,
+) -> dict[str, Any]:
+    """Return the content of state.json.
+
+    Args:
+        trainer_state: How far training has come.
+        adam_steps: Updates made by the optimizer.
+        loss_scaler_state: fp16: the dynamic loss scaler's fields.
+        origin: Where the state comes from.
+    """
+    return {
+        **dataclasses.asdict(trainer_state),
+        "adam_steps": adam_steps,
+        "loss_scaler": loss_scaler_state,
+        "data": origin.data,
+        "changes": [dataclasses.asdict(change) for change in origin.changes],
+        "provenance": None if origin.provenance is None else origin.provenance.to_json(),
+    }
+
+
+def lineage_content(identifier: str, step: int, origin: Origin) -> dict[str, Any]:
+    """Return the manifest's entries that say which checkpoint this is.
+
+    Args:
+        identifier: The checkpoint's own id.
+        step: Optimizer steps done.
+        origin: Where its state comes from.
+    """
+    return {
+        "id": identifier,
+        "parent": origin.parent,
+        "branches": [dataclasses.asdict(branch) for branch in origin.branches],
+        "step": step,
+        "validation_loss_nats": origin.validation_loss_nats,
+    }
+
+
+def small_files(names: Iterable[str]) -> list[str]:
+    """Return the files without tensors. Their hashes are in the manifest."""
+    return [name for name in names if name in REQUIRED or name in TOKENIZER_FILES]
+
+
+def is_manifest(content: Mapping[str, Any]) -> bool:
+    """Return True for the content of a manifest as `open_checkpoint` accepts it."""
+    try:
+        ManifestContent.model_validate_json(json.dumps(content))
+    except (ValidationError, ValueError, RecursionError):
+        return False
+    return content.get("checksum") == checksum(content)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a small file's manifest entry: its size in bytes and its SHA-256."""
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without its own checksum."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -310,3 +538,164 @@ def remedy(checkpoint: Path) -> str:
         f"The checkpoint is damaged. The one before it is {earlier[-1]} (to train on from there, "
         "--resume it)"
     )
+
+
+# ---- data set ----
+# Find the data set of a run from any working directory, and when the run was moved with it.
+
+
+class NoDataSet(ConfigError):
+    """The data set of a run is not where it could be."""
+
+
+def with_data_set(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
+    """Return the config with data.directory as it is found from here.
+
+    A relative data.directory and a relative run.directory start where the run was started. A run
+    that is found at /x/runs/demo and is called runs/demo in its config was started in /x, or moved
+    there as a whole, so its data is looked for there first, and then from the working directory.
+
+    Args:
+        config: The checkpoint's config, perhaps with another data.directory, which is then taken
+            as it is given.
+        checkpoint: The checkpoint, opened.
+
+    Raises:
+        NoDataSet: There is none at either place.
+    """
+    given = config.data.directory
+    if is_url(given) or os.path.isabs(given) or given != checkpoint.config.data.directory:
+        return config
+    root = _started_in(checkpoint)
+    if root is None or root == Path.cwd():
+        # If there is none, opening it raises the error that says so.
+        return config
+    for place in (str(root / given), given):
+        if os.path.isfile(os.path.join(place, "validation", DATA_MANIFEST)):
+            data = config.data.model_copy(update={"directory": place})
+            return config.model_copy(update={"data": data})
+    raise NoDataSet(
+        f"data.directory = {given}: there is no built data set at {root / given}, nor at "
+        f"{os.path.abspath(given)}. Give its place with --set data.directory=PATH"
+    )
+
+
+def _started_in(checkpoint: Checkpoint) -> Path | None:
+    """Return the directory from which run.directory leads to the checkpoint's run; None for none.
+
+    There is none for a checkpoint that was copied out of its run, for an absolute run.directory,
+    and for a run that was renamed.
+    """
+    run, named = run_of(checkpoint.path), os.path.normpath(checkpoint.config.run.directory)
+    if run is None or os.path.isabs(named) or named.startswith(os.pardir):
+        return None
+    parts = Path(named).parts
+    for found in (Path(os.path.abspath(run)), run.resolve()):
+        if found.parts[-len(parts) :] == parts:
+            return Path(*found.parts[: -len(parts)])
+    return None
+
+
+# ---- Compare config and data with a checkpoint: what may differ to train on, and to evaluate ----
+# Which key may change is said in pretrain/config/trajectory.py; here that is applied to a
+# checkpoint.
+
+
+def data_hashes(streams: tuple[TokenStream, TokenStream]) -> dict[str, str]:
+    """Return the hashes that a checkpoint records of its training and validation split."""
+    training, validation = streams
+    return {
+        TRAINING: training.identity,
+        VALIDATION: validation.identity,
+        TOKENIZER: training.tokenizer_sha256,
+    }
+
+
+def check_training(
+    config: RunConfig,
+    data: Mapping[str, str],
+    checkpoint: Checkpoint,
+    allowed: Collection[str] = (),
+) -> tuple[Difference, ...]:
+    """Check that a run may train on from a checkpoint, and return all in which they differ.
+
+    Layout, logging, evaluation, saving and the number of steps may differ. What changes training
+    may where it is allowed by name; the model may not.
+
+    Args:
+        config: The run.
+        data: The hashes of its data: "training", "validation", "tokenizer".
+        checkpoint: The checkpoint, opened.
+        allowed: The keys of --allow-changed.
+
+    Raises:
+        ConfigError: With a line for each difference that is not allowed.
+    """
+    found = differences(checkpoint.config, config)
+    found += data_differences(checkpoint.origin.data, data, config.data.directory)
+    check_differences(found, checkpoint.path, allowed)
+    return tuple(found)
+
+
+def changes_of(found: Collection[Difference], state: TrainerState) -> tuple[Change, ...]:
+    """Return what a checkpoint records of the differences that change training.
+
+    Args:
+        found: What `check_training` returned, so each of them was allowed.
+        state: How far training had come, after which the new values hold.
+    """
+    return tuple(
+        Change(state.step, each.key, each.before, each.after, state.consumed_samples)
+        for each in found
+        if each.effect is Effect.TRAJECTORY
+    )
+
+
+def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Change]) -> int:
+    """Return the tokens that a checkpoint was trained on, at whatever lengths.
+
+    Args:
+        config: The checkpoint's config.
+        state: How far training had come.
+        changes: What was changed on the way, oldest first.
+    """
+    length, samples, tokens = config.data.sequence_length, state.consumed_samples, 0
+    # Backwards from the length at the end. What is left belongs to the first length.
+    for change in reversed(changes):
+        if change.key == "data.sequence_length":
+            tokens += (samples - change.consumed_samples) * length
+            samples, length = change.consumed_samples, change.before
+    return tokens + samples * length
+
+
+def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Check that `config` describes the model that the checkpoint's weights were trained in.
+
+    Raises:
+        ConfigError: With a line for each key of the model that differs.
+    """
+    found = differences(checkpoint.config, config)
+    check_differences([d for d in found if d.effect is Effect.FIXED], checkpoint.path)
+
+
+def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
+    """Check that a data set was made by the tokenizer that the checkpoint was trained with.
+
+    With other pieces under the same ids, a loss or an exported tokenizer would mean nothing.
+
+    Raises:
+        ConfigError: The tokenizer is another one.
+    """
+    trained = checkpoint.origin.data.get(TOKENIZER, checkpoint.tokenizer_sha256)
+    found = stream.tokenizer_sha256
+    if trained not in (None, found):
+        raise ConfigError(
+            f"data.directory = {stream.data_set}: its tokenizer has the SHA-256 "
+            f"{found[:DIGITS]}..., {checkpoint.path} was trained with {str(trained)[:DIGITS]}.... "
+            "Restore the data set, or give another one by that tokenizer"
+        )
+
+
+def is_its_validation_split(stream: TokenStream, checkpoint: Checkpoint) -> bool:
+    """Return False if a checkpoint's run was evaluated on other tokens while it trained."""
+    return checkpoint.origin.data.get(VALIDATION) in (None, stream.identity)

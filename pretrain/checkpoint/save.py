@@ -12,36 +12,76 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from pretrain import platform
-from pretrain.checkpoint.blocks import DamagedCheckpoint
-from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.content import (
+from pretrain.checkpoint.blocks import DamagedCheckpoint, global_boxes
+from pretrain.checkpoint.index import Part, Piece, Values, write_part
+from pretrain.checkpoint.manifest import (
+    MASTER,
+    Checkpoint,
     Origin,
     TrainerState,
     lineage_content,
     state_content,
 )
-from pretrain.checkpoint.index import Part, Piece
-from pretrain.checkpoint.part import Values, write_part
-from pretrain.checkpoint.publish import Publication, publish
-from pretrain.checkpoint.tokenizer import put_tokenizer
-from pretrain.checkpoint.writer import Writer
-from pretrain.config import RunConfig, RunFailed, dump_config, writing
+from pretrain.checkpoint.writer import Publication, Writer, publish
+from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, writing
+from pretrain.config.trajectory import DIGITS, TOKENIZER
+from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import Tokenizer
-from pretrain.optim.state import Fragment
-from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import begin_partial, checkpoint_directory
-from pretrain.rundir.fence import check_still_holds
+from pretrain.optim.zero import Fragment, ZeroOptimizer
+from pretrain.rundir.checkpoints import begin_partial, check_still_holds, checkpoint_directory
+from pretrain.rundir.files import replace_file
 from pretrain.rundir.lineage import new_id
-from pretrain.rundir.warn import WarnOnce
-from pretrain.topology import Topology, on_main, ranks_here
+from pretrain.rundir.metrics import WarnOnce
+from pretrain.topology import Process, Topology, on_main, ranks_here
+
+# ---- tokenizer ----
+# Write a checkpoint's tokenizer, and load it: the checkpoint's own copy, or its data set's.
+
+
+def tokenizer_of(checkpoint: Checkpoint, data_directory: Path) -> Tokenizer:
+    """Return the tokenizer that a checkpoint was trained with.
+
+    Checkpoints carry it, but for an imported model's that came without one. Then the data set's is
+    taken, and a line on stderr says so.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        data_directory: data.directory of its config.
+
+    Raises:
+        ConfigError: The data set has none, or another one.
+    """
+    if checkpoint.tokenizer_file is not None:
+        return load_tokenizer(checkpoint.path / checkpoint.tokenizer_file)
+    path = find_tokenizer(data_directory)
+    tokenizer = load_tokenizer(path)
+    trained = checkpoint.origin.data.get(TOKENIZER)
+    if trained not in (None, tokenizer.fingerprint):
+        raise ConfigError(
+            f"{path}: its SHA-256 is {tokenizer.fingerprint[:DIGITS]}..., {checkpoint.path} was "
+            f"trained with {str(trained)[:DIGITS]}.... Give that tokenizer's data set "
+            "(data.directory)"
+        )
+    if Process.from_environment().rank == 0:
+        said = f"{checkpoint.path}: carries no tokenizer, so {path} is used"
+        print(said, file=sys.stderr, flush=True)
+    return tokenizer
+
+
+def put_tokenizer(tokenizer: Tokenizer | None, partial: Path) -> None:
+    """Write the tokenizer to a checkpoint's hidden directory; `publish` flushes it to the disk."""
+    if tokenizer is not None:
+        replace_file(partial / tokenizer.file_name, tokenizer.content)
+
 
 MEMORY_MARGIN = 1.2
 """A save goes beside training if so many times the memory of its copy is available."""
@@ -384,3 +424,64 @@ def _split(memory: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+# ---- Write a checkpoint from whole weights, in one process, as for an imported model ----
+
+
+def write_checkpoint(
+    run: Path,
+    config: RunConfig,
+    masters: Mapping[str, torch.Tensor],
+    trainer_state: TrainerState,
+    origin: Origin,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
+    """Write a checkpoint from whole weights, in this process alone. The moments are zero.
+
+    Args:
+        run: The run's directory.
+        config: What is saved as the checkpoint's config.
+        masters: Global name -> weights of every parameter.
+        trainer_state: How far training has come.
+        origin: Where the state comes from.
+        tokenizer: The model's tokenizer, if it is known.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RunFailed: The disk refused, or a weight is not finite.
+    """
+    final = checkpoint_directory(run, trainer_state.step)
+    pieces = tuple(
+        Piece(f"{kind}/{name}", tuple(whole.shape), (((0,) * whole.dim(), tuple(whole.shape)),))
+        for name, whole in masters.items()
+        for kind in (MASTER, *config.moments)
+    )
+
+    def values() -> Iterator[Values]:
+        for master in masters.values():
+            flat = master.detach().float().contiguous().view(-1).numpy()
+            yield flat
+            for _ in config.moments:
+                yield np.zeros_like(flat)
+
+    with writing(final):
+        partial = begin_partial(run, trainer_state.step, None)
+        put_tokenizer(tokenizer, partial)
+        write_part(partial, Part(0, pieces), values())
+        publish(
+            Publication(
+                partial=str(partial),
+                final=str(final),
+                attempt=None,
+                keep=(None, None, 0),
+                world_size=1,
+                lineage=lineage_content(new_id(), trainer_state.step, origin),
+                state=state_content(trainer_state, 0, None, origin),
+                config=dump_config(config),
+                tokenizer=tokenizer.file_name if tokenizer else None,
+            )
+        )
+    return final

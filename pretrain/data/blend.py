@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.config.data_schema import CorpusSection
+from pretrain.config.schema import CorpusSection
 from pretrain.data import order
 from pretrain.data.stream import TokenStream
 

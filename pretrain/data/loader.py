@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.config.rampup import Rampup, batch_size_at
+from pretrain.config.run import Rampup, batch_size_at
 from pretrain.data import order
 from pretrain.data.blend import Blend, blend_of
 from pretrain.data.stream import TokenStream

@@ -17,19 +17,21 @@ import xxhash
 from webdataset import TarWriter
 
 from pretrain.config import ConfigError
-from pretrain.data.document import Split
-from pretrain.data.layout import Layout, checksums, task_seed
 from pretrain.data.manifest import (
     CHECKSUMS,
     FORMAT_VERSION,
     MANIFEST,
     CorpusRecord,
+    Layout,
     Manifest,
     Shard,
+    Split,
     TaskShards,
     TokenizerName,
+    checksums,
     read_manifest,
     shard_name,
+    task_seed,
 )
 from pretrain.rundir.files import PARTIAL, flush_directory, replace_file
 

@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data.blend import blend_of
-from pretrain.data.document import Split
-from pretrain.data.samples import BUILD_RECORD
+from pretrain.data.manifest import Split
+from pretrain.data.show import BUILD_RECORD
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizers.base import DICTIONARY
 from pretrain.data.tokenizers.dictionary import UNK

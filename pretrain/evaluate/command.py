@@ -15,26 +15,35 @@ from pathlib import Path
 from typing import Any
 
 import pretrain.topology
-from pretrain.checkpoint.changes import check_model, check_tokenizer, is_its_validation_split
-from pretrain.checkpoint.content import CONFIG
-from pretrain.checkpoint.data_set import with_data_set
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretrain.checkpoint.manifest import (
+    CONFIG,
+    Checkpoint,
+    check_model,
+    check_tokenizer,
+    is_its_validation_split,
+    open_checkpoint,
+    with_data_set,
+)
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.config.evaluation import MASKED
-from pretrain.config.overrides import check_beside, check_unread
+from pretrain.config.load import check_beside, check_unread
 from pretrain.config.trajectory import TRAINING, settings_hash
 from pretrain.data.stream import TokenStream, open_stream
-from pretrain.evaluate.blocks import BlockKey, BlockLosses, block_key
-from pretrain.evaluate.existing import check_overwrites
-from pretrain.evaluate.memory import check_memory
-from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp
-from pretrain.evaluate.protocols import choose_protocols
-from pretrain.evaluate.records import HASH_DIGITS, PositionLosses, check_objectives, fields_of
-from pretrain.evaluate.report import check_report_path, format_table, write_report
+from pretrain.evaluate.perplexity import Evaluation, Evaluator, bounded_exp, check_memory
+from pretrain.evaluate.records import (
+    HASH_DIGITS,
+    BlockKey,
+    BlockLosses,
+    PositionLosses,
+    block_key,
+    check_objectives,
+    fields_of,
+)
+from pretrain.evaluate.report import check_overwrites, check_report_path, format_table, write_report
 from pretrain.evaluate.text import ScoredText
-from pretrain.evaluate.windows import Protocol
-from pretrain.model.checks import check_positions
+from pretrain.evaluate.windows import Protocol, choose_protocols
+from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -44,7 +53,7 @@ from pretrain.rundir.checkpoints import (
     run_of,
 )
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.holds import hold
+from pretrain.rundir.lineage import hold
 from pretrain.rundir.paths import RunPaths
 
 

@@ -10,18 +10,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pretrain.config.evaluation import MASKED
-from pretrain.evaluate.blocks import paired_interval
 from pretrain.evaluate.curves import (
     BITS_PER_BYTE,
     PERPLEXITY,
     Curve,
     Text,
+    cell,
+    full_name,
     has_bits,
+    length_in_words,
     lengths_of,
     number,
     precisions,
 )
-from pretrain.evaluate.tables import cell, full_name, length_in_words
+from pretrain.evaluate.records import paired_interval
 
 EXPLAINED = (
     "Two values of one text are compared block by block: the interval is that of their difference, "

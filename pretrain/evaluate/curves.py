@@ -7,6 +7,10 @@ their seed alone are one curve, with the mean and the spread of their values.
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretrain.evaluate.records import Record
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.evaluate.records import FIELDS, PositionLosses, Record
 
 PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 """The quantities of a record that curves show."""
@@ -367,3 +374,396 @@ _QUALIFIERS = (
     _path("checkpoint"),
     _field("evaluation"),
 )
+
+
+# ---- Average losses by position over ranges that widen with the position ----
+
+
+POSITION_FIELDS = (
+    "run",
+    "step",
+    "method",
+    "seed",
+    "train_length",
+    "length",
+    "first_position",
+    "last_position",
+    "loss_nats",
+    "tokens",
+    "checkpoint",
+)
+"""Columns of positions.csv. Positions count from 0; both ends of a range are included."""
+BINS_PER_OCTAVE = 3
+"""Loss by position is averaged over this many ranges each time the position doubles."""
+
+
+class Binned(NamedTuple):
+    """Losses by position of one window length, averaged over ranges of positions."""
+
+    edges: NDArray[np.int64]
+    """[bins + 1] first positions of the ranges, counted from 0, and the end of the last range."""
+    losses: list[float]
+    """[bins] mean loss in nats of the tokens of a range; nan where none was scored."""
+    counts: list[int]
+    """[bins] tokens scored in a range."""
+
+    @staticmethod
+    def of(positions: PositionLosses) -> Binned:
+        """Average losses over BINS_PER_OCTAVE ranges for each doubling of the position.
+
+        Single positions are noisy, and a logarithmic axis shows ranges of a constant ratio at a
+        constant distance.
+        """
+        counts = np.asarray(positions.counts, dtype=np.int64)
+        # A position at which nothing was scored has the loss nan, and no weight.
+        sums = np.where(counts > 0, np.asarray(positions.losses, np.float64), 0.0) * counts
+        bins = BINS_PER_OCTAVE * max(1, math.ceil(math.log2(len(counts) + 1)))
+        # Rounding makes the first edges, less than one position apart, equal; unique() drops them.
+        edges = np.unique(np.geomspace(1, len(counts) + 1, bins + 1).round().astype(int)) - 1
+        ranges = list(itertools.pairwise(edges))
+        tokens = [int(counts[first:end].sum()) for first, end in ranges]
+        total = [float(sums[first:end].sum()) for first, end in ranges]
+        losses = [loss / n if n else math.nan for loss, n in zip(total, tokens)]
+        return Binned(edges, losses, tokens)
+
+    def centres(self) -> list[float]:
+        """Return the geometric mean of each range, with positions counted from 1 for a log axis."""
+        return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
+
+    def ranges(self) -> list[tuple[float, float, int]]:
+        """Return (first position, position after the last, tokens), counted from 1."""
+        ends = [(float(first + 1), float(end + 1)) for first, end in itertools.pairwise(self.edges)]
+        return [(*pair, count) for pair, count in zip(ends, self.counts)]
+
+
+class PositionCurve(NamedTuple):
+    """Loss by position in the longest window of a curve; of seeds, of each."""
+
+    curve: Curve
+    length: int
+    """Tokens in the window."""
+    binned: list[Binned]
+    """One for each seed that has losses by position."""
+
+    def values(self) -> list[Value]:
+        """Return the mean loss of each range of positions, with the range of the seeds."""
+        result = []
+        for losses in zip(*(b.losses for b in self.binned)):
+            known = [loss for loss in losses if not math.isnan(loss)]
+            if len(known) < len(losses):
+                result.append(Value(math.nan, math.nan, math.nan))
+            elif len(known) == 1:
+                result.append(Value(known[0], math.nan, math.nan))
+            else:
+                result.append(Value(sum(known) / len(known), min(known), max(known)))
+        return result
+
+
+Positions = Mapping[tuple[str, int], PositionLosses]
+"""(checkpoint as in its record, window length) -> losses by position, without overlap."""
+
+
+def position_curves(curves: Iterable[Curve], positions: Positions) -> list[PositionCurve]:
+    """Return loss by position in the longest window of each nonoverlapping curve that has it."""
+    return binned_curves(curves, {key: Binned.of(found) for key, found in positions.items()})
+
+
+def binned_curves(
+    curves: Iterable[Curve], positions: Mapping[tuple[str, int], Binned]
+) -> list[PositionCurve]:
+    """Return the curves of losses that are averaged over ranges already; see `position_curves`."""
+    found = []
+    for curve in curves:
+        if curve.protocol != "nonoverlapping":
+            continue
+        for length in sorted(curve.records, reverse=True):
+            keys = [(source.checkpoint, length) for source in curve.sources]
+            binned = [positions[key] for key in keys if key in positions]
+            if binned:
+                found.append(PositionCurve(curve, length, binned))
+                break
+    return found
+
+
+def position_rows(records: Sequence[Record], positions: Positions) -> Iterable[list[Any]]:
+    """Yield the rows of positions.csv, of every checkpoint and length.
+
+    Args:
+        records: Evaluations, which say the run of each checkpoint.
+        positions: Losses by position.
+    """
+    by_checkpoint = {record["checkpoint"]: record for record in records}
+    for (checkpoint, length), losses in positions.items():
+        # A checkpoint without a record is no mistake of the losses: they are written all the same.
+        record = by_checkpoint.get(checkpoint, {})
+        said = [record.get(key) for key in POSITION_FIELDS[:5]]
+        binned = Binned.of(losses)
+        for (first, end), loss, n in zip(
+            itertools.pairwise(binned.edges), binned.losses, binned.counts
+        ):
+            yield [*said, length, int(first), int(end) - 1, loss, n, checkpoint]
+
+
+def read_positions(path: Path) -> dict[tuple[str, int], Binned]:
+    """Return (checkpoint, window length) -> losses of a positions.csv; none without a file.
+
+    Raises:
+        ValueError: The file is no table of losses by position.
+    """
+    rows: dict[tuple[str, int], list[tuple[int, int, float, int]]] = {}
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                ends = int(row["first_position"]), int(row["last_position"]) + 1
+                values = *ends, float(row["loss_nats"]), int(row["tokens"])
+                rows.setdefault((row["checkpoint"], int(row["length"])), []).append(values)
+    except FileNotFoundError:
+        return {}
+    except (KeyError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+    return {
+        key: Binned(
+            np.array([found[0][0], *(end for _, end, _, _ in found)], dtype=np.int64),
+            [loss for _, _, loss, _ in found],
+            [tokens for _, _, _, tokens in found],
+        )
+        for key, found in rows.items()
+    }
+
+
+# ---- Make tables of curves, for the terminal and for Markdown, and the files of records ----
+
+
+TITLES = {PERPLEXITY: "Perplexity", BITS_PER_BYTE: "Bits per byte"}
+
+
+class Table(NamedTuple):
+    """A table of strings under a title."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    names: int
+    """Columns at the left that hold words; the others hold numbers."""
+
+    def plain(self) -> str:
+        """Return the table for a terminal, under its title, with a rule under the header.
+
+        Words are aligned to the left, numbers to the right.
+        """
+        widths = [max(len(row[i]) for row in [self.header, *self.rows]) for i in self._columns()]
+        lines = [self.title]
+        for row in [self.header, *self.rows]:
+            words = [c.ljust(w) for c, w in zip(row[: self.names], widths)]
+            numbers = [c.rjust(w) for c, w in zip(row[self.names :], widths[self.names :])]
+            lines.append("  ".join([*words, *numbers]).rstrip())
+        lines.insert(2, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, under its title, with numbers aligned to the right."""
+        alignment = ["---" if i < self.names else "---:" for i in self._columns()]
+        rows = [[_escaped(cell) for cell in row] for row in [self.header, *self.rows]]
+        rows.insert(1, alignment)
+        return f"{self.title}:\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+    def _columns(self) -> range:
+        return range(len(self.header))
+
+
+def length_table(
+    curves: Sequence[Curve], quantity: str = PERPLEXITY, with_steps: bool = True
+) -> Table:
+    """Return a table with a row for each curve and a column for each window length in tokens.
+
+    Args:
+        curves: Curves by window length. Perplexities must be of one tokenizer.
+        quantity: PERPLEXITY or BITS_PER_BYTE.
+        with_steps: Add a column of the steps where curves are of several.
+    """
+    trained = train_lengths(curves)
+    only = trained[0] if len(trained) == 1 else None
+    word = "lengths" if len(trained) > 1 else "length"
+    known = ", ".join(map(str, trained))
+    title = f"{TITLES[quantity]} by length in tokens (training {word} L = {known})"
+    lengths = lengths_of(curves)
+    labels = [length_label(n, only) for n in lengths]
+    rows = [[cell(curve, n, quantity) for n in lengths] for curve in curves]
+    return _table(title, curves, labels, rows, quantity, with_steps)
+
+
+def relative_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
+    """Return a table with a column for each multiple of the curves' own training lengths.
+
+    Args:
+        curves: Curves by window length.
+        quantity: PERPLEXITY or BITS_PER_BYTE.
+    """
+    by_multiple = [{n / curve.train_length: n for n in curve.records} for curve in curves]
+    multiples = sorted({multiple for found in by_multiple for multiple in found})
+    rows = [
+        [cell(curve, found[m], quantity) if m in found else "-" for m in multiples]
+        for curve, found in zip(curves, by_multiple)
+    ]
+    title = f"{TITLES[quantity]} by length in multiples of the training length L"
+    return _table(title, curves, [relative_length(m) for m in multiples], rows, quantity)
+
+
+def step_table(curves: Sequence[Curve], quantity: str = PERPLEXITY) -> Table:
+    """Return a table of one run's curves: a row for each step, named by it, and protocol.
+
+    Args:
+        curves: Curves by window length, named by their steps.
+        quantity: PERPLEXITY or BITS_PER_BYTE.
+    """
+    table = length_table(curves, quantity, with_steps=False)
+    (trained, *_) = train_lengths(curves)
+    title = f"{TITLES[quantity]} by training step and length in tokens (L = {trained})"
+    return table._replace(title=title, header=["step", *table.header[1:]])
+
+
+def source_table(curves: Iterable[Curve]) -> Table:
+    """Return a table that says of each curve's name which run, step, seed and text it is of."""
+    rows: dict[str, list[str]] = {}
+    for curve in curves:
+        for source in curve.sources:
+            words = [full_name(curve), source.run, str(source.step), str(source.seed)]
+            words += [str(source.train_length), source.tokenizer, source.validation]
+            words.append(source.precision)
+            rows.setdefault("\0".join(words), words)
+    header = ["curve", "run", "step", "seed", "L", "tokenizer", "validation set", "precision"]
+    return Table("What was evaluated", header, list(rows.values()), names=len(header))
+
+
+def _table(
+    title: str,
+    curves: Sequence[Curve],
+    labels: list[str],
+    rows: list[list[str]],
+    quantity: str,
+    with_steps: bool = True,
+) -> Table:
+    """Return a table with these cells, behind the curves' names, protocols and tokens scored."""
+    heads = ["method", "protocol"]
+    words = [[curve.name, curve.protocol] for curve in curves]
+    if len(train_lengths(curves)) > 1:
+        heads.insert(1, "L")
+        for row, curve in zip(words, curves):
+            row.insert(1, str(curve.train_length))
+    # Checkpoints of different steps are no fair comparison of methods, so the table shows steps.
+    if with_steps and len(steps_of(curves)) > 1:
+        heads.insert(-1, "step")
+        for row, curve in zip(words, curves):
+            row.insert(-1, str(curve.sources[0].step))
+    # Nor is a model in bf16 beside one in fp32, which rounds less.
+    if len(precisions(curves)) > 1:
+        heads.insert(-1, "precision")
+        for row, curve in zip(words, curves):
+            row.insert(-1, curve.sources[0].precision)
+    count = "tokens" if quantity == PERPLEXITY else "bytes"
+    counts = [tokens_in_words([c]) if quantity == PERPLEXITY else _range(c.bytes()) for c in curves]
+    table_rows = [[*w, n, *row] for w, n, row in zip(words, counts, rows)]
+    return Table(title, [*heads, f"{count} scored", *labels], table_rows, names=len(heads))
+
+
+def format_tables(texts: Sequence[Text]) -> str:
+    """Return all values for the terminal: tables of perplexities and of bits per byte."""
+    blocks = []
+    for text in texts:
+        if len(texts) > 1:
+            blocks.append(f"Validation set {text.validation}:")
+        for tokenizer, curves in text.by_tokenizer.items():
+            table = length_table(curves)
+            if len(text.by_tokenizer) > 1:
+                table = table._replace(title=f"{table.title}, tokenizer {tokenizer}")
+            blocks.append(table.plain())
+        if has_bits(text.curves):
+            blocks.append(length_table(text.curves, BITS_PER_BYTE).plain())
+    return "\n\n".join(blocks)
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+def cell(curve: Curve, x: int, quantity: str = PERPLEXITY) -> str:
+    """Return a curve's value: "20.00 +-0.40", or of seeds "20.00 (19.80 to 20.30)".
+
+    The number after +- is the longer half of the 95 % interval; without one it is left out. A
+    length at which there is no value is "-".
+    """
+    if x not in curve.records or not is_known(curve, x, quantity):
+        return "-"
+    value, low, high = curve.value(x, quantity)
+    shown = format_value(value, quantity)
+    if math.isnan(low) or not math.isfinite(value):
+        return shown
+    if curve.is_mean:
+        return f"{shown} ({format_value(low, quantity)} to {format_value(high, quantity)})"
+    return f"{shown} +-{format_value(max(value - low, high - value), quantity)}"
+
+
+def format_value(value: float, quantity: str = PERPLEXITY) -> str:
+    """Return a perplexity with two decimals, or bits per byte with four.
+
+    From 100,000 on it is in scientific notation.
+    """
+    if value < 1e5 or not math.isfinite(value):
+        return f"{value:.2f}" if quantity == PERPLEXITY else f"{value:.4f}"
+    return f"{value:.3e}"
+
+
+def full_name(curve: Curve) -> str:
+    """Return a curve's name with its training length."""
+    return f"{curve.name}, L = {curve.train_length}"
+
+
+def length_in_words(length: int, train_length: int | None) -> str:
+    """Return a length as in "256 tokens (2 L)"."""
+    relative = f" ({relative_length(length / train_length)})" if train_length else ""
+    return f"{length} tokens{relative}"
+
+
+def tokens_in_words(curves: Iterable[Curve]) -> str:
+    """Return how many tokens were scored: "50,000", or "1,000 to 50,000" where it differs."""
+    return _range(sorted({count for curve in curves for count in curve.tokens()}))
+
+
+def steps_of(curves: Iterable[Curve]) -> list[int]:
+    """Return the different training steps of curves by window length, ascending."""
+    return sorted({curve.sources[0].step for curve in curves})
+
+
+def _range(counts: Sequence[int]) -> str:
+    return " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "-"
+
+
+def _escaped(cell: str) -> str:
+    """Return a cell that cannot end early, whatever path it holds."""
+    return cell.replace("|", "\\|")
+
+
+# ---- files ---------------------------------------------------------------------------------------
+def to_csv(fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
+    """Return a CSV file with these columns, with \\n at the end of lines."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def records_to_csv(records: Iterable[Record]) -> bytes:
+    """Return curve.csv; what is not known is empty, what is not finite is "nan" or "inf"."""
+    return to_csv(FIELDS, ([record[field] for field in FIELDS] for record in records))
+
+
+def records_to_json(records: Sequence[Record]) -> bytes:
+    """Return curve.json: {"train_length": L, or null for several, "records": [...]}."""
+    trained = {record["train_length"] for record in records}
+    # JSON has neither nan nor infinity (RFC 8259, section 6), and strict readers refuse them.
+    rows = [{field: _finite_or_none(record[field]) for field in FIELDS} for record in records]
+    curve = {"train_length": trained.pop() if len(trained) == 1 else None, "records": rows}
+    return (json.dumps(curve, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _finite_or_none(value: Any) -> Any:
+    """Return None for a float that is not finite, and any other value as it is."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

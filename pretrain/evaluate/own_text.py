@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.checkpoint.data_set import with_data_set
-from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.tokenizer import tokenizer_of
+from pretrain.checkpoint.manifest import open_checkpoint, with_data_set
+from pretrain.checkpoint.save import tokenizer_of
 from pretrain.config import ConfigError
-from pretrain.config.overrides import check_beside
+from pretrain.config.load import check_beside
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.sources import Corpus, Piece, Task, read
-from pretrain.data.sources.locations import find
+from pretrain.data.sources.base import find
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.topology import Process

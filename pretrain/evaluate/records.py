@@ -7,8 +7,14 @@ model cards and the launcher can read records with it.
 
 from __future__ import annotations
 
+import csv
+import functools
+import json
+import math
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,3 +118,303 @@ def check_objectives(found: Iterable[tuple[str, str]]) -> None:
             f"{sources[True]}: predicts masked tokens, and {sources[False]} next ones "
             "(train.objective). Their perplexities do not compare. Make a report of each"
         )
+
+
+# ---- Estimate how far a mean loss would move if other text of the same kind were scored ----
+# The losses of neighbouring tokens depend on each other, so their standard error is not that of as
+# many independent numbers. That of blocks of the text is taken instead, which depend on each other
+# the less the longer they are. The blocks depend on the text alone: every length, protocol and
+# checkpoint that scores the same text has the same ones, so that differences can be taken block by
+# block.
+
+
+BLOCKS = 64
+"""A text is cut into at most so many blocks and, if it has as many tokens, at least half of them.
+Losses are kept by block."""
+GROUPS = 32
+"""Neighbouring blocks are taken together to at most so many groups for an interval. More make the
+interval itself less noisy; fewer, longer ones cover dependence over a longer distance. Measured on
+16,384 tokens of the demo's validation text (docs/decisions.md): 64 groups are 10 % too narrow."""
+COVERAGE = 0.95
+
+
+def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
+    """Return where the blocks of a text end, each the index after its last token.
+
+    A block is 1 / BLOCKS of the text, and goes on to the next end of a document unless that would
+    double it. So documents that are short stay whole, and of a long one several blocks are made.
+    What two documents say does not depend on each other; what two blocks of a long document say may
+    a little, which the interval cannot know.
+
+    Args:
+        ids: The tokens of the text.
+        eos_id: The token that ends every document.
+    """
+    tokens = len(ids)
+    size = -(-tokens // BLOCKS)
+    documents = np.flatnonzero(ids == eos_id) + 1
+    ends, start = [], 0
+    while start < tokens:
+        end = start + size
+        next_document = np.searchsorted(documents, end)
+        if next_document < len(documents) and documents[next_document] < end + size:
+            end = int(documents[next_document])
+        # What is left over is too short to be a block of its own.
+        start = end if tokens - end >= size // 2 + 1 else tokens
+        ends.append(start)
+    return np.array(ends, dtype=np.int64)
+
+
+def confidence_interval(
+    losses: NDArray[np.float64], counts: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return a 95 % confidence interval of a mean loss over the blocks of a text.
+
+    Args:
+        losses: [blocks] summed losses of each block, in the order of the text.
+        counts: [blocks] tokens of each block.
+
+    Returns:
+        Its ends; nan where a loss is not finite, or fewer than two blocks have tokens.
+    """
+    if len(losses) > GROUPS:
+        starts = np.arange(GROUPS) * len(losses) // GROUPS
+        losses, counts = np.add.reduceat(losses, starts), np.add.reduceat(counts, starts)
+    return cluster_interval(losses, counts)
+
+
+def cluster_interval(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[float, float]:
+    """Return a 95 % confidence interval of a mean over values that come in clusters.
+
+    The mean is a ratio, of all sums to all counts, whose variance is that of the residuals of the
+    clusters (Cochran, "Sampling Techniques", 1977, section 6.3), with Student's t for as many. Of
+    clusters of one size it is the interval of the t-test on their means.
+
+    Args:
+        sums: [clusters] sum of the values of each cluster; clusters do not depend on each other.
+        counts: [clusters] how many values each has.
+
+    Returns:
+        Its ends; nan where a sum is not finite, or fewer than two clusters have values.
+    """
+    # A cluster without values says nothing about how far apart clusters are.
+    clusters = int(np.count_nonzero(counts))
+    if clusters < 2 or not np.isfinite(sums).all():
+        return np.nan, np.nan
+    mean = sums.sum() / counts.sum()
+    squares = np.square(sums - mean * counts).sum() * clusters / (clusters - 1)
+    half = student_t(clusters - 1) * np.sqrt(squares) / counts.sum()
+    return float(mean - half), float(mean + half)
+
+
+@functools.cache
+def student_t(freedom: int) -> float:
+    """Return the number that Student's t exceeds, up or down, in 5 % of cases.
+
+    Args:
+        freedom: Degrees of freedom, 1 or more.
+    """
+    low, high = 0.0, 13.0
+    # Until the two are neighbours, or one number: some 55 halvings.
+    while low < (middle := (low + high) / 2) < high:
+        if _share_within(middle, freedom) < COVERAGE:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _share_within(t: float, freedom: int) -> float:
+    """Return the probability that Student's t lies between -t and t.
+
+    Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, odd = math.cos(angle), freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for n in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine**2 * n / (n + 1)
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+# ---- Compare two evaluations of one text block by block, which tells apart closer values ----
+# A hard passage is hard for every model. The interval of one value holds how much passages differ;
+# that of the difference between two values, taken block by block, does not.
+
+
+BLOCK_FIELDS = (
+    "checkpoint",
+    "protocol",
+    "stride",
+    "length",
+    "precision",
+    "block",
+    "tokens",
+    "loss_nats",
+)
+"""Columns of curve_blocks.csv. The loss is summed over the tokens of the block."""
+KEY = "blocks"
+"""Key of a record in memory that holds its BlockLosses, where they are known."""
+
+
+@dataclass(frozen=True)
+class BlockLosses:
+    """Losses of the blocks of a text, of one checkpoint under one protocol at one length."""
+
+    losses: NDArray[np.float64]
+    """[blocks] summed losses in nats."""
+    counts: NDArray[np.float64]
+    """[blocks] tokens scored."""
+
+
+BlockKey = tuple[str, str, int, int, str]
+"""(checkpoint, protocol, stride, length, precision) as in the record."""
+
+
+def blocks_path(out: Path) -> Path:
+    """Return the path of the losses by block of a report.
+
+    Args:
+        out: FILE.json of the report.
+    """
+    return out.with_name(f"{out.stem}_blocks.csv")
+
+
+def block_key(record: Record) -> BlockKey:
+    """Return the key of a record's losses by block."""
+    checkpoint, protocol = record["checkpoint"], record["protocol"]
+    return checkpoint, protocol, record["stride"], record["length"], record["precision"]
+
+
+def with_blocks(record: Record, blocks: Mapping[BlockKey, BlockLosses]) -> dict[str, Any]:
+    """Return a record that holds its losses by block, or None."""
+    return {**record, KEY: blocks.get(block_key(record))}
+
+
+def paired_interval(a: Record, b: Record) -> tuple[float, float] | None:
+    """Return the 95 % interval of loss a - loss b, or None where they cannot be paired.
+
+    The two must be of one validation set and tokenizer, which have cut the text into the same
+    blocks.
+    """
+    mine, other = a.get(KEY), b.get(KEY)
+    if mine is None or other is None:
+        return None
+    if any(a[key] is None or a[key] != b[key] for key in ("tokenizer", "validation")):
+        return None
+    if not np.array_equal(mine.counts, other.counts):
+        return None
+    low, high = confidence_interval(mine.losses - other.losses, mine.counts)
+    return None if np.isnan(low) else (low, high)
+
+
+def block_rows(records: Iterable[Record]) -> Iterable[list[Any]]:
+    """Yield the rows of curve_blocks.csv, of the records whose losses by block are known."""
+    for record in records:
+        blocks = record.get(KEY)
+        if blocks is not None:
+            for i, (count, loss) in enumerate(zip(blocks.counts, blocks.losses)):
+                yield [*block_key(record), i, int(count), float(loss)]
+
+
+def read_blocks(path: Path) -> dict[BlockKey, BlockLosses]:
+    """Return the losses by block of a report; none where it has no such file.
+
+    Raises:
+        ValueError: The file is no table of losses by block.
+    """
+    rows: dict[BlockKey, list[tuple[float, float]]] = {}
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                sizes = int(row["stride"]), int(row["length"])
+                key = (row["checkpoint"], row["protocol"], *sizes, row["precision"])
+                rows.setdefault(key, []).append((float(row["loss_nats"]), float(row["tokens"])))
+    except FileNotFoundError:
+        return {}
+    except (KeyError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+    return {key: BlockLosses(*np.array(found).T) for key, found in rows.items()}
+
+
+# ---- Read the curve.json of a report ----
+
+
+_NUMBER = int | float | None
+_KINDS: dict[str, type | types.UnionType] = {
+    "run": str,
+    "step": int,
+    "method": str,
+    "seed": int,
+    "train_length": int,
+    "settings": str,
+    "tokenizer": str,
+    "validation": str,
+    "precision": str,
+    "protocol": str,
+    "stride": int,
+    "length": int,
+    "perplexity": _NUMBER,
+    "loss_nats": _NUMBER,
+    "loss_low": _NUMBER,
+    "loss_high": _NUMBER,
+    "bits_per_byte": _NUMBER,
+    "tokens": int,
+    "bytes": int | None,
+    "checkpoint": str,
+}
+"""Types of a record's values. None stands for what is not finite or not known."""
+_SIZES = ("train_length", "stride", "length")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a curve.json with the keys of FIELDS.
+
+    Perplexities and losses that are null (not finite) are nan. Losses by block are read from the
+    table beside the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a curve.json.
+    """
+    try:
+        rows = json.loads(path.read_bytes())["records"]
+        blocks = read_blocks(blocks_path(path))
+        return [_with_its_blocks(_record(row), blocks) for row in rows]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _with_its_blocks(
+    record: dict[str, Any], blocks: Mapping[BlockKey, BlockLosses]
+) -> dict[str, Any]:
+    """Return a record with its losses by block, or without where those in the table are not its.
+
+    The table does not say which evaluation of a checkpoint a block is of. One of more text, or of
+    another run whose checkpoint had the same path, has other sums.
+    """
+    found = blocks.get(block_key(record))
+    if found is not None:
+        tokens, loss = found.counts.sum(), found.losses.sum()
+        is_its = tokens == record["tokens"] and math.isclose(
+            loss, record["loss_nats"] * tokens, rel_tol=1e-6
+        )
+        if not is_its:
+            return with_blocks(record, {})
+    return with_blocks(record, blocks)
+
+
+def _record(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one record, checked."""
+    record = fields_of(row)
+    for key in FIELDS:
+        value, kinds = record[key], _KINDS[key]
+        is_bad_size = key in _SIZES and isinstance(value, int) and value < 1
+        if not isinstance(value, kinds) or isinstance(value, bool) or is_bad_size:
+            raise ValueError(f"{key} = {value!r}")
+    for key in ("perplexity", "loss_nats"):
+        record[key] = math.nan if record[key] is None else record[key]
+    return record

@@ -7,52 +7,131 @@ perplexities of two tokenizers or two validation sets.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretrain.config import ConfigError
 from pretrain.config.evaluation import MASKED
-from pretrain.evaluate import plots
-from pretrain.evaluate.blocks import (
-    BLOCK_FIELDS,
-    KEY,
-    BlockKey,
-    BlockLosses,
-    block_key,
-    block_rows,
-    blocks_path,
-)
-from pretrain.evaluate.comparison import describe_by_length, what_stands_out
+from pretrain.evaluate import figures
+from pretrain.evaluate.comparison import describe_by_length, describe_by_step, what_stands_out
 from pretrain.evaluate.curves import (
     BITS_PER_BYTE,
+    POSITION_FIELDS,
     Curve,
+    Positions,
     Text,
     by_text,
-    has_bits,
-    make_curves,
-    train_lengths,
-)
-from pretrain.evaluate.drawing import FORMATS, Pictures
-from pretrain.evaluate.positions import (
-    POSITION_FIELDS,
-    Positions,
-    position_curves,
-    position_rows,
-)
-from pretrain.evaluate.records import FIELDS, Record, fields_of
-from pretrain.evaluate.tables import (
     format_tables,
     full_name,
+    has_bits,
     length_table,
+    make_curves,
+    make_step_curves,
+    position_curves,
+    position_rows,
     records_to_csv,
     records_to_json,
     relative_table,
     source_table,
+    step_table,
     to_csv,
+    train_lengths,
 )
-from pretrain.rundir.files import replace_file
+from pretrain.evaluate.figures import FORMATS, Pictures
+from pretrain.evaluate.records import (
+    BLOCK_FIELDS,
+    FIELDS,
+    KEY,
+    BlockKey,
+    BlockLosses,
+    Record,
+    block_key,
+    block_rows,
+    blocks_path,
+    check_objectives,
+    fields_of,
+    read_records,
+)
+from pretrain.rundir.checkpoints import checkpoint_step, named_by_step
+from pretrain.rundir.files import make_directory, replace_file
+from pretrain.rundir.paths import check_version
+
+# ---- Refuse to write a report over files that are no earlier report of ours ----
+
+
+TITLE = "# Perplexity"
+"""Every report.md begins with it."""
+PICTURES = (".png", ".svg", ".pdf")
+_COLUMNS = {"protocol", "length", "loss_nats"}
+"""Columns of curve.csv by which it is known."""
+_POSITION_COLUMNS = {"length", "first_position", "loss_nats"}
+
+
+def check_overwrites(out: Path) -> None:
+    """Check that what `pretrain evaluate --out` would write over is an earlier report.
+
+    Tables and text are known by their content. A picture is known by the table beside it.
+
+    Args:
+        out: FILE.json of the report.
+
+    Raises:
+        ConfigError: A file is something else. Nothing has been written.
+    """
+    report, positions = out.with_name("report.md"), out.with_name("positions.csv")
+    curve = out.with_suffix(".csv")
+    ours = {
+        out: _is_curve(out),
+        curve: _has_columns(curve, _COLUMNS),
+        report: _start(report).startswith(TITLE),
+        positions: _has_columns(positions, _POSITION_COLUMNS),
+        blocks_path(out): _has_columns(blocks_path(out), set(BLOCK_FIELDS)),
+    }
+    ours |= {curve.with_suffix(p): ours[out] or ours[curve] for p in PICTURES}
+    ours |= {positions.with_suffix(p): ours[positions] for p in PICTURES}
+    for path, is_ours in ours.items():
+        if path.exists() and not is_ours:
+            raise ConfigError(
+                f"--out {out}: {path} would be overwritten, and it is no report that `pretrain "
+                "evaluate --out` wrote. Move it elsewhere, or choose another --out"
+            )
+    # report.md and positions.csv have one name in a folder, and no other file holds what they say.
+    for other in sorted(out.parent.glob("*.json")):
+        if other.name != out.name and report.exists() and _is_curve(other):
+            raise ConfigError(
+                f"--out {out}: {out.parent} holds the report {other.name}, whose report.md and "
+                "positions.csv would be overwritten. Choose a folder of its own"
+            )
+
+
+def _is_curve(path: Path) -> bool:
+    """Return True for a curve.json."""
+    try:
+        records = json.loads(path.read_bytes())["records"]
+        return all(record.keys() >= _COLUMNS for record in records)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _has_columns(path: Path, columns: set[str]) -> bool:
+    """Return True for a CSV file with these columns."""
+    return columns <= set(_start(path).partition("\n")[0].strip().split(","))
+
+
+def _start(path: Path) -> str:
+    """Return the first characters of a file; nothing of one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4096).decode(errors="replace")
+    except OSError:
+        return ""
+
 
 __all__ = ["FIELDS", "check_report_path", "format_table", "write_report"]
 
@@ -240,7 +319,7 @@ def sections_by_length(texts: Sequence[Text], stem: str, positions: Positions) -
             sections.append(_of_one_tokenizer(curves, heading, stem + name, about))
             by_position = position_curves(curves, positions)
             if by_position:
-                pictures = plots.plot_by_position(by_position, about)
+                pictures = figures.plot_by_position(by_position, about)
                 sections.append(_by_position(pictures, f"positions{name}"))
     return sections
 
@@ -254,12 +333,12 @@ def _of_one_tokenizer(curves: Sequence[Curve], heading: str, name: str, subject:
         name: File name of the figure, without its ending.
         subject: What the figure is about, if the report has several.
     """
-    pictures = {name: plots.plot_by_length(curves, subject=subject)}
+    pictures = {name: figures.plot_by_length(curves, subject=subject)}
     parts = [heading, show(name, "perplexity by length")]
     several = len(train_lengths(curves)) > 1
     if several:
         relative = f"{name}_relative"
-        pictures[relative] = plots.plot_by_length(curves, relative=True, subject=subject)
+        pictures[relative] = figures.plot_by_length(curves, relative=True, subject=subject)
         parts += [
             length_table(curves).markdown(),
             show(relative, "perplexity by length in training lengths"),
@@ -292,7 +371,7 @@ def _across_tokenizers(text: Text, name: str, subject: str) -> Section:
         show(name, "bits per byte by length"),
         length_table(text.curves, BITS_PER_BYTE).markdown(),
     ]
-    picture = plots.plot_by_length(text.curves, BITS_PER_BYTE, subject=subject)
+    picture = figures.plot_by_length(text.curves, BITS_PER_BYTE, subject=subject)
     return Section("\n\n".join(parts), {name: picture})
 
 
@@ -318,3 +397,248 @@ def show(name: str, caption: str) -> str:
 def label(digits: str) -> str:
     """Return the end of a file's name for a tokenizer or a validation set."""
     return "_" + re.sub(r"\W", "", digits)
+
+
+# ---- Report how perplexity at each length develops over a run's checkpoints ----
+# Each evaluation job leaves one directory, RUN/evaluations/step-########/, with the files that
+# `pretrain evaluate --out` writes, or with a failed.json once the launcher has given up on that
+# checkpoint. Every report is made anew from all of them, so the jobs may finish in any order.
+
+
+CURVES_SHOWN = 5
+"""Largest number of checkpoints in the plot by length: the first, the last and some between."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results of a run's evaluation jobs so far."""
+
+    folders: tuple[str, ...]
+    """Names of all the directories that were read, in the order of the steps."""
+    records: list[dict[str, Any]]
+    """Records with the keys of FIELDS, in the order of the steps."""
+    missing: dict[str, str]
+    """Checkpoint -> reason why it has no results."""
+
+
+def read_evaluations(directory: Path) -> Evaluated:
+    """Read every step-######## directory in RUN/evaluations.
+
+    A directory that cannot be read is reported as missing and does not stop the others.
+
+    Args:
+        directory: RUN/evaluations.
+
+    Returns:
+        All results. Perplexities and losses that are null in the files (not finite) are nan.
+    """
+    folders = named_by_step(directory)
+    records: list[dict[str, Any]] = []
+    missing = {}
+    for folder in folders:
+        try:
+            if (failed := folder / "failed.json").is_file():
+                missing[folder.name] = str(json.loads(failed.read_text())["reason"])
+                continue
+            found = read_records(folder / "curve.json")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            missing[folder.name] = (
+                f"{folder} cannot be read ({error}). Remove it to have the checkpoint evaluated "
+                "again"
+            )
+            continue
+        # The folder's name is the step, whatever a copy of the checkpoint was called.
+        step = checkpoint_step(folder.name)
+        records += [{**record, "step": step} for record in found]
+    return Evaluated(tuple(p.name for p in folders), records, missing)
+
+
+def report_run(run: Path) -> str:
+    """Write curve.json, curve.csv, report.md and the figures of curve and steps in RUN/evaluations.
+
+    Two processes may do this at the same time, as two evaluation jobs that end together. Each file
+    is replaced atomically, and each process looks for new results after it has written and starts
+    again if there are any. So the last one to write has included all results.
+
+    Args:
+        run: Run directory.
+
+    Returns:
+        The table of perplexities by training step and length, for the terminal. Folders that
+        cannot be read are named on stderr and left out.
+
+    Raises:
+        ConfigError: No checkpoint has been evaluated, or the run has another layout.
+    """
+    check_version(run)
+    directory = run / "evaluations"
+    written = None
+    while written != (evaluated := read_evaluations(directory)).folders:
+        if not evaluated.records:
+            reasons = "".join(f"\n{name}: {reason}" for name, reason in evaluated.missing.items())
+            raise ConfigError(
+                f"{directory}: no checkpoint has been evaluated yet{reasons}\n"
+                "Evaluation jobs write their results there; "
+                "`launcher submit --evaluate-checkpoints` starts them"
+            )
+        _write(directory, evaluated)
+        written = evaluated.folders
+    for name, reason in evaluated.missing.items():
+        print(f"warning: {name}: {reason}", file=sys.stderr, flush=True)
+    return "\n\n".join(
+        step_table(_named_by_step(part.records)).plain() for part in _parts(evaluated.records)
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Records of one tokenizer and one validation set, whose perplexities are comparable."""
+
+    records: list[Mapping[str, Any]]
+    tokenizer: str
+    validation: str
+
+
+def _parts(records: Sequence[Mapping[str, Any]]) -> list[_Part]:
+    """Return the records by validation set and tokenizer, in the order of the records."""
+    found: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+    for record in records:
+        found.setdefault((record["tokenizer"], record["validation"]), []).append(record)
+    return [_Part(part, *key) for key, part in found.items()]
+
+
+def _write(directory: Path, evaluated: Evaluated) -> None:
+    """Write the files of the report. The JSON comes last: where it exists, the rest does."""
+    parts = _parts(evaluated.records)
+    sections, pictures = ["# Perplexity by training step"], {}
+    sections.append(protocols_explained(evaluated.records))
+    if len(parts) > 1:
+        sections.append(
+            "The checkpoints were evaluated on several validation sets or with several tokenizers. "
+            "Perplexities of different ones are not comparable, so each has its own section."
+        )
+    for part in parts:
+        section = _section(part, len(parts) > 1)
+        sections.append(section.markdown)
+        pictures.update(section.pictures)
+    if evaluated.missing:
+        reasons = "\n".join(f"- {name}: {why}" for name, why in evaluated.missing.items())
+        sections += ["## Not evaluated", reasons]
+    sections += ["## How to read it", INTERVALS_EXPLAINED]
+    was_there = (directory / "curve.json").exists()
+    for stem in ("steps", "curve"):
+        mine = {name: kinds for name, kinds in pictures.items() if name.startswith(stem)}
+        write_pictures(directory, stem, mine, was_there)
+    replace_file(directory / "curve.csv", records_to_csv(evaluated.records))
+    replace_file(directory / "report.md", ("\n\n".join(sections) + "\n").encode())
+    replace_file(directory / "curve.json", records_to_json(evaluated.records))
+
+
+def _section(part: _Part, is_one_of_several: bool) -> Section:
+    """Return the section of report.md about one tokenizer and validation set."""
+    subject, end = "", ""
+    if is_one_of_several:
+        subject = f"validation set {part.validation}"
+        subject += f", tokenizer {part.tokenizer}"
+        end = label(part.validation) + label(part.tokenizer)
+    by_length, by_step = _named_by_step(part.records), make_step_curves(part.records)
+    steps = sorted({record["step"] for record in part.records})
+    chosen = set(_evenly_spaced(steps))
+    shown = [_in_words(curve) for curve in by_length if curve.sources[0].step in chosen]
+    newest = [_in_words(curve) for curve in by_length if curve.sources[0].step == steps[-1]]
+    pictures = {
+        f"steps{end}": figures.plot_by_step(by_step, subject),
+        f"curve{end}": figures.plot_by_length(shown, subject=subject),
+    }
+    markdown = [
+        *([f"## {subject.capitalize()}"] if subject else []),
+        show(f"steps{end}", "perplexity by training step"),
+        step_table(by_length).markdown(),
+        *([step_table(by_length, BITS_PER_BYTE).markdown()] if has_bits(by_length) else []),
+        "\n".join(f"- {describe_by_step(curve, curve.name)}" for curve in by_step),
+        "## By length",
+        show(f"curve{end}", "perplexity by length"),
+        "\n".join(f"- {describe_by_length(curve, curve.name)}" for curve in newest),
+        f"## What stands out at step {steps[-1]}",
+        what_stands_out(by_text(newest)),
+    ]
+    return Section("\n\n".join(markdown), pictures)
+
+
+def _named_by_step(records: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Return perplexity by length, one curve for each checkpoint, named by its step."""
+    named = []
+    for curve in make_curves(records):
+        source = curve.sources[0]
+        again = f", evaluation {source.evaluation}" if source.evaluation > 1 else ""
+        named.append(dataclasses.replace(curve, name=f"{source.step}{again}"))
+    return named
+
+
+def _in_words(curve: Curve) -> Curve:
+    """Return a curve that is named by its step under a name that says so."""
+    return dataclasses.replace(curve, name=f"step {curve.name}")
+
+
+def _evenly_spaced(steps: Sequence[int]) -> list[int]:
+    """Return at most CURVES_SHOWN of the steps, evenly spaced, with the first and the last."""
+    if len(steps) <= CURVES_SHOWN:
+        return list(steps)
+    last = len(steps) - 1
+    return [steps[round(i * last / (CURVES_SHOWN - 1))] for i in range(CURVES_SHOWN)]
+
+
+# ---- combine ----
+# Make one report of several: of runs that were evaluated, and of reports that were written.
+
+
+def combine(sources: Sequence[Path], out: Path | None) -> str:
+    """Write one report of the results of several sources; return its tables for the terminal.
+
+    Losses by position stay in the sources' own reports.
+
+    Args:
+        sources: Runs, of which the newest evaluated checkpoint is taken, or curve.json files.
+        out: FILE.json of the report, whose other files are written beside it; None for no report.
+
+    Raises:
+        ConfigError: A source has no results, some predict masked tokens and some next ones, or the
+            report cannot be written to `out`.
+    """
+    found = [(source, record) for source in sources for record in _records(source)]
+    check_objectives((str(source), record["protocol"]) for source, record in found)
+    records = [record for _, record in found]
+    if out is not None:
+        check_report_path(out)
+        check_overwrites(out)
+        make_directory(out.parent)
+        write_report(out, records)
+    return format_table(records)
+
+
+def _records(source: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's newest evaluated checkpoint, or of a curve.json."""
+    if source.is_dir():
+        check_version(source)
+        evaluated = read_evaluations(source / "evaluations")
+        for name, reason in evaluated.missing.items():
+            print(f"warning: {source}: {name}: {reason}", file=sys.stderr, flush=True)
+        if not evaluated.records:
+            raise ConfigError(
+                f"{source}: none of its checkpoints has been evaluated. Name a curve.json that "
+                "`pretrain evaluate --out` wrote, or evaluate the run first"
+            )
+        newest = evaluated.records[-1]["step"]
+        print(f"{source}: step {newest}, the newest evaluated")
+        found = [record for record in evaluated.records if record["step"] == newest]
+        return [{**record, "run": record["run"] or str(source)} for record in found]
+    try:
+        records = read_records(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: neither a run's directory nor a curve.json that `pretrain evaluate --out` "
+            f"wrote ({error})"
+        ) from None
+    if not records:
+        raise ConfigError(f"{source}: holds no results. Leave it out")
+    return records

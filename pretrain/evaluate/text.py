@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import DICTIONARY
-from pretrain.evaluate.spread import block_ends
+from pretrain.evaluate.records import block_ends
 
 READ_TOKENS = 1 << 20
 """Tokens that are read at once: what is read has 8 bytes a token, and what is kept 2 or 4."""
@@ -40,7 +40,7 @@ class ScoredText:
             count = min(READ_TOKENS, self.tokens - start)
             self._ids[start + 1 : start + 1 + count] = stream.read(start, count)
         self.block_ends = block_ends(self._ids[1:], stream.eos_id)
-        """Where the blocks end of which `pretrain.evaluate.spread` makes an interval."""
+        """Where the blocks end of which `pretrain.evaluate.records` makes an interval."""
         self.bytes = stream.text_bytes
         """Bytes of the scored text in UTF-8; 0 where they are not known."""
         if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:

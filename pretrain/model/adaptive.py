@@ -99,7 +99,7 @@ class AdaptiveSoftmax(nn.Module):
             tied: The input whose words and projections to use; None for own ones.
             dropout: Dropout probability of the hidden states, and of their projections for the
                 tails (fairseq: --adaptive-softmax-dropout).
-            compiled: Compile the passes over the head's logits (`pretrain.model.fusion`).
+            compiled: Compile the passes over the head's logits (`pretrain.model.gpt`).
         """
         super().__init__()
         self.clusters, self.dropout, self.compiled = tuple(clusters), dropout, compiled

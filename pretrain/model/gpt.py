@@ -6,14 +6,18 @@ are a pure function of (run.seed, global name), so that every layout starts from
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import logging
 import math
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -39,11 +43,117 @@ from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, SelfAttention
-from pretrain.model.fusion import Fusion, choose_fusion
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
-from pretrain.model.mlp import DropoutRowParallelLinear
 from pretrain.model.parameters import Named, named_parameters
 from pretrain.model.positions import METHODS, PositionMethod
+
+# ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
+# Three parts of the model beside attention have a fused form:
+#
+#     compiled regions    bias with GELU, bias with dropout and residual: Megatron's own functions
+#     under torch.compile (megatron/core/fusions) fused loss          logits with cross-entropy
+#     (`pretrain.model.loss`) weight gradients    added to fp32 buffers by the matrix product that
+#     computes them (`pretrain.model.loss`), where the optimizer keeps such buffers
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The fused operations of a model."""
+
+    compiled: bool
+    """Compile what torch.compile turns into one kernel."""
+
+    loss: bool
+    """Compute the loss from the hidden states, without a second copy of the logits."""
+
+    weight_gradients: bool
+    """Add weight gradients to fp32 buffers in the matrix product."""
+
+    def bias_gelu(self, config: RunConfig) -> bool:
+        """Return True if bias and GELU are one kernel.
+
+        Megatron's fused function is the tanh approximation, whatever activation its configuration
+        names (megatron/core/fusions/fused_bias_gelu.py), and it needs a bias.
+        """
+        m = config.model
+        return self.compiled and m.use_bias and m.hidden_act == "gelu_pytorch_tanh"
+
+
+def choose_fusion(config: RunConfig) -> Fusion:
+    """Return what is fused in this process, and log it once.
+
+    A CPU is left alone by default: compilation costs tens of seconds at every start, and the
+    results of runs that were started before the fusions existed stay the same to the last bit.
+    """
+    wanted = config.train.fusion == "on" or (config.train.fusion == "auto" and platform.has_cuda())
+    fusion = Fusion(
+        compiled=wanted and platform.can_compile(),
+        loss=wanted,
+        weight_gradients=wanted and platform.can_accumulate_products(),
+    )
+    if wanted:
+        _log_once(_describe(config, fusion))
+    return fusion
+
+
+def _describe(config: RunConfig, fusion: Fusion) -> str:
+    """Return a line for the log that says what is fused, and what is not although it was wanted."""
+    is_fused = {
+        "loss": fusion.loss,
+        "weight gradients": fusion.weight_gradients,
+        "bias-dropout-residual": fusion.compiled,
+        "bias-GELU": fusion.bias_gelu(config),
+    }
+    parts = ", ".join(name for name, fused in is_fused.items() if fused)
+    missing = "" if fusion.compiled else "; torch.compile cannot generate code for this device"
+    return f"fused operations: {parts} (train.fusion = {config.train.fusion}{missing})"
+
+
+@cache
+def _log_once(message: str) -> None:
+    """Log a message the first time it occurs in this process."""
+    logging.getLogger("pretrain.model").info(message)
+
+
+# ---- mlp ----
+# Dropout between the activation and the second linear layer of the MLP, which Megatron has not.
+
+
+class DropoutRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron ships no types
+    """Megatron's row-parallel linear layer, which drops elements of its input while it trains.
+
+    As in fairseq's feed-forward block (modules/transformer_layer.py, `activation_dropout_module`).
+    """
+
+    def __init__(self, *args: Any, dropout: float, **named: Any) -> None:
+        """Initialize Megatron's layer.
+
+        Args:
+            *args: Arguments of Megatron's layer.
+            dropout: Dropout probability of the input.
+            **named: Further arguments of Megatron's layer.
+        """
+        super().__init__(*args, **named)
+        self.dropout = dropout
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output [S, B, hidden] and the bias, which the layer does not add.
+
+        Args:
+            input_: The activation's output, [S, B, this tensor rank's part of ffn_hidden_size].
+        """
+        if not self.training:
+            plain: tuple[Tensor, Tensor | None] = super().forward(input_)
+            return plain
+        # Tensor ranks hold different channels, and must draw different masks: see the core
+        # attention's forward in `pretrain.model.attention`.
+        fork = not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            # F.dropout calls it on a GPU. Elsewhere that one keeps a mask of the input's data type.
+            dropped, _ = torch.native_dropout(input_, self.dropout, True)
+        out: tuple[Tensor, Tensor | None] = super().forward(dropped)
+        return out
+
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -121,7 +231,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # fp32; `pretrain.model.loss` takes its place.
         bias_activation_fusion=bias_gelu,
         bias_dropout_fusion=fusion.compiled,
-        # Switched on by `pretrain.model.weight_gradients` once the parameters have fp32 buffers.
+        # Switched on by `pretrain.model.loss` once the parameters have fp32 buffers.
         gradient_accumulation_fusion=False,
         # These belong to Megatron's DotProductAttention and FusedLayerNorm, which `_layer_spec`
         # does not use.

@@ -19,8 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig
-from pretrain.kernels.alibi import chosen_slopes
-from pretrain.kernels.sinusoidal import SinusoidalForm, sinusoidal_table
+from pretrain.kernels.alibi import SinusoidalForm, chosen_slopes, sinusoidal_table
 
 
 class PositionMethod(nn.Module):

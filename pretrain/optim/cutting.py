@@ -30,7 +30,7 @@ class Piece:
     num_elements: int
 
     is_late: bool
-    """True if the gradient is complete only after `pretrain.optim.gradients.finalize_gradients`."""
+    """True if the gradient is complete only after `pretrain.optim.buckets.finalize_gradients`."""
 
     settings: Settings
 

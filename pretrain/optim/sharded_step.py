@@ -9,20 +9,343 @@ the clipping. It stays on the device, so that nothing waits for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
-from pretrain.model.weight_gradients import accumulate_in_layers
-from pretrain.optim.buckets import Bucket
-from pretrain.optim.gather import WeightGather
-from pretrain.optim.gradients import finalize_gradients
-from pretrain.optim.reduction import GradientReducer
+from pretrain import platform
+from pretrain.model.loss import accumulate_in_layers, mark_stale, take_stale
+from pretrain.optim.buckets import Bucket, WeightGather, finalize_gradients
+from pretrain.topology import make_groups, ranks_per_node
+
+# ---- wire ----
+# Sum a bucket's gradients over the data-parallel ranks, each of which receives its own part.
+#
+# In fp32 that is a reduce-scatter. In 16 bit it is not: a reduce-scatter adds up in the data type
+# that it sends, and would round once for each rank. So unsummed parts have to travel, and each rank
+# adds up, in fp32, what the others send it (`sum_pieces`).
+#
+# What crosses between nodes decides the time. A reduce-scatter has added up the gradients of a node
+# before they leave it, whereas unsummed parts leave for each rank of the node. Over several nodes
+# the sum is therefore taken in two stages: a reduce-scatter in fp32 within the node, then 16 bit
+# between ranks of equal number in their nodes. For 1.36B parameters on 16 nodes of 8, a node sends
+# 2.55 GB, where the reduce-scatter in fp32 sends 5.41 GB and a single exchange in 16 bit would send
+# 20.43 GB (docs/performance.md).
+
+
+Wait = Callable[[], None]
+"""Waits until this rank's part of a bucket holds the sums."""
+
+
+class Wire(Protocol):
+    """A way to sum gradients over the ranks of a group."""
+
+    def start(self, flat: Tensor) -> Wait:
+        """Start to sum a bucket.
+
+        Args:
+            flat: This rank's gradients, fp32 [elements], a multiple of the number of ranks. The
+                part with this rank's number takes the sums; the others are undefined afterwards.
+        """
+
+
+def make_wire(group: dist.ProcessGroup, dtype: torch.dtype) -> Wire:
+    """Return the way in which gradients travel. All processes together.
+
+    Args:
+        group: The data-parallel ranks.
+        dtype: The data type in which gradients travel, between nodes if there are several.
+    """
+    if dtype == torch.float32:
+        return ReduceScatter(group)
+    per_node = ranks_per_node(group)
+    if per_node in (1, group.size()):
+        return Exchange(group, dtype)
+    return TwoStages(group, dtype, per_node)
+
+
+def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a flat tensor, as a view."""
+    return flat.view(group.size(), -1)[group.rank()]
+
+
+class ReduceScatter:
+    """Sums in fp32, on the way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, flat: Tensor) -> Wait:
+        """Start to sum a bucket (`Wire.start`)."""
+        work = dist.reduce_scatter_tensor(
+            own_part(flat, self._group), flat, group=self._group, async_op=True
+        )
+        return lambda: _wait(work)
+
+
+class Exchange:
+    """Sends every rank its part in 16 bit; sums in fp32 on arrival."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+
+    def start(self, flat: Tensor) -> Wait:
+        """Start to sum a bucket (`Wire.start`)."""
+        return self.start_into(flat, own_part(flat, self._group))
+
+    def start_into(self, parts: Tensor, out: Tensor) -> Wait:
+        """Start to send parts and to sum those received.
+
+        Args:
+            parts: One part for each rank, fp32, any shape.
+            out: Takes the sum of the parts that are for this rank, fp32 [elements].
+        """
+        sent = parts.to(self._dtype)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def wait() -> None:
+            _wait(work)
+            sum_pieces(received.view(self._group.size(), -1), out)
+
+        return wait
+
+
+class TwoStages:
+    """Sums in fp32 within a node, and exchanges the nodes' sums in 16 bit.
+
+    Rank r of the group is rank r % per_node of node r // per_node.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, per_node: int) -> None:
+        """Make the groups of the two stages. All processes together.
+
+        Args:
+            group: The data-parallel ranks.
+            dtype: The data type between nodes.
+            per_node: Ranks on a node.
+        """
+        self._group, self._per_node = group, per_node
+        self._num_nodes = group.size() // per_node
+        ranks = dist.get_process_group_ranks(group)
+        node, self._number = divmod(group.rank(), per_node)
+        first = node * per_node
+        self._node_group, peers = make_groups(
+            [ranks[first : first + per_node], ranks[self._number :: per_node]]
+        )
+        self._exchange = Exchange(peers, dtype)
+
+    def start(self, flat: Tensor) -> Wait:
+        """Start to sum a bucket (`Wire.start`)."""
+        # The second stage waits for the first, which the backward pass must not do.
+        with platform.beside():
+            # From [nodes, ranks of a node, part] to [ranks of a node, nodes, part]: the rank with a
+            # number receives what the ranks with its number need, on all nodes.
+            by_number = flat.view(self._num_nodes, self._per_node, -1).transpose(0, 1).contiguous()
+            of_node = by_number[self._number]
+            _wait(
+                dist.reduce_scatter_tensor(
+                    of_node.view(-1), by_number.view(-1), group=self._node_group, async_op=True
+                )
+            )
+            return self._exchange.start_into(of_node, own_part(flat, self._group))
+
+
+def sum_pieces(pieces: Tensor, out: Tensor) -> None:
+    """Sum what the ranks have sent, in fp32.
+
+    Each piece has been rounded once to the data type of the wire, whose unit roundoff u is 2^-8 for
+    bf16 and 2^-11 for fp16, and a sum of n terms in fp32 adds at most (n - 1) 2^-24. An element of
+    the result is therefore off by at most (u + n 2^-24) times the sum of the terms' magnitudes
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2). A ring in bf16 would
+    round every partial sum and reach n u.
+
+    Args:
+        pieces: One piece per rank, [ranks, elements], in the data type of the wire.
+        out: Takes the sums, fp32 [elements].
+    """
+    torch.sum(pieces, dim=0, dtype=torch.float32, out=out)
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Wait for a collective; on a GPU, have the present queue wait for it."""
+    # None stands for a rank outside of the group, which does not occur here.
+    assert work is not None
+    work.wait()
+
+
+# ---- reduction ----
+# Add up gradients in fp32, and sum them over the data-parallel ranks while the backward pass runs.
+#
+# At ZeRO stage 1 every bucket (pretrain/optim/buckets.py) has one flat fp32 tensor of gradients. A
+# hook adds each gradient to it as soon as the backward pass has computed it. During the last micro
+# batch, a bucket whose gradients are complete is sent at once, so that the network works while the
+# backward pass goes on. Each rank receives only its own part of a bucket, which is all that its
+# share of the optimizer needs: a rank sends (n - 1) / n of the bucket, where an all-reduce would
+# send twice that. How it travels is said in pretrain/optim/sharded_step.py.
+#
+# DeepSpeed's own reduction cannot be used here. Its hooks follow `engine.backward`, which
+# Megatron's schedules do not call, and at stage 1 it all-reduces after the backward pass
+# (deepspeed/runtime/ engine.py, `allreduce_gradients`). Megatron's needs buckets of its own
+# (pretrain/optim/buckets.py).
+
+
+class GradientReducer:
+    """Accumulates the gradients of a step and sums them over the data-parallel ranks.
+
+    A step is `begin_step`, the backward passes, and `finish`. Sums do not depend on the moment at
+    which a bucket is sent, so overlapping changes no bit.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        flat_weights: list[Tensor],
+        group: dist.ProcessGroup,
+        wire_dtype: torch.dtype,
+        overlap: bool = True,
+    ) -> None:
+        """Allocate the gradients, and register a hook on every parameter.
+
+        Args:
+            buckets: The buckets, in the order in which they are sent.
+            flat_weights: The flat weights of each bucket, [padded elements]; gradients are laid out
+                like them. Each length is a multiple of the group's size.
+            group: The data-parallel ranks.
+            wire_dtype: Data type in which gradients are sent. Sums are taken in fp32 in any case.
+            overlap: Send a bucket as soon as it is complete. False sends all buckets in `finish`.
+        """
+        self._group, self._is_alone = group, group.size() == 1
+        self._overlap = overlap and not self._is_alone
+        self._wire = None if self._is_alone else make_wire(group, wire_dtype)
+        self._buckets = [_FlatBucket(b, weights) for b, weights in zip(buckets, flat_weights)]
+        self._num_microbatches = 0
+        self._num_sent = 0
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.parameter.main_grad = slot.gradient  # type: ignore[attr-defined]  # Megatron
+                hook = functools.partial(self._accumulate, bucket, slot)
+                # torch declares no types here.
+                slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """Return this rank's part of every bucket's gradients, fp32 [padded elements / ranks].
+
+        After `finish`, they are the sums (not the means) over the ranks.
+        """
+        return [own_part(bucket.gradients, self._group) for bucket in self._buckets]
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last step.
+
+        Args:
+            num_microbatches: Backward passes that will run, after which gradients are complete.
+        """
+        self._num_microbatches = num_microbatches
+        self._num_sent = 0
+        for bucket in self._buckets:
+            bucket.num_complete = 0
+            for slot in bucket.slots:
+                slot.num_accumulated = 0
+                mark_stale(slot.gradient)
+                # A micro batch that ended in an error may have left one.
+                slot.parameter.grad = None
+
+    def clear_unused(self) -> None:
+        """Set the gradients to zero that no backward pass has reached in this step."""
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if take_stale(slot.gradient):
+                    slot.gradient.zero_()
+
+    def finish(self) -> None:
+        """Send what has not been sent yet, and wait until the sums in `shards` are complete."""
+        if self._is_alone:
+            return
+        for bucket in self._buckets[self._num_sent :]:
+            self._send(bucket)
+        self._num_sent = len(self._buckets)
+        for bucket in self._buckets:
+            assert bucket.wait is not None
+            bucket.wait()
+            bucket.wait = None
+
+    def _accumulate(self, bucket: _FlatBucket, slot: _Slot, _: Tensor) -> None:
+        """Add the gradient that the backward pass has just computed to the sum in fp32."""
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        if getattr(slot.parameter, "grad_added_to_main_grad", False):
+            # The layer has added it, and what autograd got in its place was never filled.
+            slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron
+        elif take_stale(slot.gradient):
+            slot.gradient.copy_(gradient)
+        else:
+            slot.gradient.add_(gradient)
+        slot.parameter.grad = None
+        slot.num_accumulated += 1
+        if bucket.is_late or slot.num_accumulated < self._num_microbatches:
+            return
+        if slot.num_accumulated > self._num_microbatches:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(slot.parameter.shape)} received more than one "
+                f"gradient for each of the {self._num_microbatches} micro batches, after its "
+                "bucket may have been sent"
+            )
+        bucket.num_complete += 1
+        if self._overlap:
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        """Send the buckets that are complete, in the order that all ranks keep."""
+        for bucket in self._buckets[self._num_sent :]:
+            if bucket.is_late or bucket.num_complete < len(bucket.slots):
+                return
+            self._send(bucket)
+            self._num_sent += 1
+
+    def _send(self, bucket: _FlatBucket) -> None:
+        """Start the reduction of one bucket."""
+        assert self._wire is not None
+        bucket.wait = self._wire.start(bucket.gradients)
+
+
+@dataclass
+class _Slot:
+    """The place of one parameter's gradient in its bucket."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    """A view of the bucket's gradients, in the shape of the parameter."""
+    num_accumulated: int = 0
+    """Gradients added in this step."""
+
+
+class _FlatBucket:
+    """The gradients of one bucket, and how far they have come in this step."""
+
+    def __init__(self, bucket: Bucket, flat_weights: Tensor) -> None:
+        # Zeros, because nothing ever writes to the padding at the end.
+        self.gradients = torch.zeros_like(flat_weights, dtype=torch.float32)
+        self.is_late = bucket.is_late
+        self.slots: list[_Slot] = []
+        start = 0
+        for parameter in bucket.parameters:
+            view = self.gradients[start : start + parameter.numel()].view(parameter.shape)
+            self.slots.append(_Slot(parameter, view))
+            start += parameter.numel()
+        self.num_complete = 0
+        """Parameters whose gradients are complete."""
+        self.wait: Wait | None = None
+        """Waits for the reduction that is under way."""
+
 
 Veto = Callable[[Tensor], Tensor]
 """The global gradient norm -> a boolean scalar on the device: True leaves the update out."""

@@ -1,17 +1,604 @@
 """Compute the memory of a rank, part by part, from a config and a layout.
 
 State (weights, gradients, optimizer) is exact to the byte. Activations follow
-`pretrain.plan.activations`, at the moment of a step at which most memory is in use.
+`pretrain.plan.memory`, at the moment of a step at which most memory is in use.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
-from pretrain.config import Layout, RunConfig, num_parameters
-from pretrain.plan.activations import ITEM, Activations
-from pretrain.plan.pipeline import states
-from pretrain.plan.weights import Stage, chunk_layers, zero_stage
+from pretrain.config import Layout, RunConfig, num_parameters, num_parameters_of_rank
+from pretrain.config.errors import ConfigError
+from pretrain.optim.cutting import Piece, Settings, cut
+
+# ---- The order in which a pipeline stage runs its micro batches, as Megatron's schedules do ----
+# Origin: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`,
+# `get_schedule_table` and the two functions that run them.
+
+
+State = tuple[tuple[int, ...], int]
+"""Micro batches of each chunk that wait for their backward pass, and the chunk whose turn it is."""
+
+
+def states(layout: Layout, stage: int) -> frozenset[State]:
+    """Return what waits on a stage when a backward pass begins, each combination once.
+
+    Args:
+        layout: The layout of the run.
+        stage: The pipeline stage, from 0.
+    """
+    # Afterwards each forward pass follows a backward pass of the same chunk.
+    enough = 3 * layout.pipeline if layout.virtual > 1 else layout.pipeline + 1
+    count = min(layout.num_microbatches, enough)
+    return _states(layout.pipeline, layout.virtual, stage, count)
+
+
+@lru_cache(maxsize=4096)
+def _states(pipeline: int, virtual: int, stage: int, count: int) -> frozenset[State]:
+    """Return the states of a stage in a step of `count` micro batches."""
+    waiting = [0] * virtual
+    found = set()
+    for is_forward, chunk in passes(pipeline, virtual, stage, count):
+        if is_forward:
+            waiting[chunk] += 1
+        else:
+            found.add((tuple(waiting), chunk))
+            waiting[chunk] -= 1
+    return frozenset(found)
+
+
+def passes(pipeline: int, virtual: int, stage: int, count: int) -> Iterator[tuple[bool, int]]:
+    """Yield the passes of a step on a stage, in order: True if forward, and the chunk.
+
+    Args:
+        pipeline: Pipeline stages.
+        virtual: Chunks of each.
+        stage: The stage, from 0.
+        count: Micro batches.
+    """
+    if virtual == 1:
+        warm_up = pipeline - stage - 1
+    else:
+        warm_up = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline
+    # Micro batches pass chunk by chunk in groups of the pipeline's size.
+    group = pipeline if virtual > 1 else count
+    forward = [
+        chunk
+        for first in range(0, count, group)
+        for chunk in range(virtual)
+        for _ in range(first, min(count, first + group))
+    ]
+    backward = [virtual - 1 - chunk for chunk in forward]
+    warm_up = min(warm_up, len(forward))
+    yield from ((True, chunk) for chunk in forward[:warm_up])
+    for number, chunk in enumerate(forward[warm_up:]):
+        yield True, chunk
+        yield False, backward[number]
+    yield from ((False, chunk) for chunk in backward[len(forward) - warm_up :])
+
+
+# ---- List the parameters of a rank without building the model, and lay them out as ZeRO does ----
+# Names, order and shapes are those of `pretrain.model.parameters.named_parameters`, with which the
+# tests compare them on every rank of many layouts.
+
+
+TIED = "embedding.word_embeddings.weight"
+ALIGNMENT = 2
+"""DeepSpeed pads each flat tensor to a multiple of this times the data-parallel size (deepspeed/
+runtime/zero/stage_1_and_2.py, `nccl_start_alignment_factor`)."""
+
+
+class Weight(NamedTuple):
+    """One parameter of a tensor-parallel rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_split: bool
+    """True if the tensor-parallel ranks divide it among them."""
+    is_partial: bool
+    """True if each rank's gradient is that of its part of the sequence (sequence parallelism)."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that this rank holds."""
+        return math.prod(self.shape)
+
+
+def chunk_layers(config: RunConfig, stage: int) -> list[tuple[int, int]]:
+    """Return (number of the chunk, its layers) of every chunk of a pipeline stage."""
+    pipeline = config.parallel.pipeline_model_parallel_size
+    return list(enumerate(config.layers_per_chunk))[stage::pipeline]
+
+
+def weights_of_rank(config: RunConfig, stage: int) -> list[Weight]:
+    """Return the parameters of a rank of a pipeline stage, in the order of its chunks.
+
+    All tensor-parallel and data-parallel ranks of a stage have alike ones.
+
+    Args:
+        config: The run.
+        stage: The pipeline stage, from 0.
+
+    Raises:
+        ConfigError: The model has parameters that are not known here.
+    """
+    last = len(config.layers_per_chunk) - 1
+    weights: list[Weight] = []
+    for number, layers in chunk_layers(config, stage):
+        if number == 0:
+            weights += _embedding(config)
+        first = sum(config.layers_per_chunk[:number])
+        for layer in range(first, first + layers):
+            weights += _layer(config, f"decoder.layers.{layer}")
+        if number == last:
+            if config.model.final_layernorm:
+                weights += _norm(config, "decoder.final_layernorm")
+            if last or not config.model.tie_word_embeddings:
+                name = TIED if config.model.tie_word_embeddings else "output_layer.weight"
+                weights.append(Weight(name, _vocabulary(config), True, False))
+        if number == chunk_layers(config, stage)[0][0]:
+            weights += _position(config)
+    counted = sum(weight.num_elements for weight in weights)
+    if counted != num_parameters_of_rank(config, stage):
+        raise ConfigError(
+            f"this model has {num_parameters_of_rank(config, stage):,} parameters on a rank of "
+            f"pipeline stage {stage}, of which `pretrain plan` knows {counted:,}. It plans models "
+            "with one embedding and one output matrix of the whole vocabulary"
+        )
+    return weights
+
+
+def _vocabulary(c: RunConfig) -> tuple[int, int]:
+    """Return the shape of a tensor rank's part of the embedding."""
+    return c.padded_vocab_size // c.parallel.tensor_model_parallel_size, c.model.hidden_size
+
+
+def _embedding(c: RunConfig) -> Iterator[Weight]:
+    """Yield what stands before the first layer."""
+    yield Weight(TIED, _vocabulary(c), True, False)
+    # Megatron adds positions to the whole sequence and splits it afterwards.
+    adds_positions = c.position.method in ("learned", "sinusoidal")
+    if c.position.method == "learned":
+        shape = (c.max_position_embeddings, c.model.hidden_size)
+        yield Weight("embedding.position_embeddings.weight", shape, False, False)
+    if c.model.embedding_layernorm:
+        for weight in _norm(c, "embedding.word_embeddings_layernorm"):
+            yield weight._replace(is_partial=weight.is_partial and not adds_positions)
+
+
+def _layer(c: RunConfig, name: str) -> Iterator[Weight]:
+    """Yield the parameters of a transformer layer."""
+    tensor, hidden = c.parallel.tensor_model_parallel_size, c.model.hidden_size
+    heads = c.model.num_attention_heads + 2 * c.num_query_groups
+    qkv, ffn = heads * c.head_dim // tensor, c.ffn_hidden_size // tensor
+    partial = c.parallel.sequence_parallel
+
+    def linear(part: str, shape: tuple[int, int], splits_output: bool) -> Iterator[Weight]:
+        yield Weight(f"{name}.{part}.weight", shape, True, False)
+        if c.model.use_bias:
+            is_partial = partial and not splits_output
+            yield Weight(f"{name}.{part}.bias", shape[:1], splits_output, is_partial)
+
+    yield from _norm(c, f"{name}.input_layernorm")
+    yield from linear("self_attention.linear_proj", (hidden, hidden // tensor), False)
+    yield from linear("self_attention.linear_qkv", (qkv, hidden), True)
+    yield from _norm(c, f"{name}.pre_mlp_layernorm")
+    yield from linear("mlp.linear_fc1", (ffn, hidden), True)
+    yield from linear("mlp.linear_fc2", (hidden, ffn), False)
+
+
+def _norm(c: RunConfig, name: str) -> list[Weight]:
+    """Return the parameters of a LayerNorm."""
+    kinds = ("weight", "bias") if c.model.use_bias else ("weight",)
+    partial = c.parallel.sequence_parallel
+    return [Weight(f"{name}.{kind}", (c.model.hidden_size,), False, partial) for kind in kinds]
+
+
+def _position(c: RunConfig) -> Iterator[Weight]:
+    """Yield the parameters that the position method learns for each head."""
+    heads = c.model.num_attention_heads // c.parallel.tensor_model_parallel_size
+    if c.position.method == "t5":
+        shape = (heads, c.position.relative_attention_num_buckets)
+        yield Weight("position.relative_attention_bias", shape, True, False)
+    elif c.position.method == "alibi" and c.position.trainable_slopes:
+        yield Weight("position.slopes", (heads,), True, False)
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """Parameters of a rank that lie in one flat tensor."""
+
+    num_elements: int
+    """With the padding."""
+    is_late: bool
+    """True if the reduction cannot start within the backward pass."""
+    names: tuple[str, ...]
+
+
+def buckets_of_rank(config: RunConfig, layout: Layout, stage: int) -> list[FlatBucket]:
+    """Return the flat tensors of a rank, in the order in which they are reduced at ZeRO 1.
+
+    Args:
+        config: The run.
+        layout: Its layout.
+        stage: The pipeline stage, from 0.
+    """
+    weights = weights_of_rank(config, stage)
+    unit = ALIGNMENT * layout.data
+
+    def flat(members: list[int], is_late: bool) -> FlatBucket:
+        size = sum(weights[number].num_elements for number in members)
+        names = tuple(weights[number].name for number in members)
+        return FlatBucket(-(-size // unit) * unit, is_late, names)
+
+    if zero_stage(config, layout) > 1:
+        groups: dict[Settings, list[int]] = {}
+        for number, weight in enumerate(weights):
+            groups.setdefault(_settings(config, weight), []).append(number)
+        return [flat(groups[settings], False) for settings in sorted(groups, reverse=True)]
+    pieces = [_piece(config, weight) for weight in weights]
+    return [flat(part, pieces[part[0]].is_late) for part in cut(pieces)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage, and how many later ones are like it."""
+
+    number: int
+    """From 0."""
+    buckets: tuple[FlatBucket, ...]
+    """Those of each of its ranks."""
+    partial: int
+    """Elements of which each tensor rank has the gradient of its part of the sequence."""
+    shared: tuple[int, ...]
+    """Elements of each parameter that all stages share."""
+    count: int = 1
+    """Stages with as many layers, this one included. It keeps the most activations of them."""
+
+    @property
+    def tail(self) -> float:
+        """Part of a rank's gradients that cannot be reduced within the backward pass.
+
+        These are the buckets that other ranks complete, and the last bucket of the others.
+        """
+        early = [bucket for bucket in self.buckets if not bucket.is_late]
+        exposed = [bucket for bucket in self.buckets if bucket.is_late]
+        exposed += [b for b in early if TIED in b.names] or early[-1:]
+        sizes = [sum(b.num_elements for b in part) for part in (exposed, self.buckets)]
+        return sizes[0] / sizes[1]
+
+
+def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
+    """Return one pipeline stage; arguments as for `buckets_of_rank`."""
+    weights = weights_of_rank(config, number)
+    return Stage(
+        number,
+        tuple(buckets_of_rank(config, layout, number)),
+        partial=sum(weight.num_elements for weight in weights if weight.is_partial),
+        shared=tuple(w.num_elements for w in weights if w.name.startswith("position.")),
+    )
+
+
+def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
+    """Return the first pipeline stage of each kind, with the number of stages of the kind.
+
+    They do not depend on the micro-batch size and on recomputation.
+
+    Args:
+        config: The run.
+        layout: Its layout.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number in range(layout.pipeline):
+        layers = tuple(count for _, count in chunk_layers(config, number))
+        kind = (layers, number == 0, number == layout.pipeline - 1)
+        kinds.setdefault(kind, []).append(number)
+    return [
+        replace(stage_of(config, layout, members[0]), count=len(members))
+        for members in kinds.values()
+    ]
+
+
+def zero_stage(config: RunConfig, layout: Layout) -> int:
+    """Return the ZeRO stage that the run takes: with one data-parallel rank all are stage 1."""
+    return 1 if layout.data == 1 else config.parallel.zero_stage
+
+
+def _piece(c: RunConfig, weight: Weight) -> Piece:
+    """Return what decides in which bucket a parameter stands (`pretrain.optim.buckets`)."""
+    parallel = c.parallel
+    is_tied = c.model.tie_word_embeddings and weight.name == TIED
+    is_late = (
+        weight.name.startswith("position.")
+        or (parallel.tensor_model_parallel_size > 1 and weight.is_partial)
+        or (parallel.pipeline_model_parallel_size > 1 and is_tied)
+    )
+    is_replicated = not weight.is_split or parallel.tensor_model_parallel_size == 1
+    return Piece(weight.name, weight.num_elements, is_late, _settings(c, weight), is_replicated)
+
+
+def _settings(c: RunConfig, weight: Weight) -> Settings:
+    """Return weight decay and learning-rate factor, as `pretrain.optim.buckets` sets them."""
+    if weight.name.startswith("position."):
+        return 0.0, c.optimizer.position_learning_rate_mult
+    return c.optimizer.weight_decay if len(weight.shape) == 2 else 0.0, 1.0
+
+
+# ---- activations ----
+# Bytes of the tensors that a rank keeps for the backward pass, and of those that come and go.
+#
+# These are closed forms of what Megatron's layers, our attention and our loss save
+# (tests/unit/test_plan_memory.py compares them with every allocation of real ranks). Letters: T
+# tokens of a micro batch, d hidden size, t tensor-parallel size. Norms, residual stream and dropout
+# hold T / t tokens under sequence parallelism; what stands between the two products of a block is
+# divided by t in any case.
+
+
+ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number in each precision."""
+LOSS_PIECE = 2**24
+"""Logits that the loss turns into fp32 at once where it is not compiled (`pretrain.model.loss`)."""
+FOLDED_COLUMNS = 6
+"""Columns that ALiBi adds to q and k on a V100 (`pretrain.kernels.folded`)."""
+FOLDED_KEYS = 60_000
+"""Keys that such columns serve at most."""
+BIASED = ("alibi", "t5")
+"""Position methods that add a bias to the scores."""
+WIDEST_HEAD = 256
+"""Width of a head that the Triton kernel serves at most."""
+QUERY_BLOCK = 256
+"""Queries of a masked call of torch's attention (`pretrain.kernels.sdpa`)."""
+
+
+def attention_backend(config: RunConfig, is_modern: bool) -> str:
+    """Return the backend that model.attention_backend = auto takes on a GPU that has Triton.
+
+    That is `pretrain.kernels.dispatch`, without torch. A test compares the two.
+
+    Args:
+        config: The run.
+        is_modern: As in `Activations`.
+    """
+    method, parts_documents = config.position.method, config.data.per_document_attention
+    if method not in BIASED and not parts_documents:
+        return "sdpa"
+    if is_modern and config.head_dim <= WIDEST_HEAD:
+        return "triton"
+    is_fixed = method == "alibi" and not config.position.trainable_slopes
+    if (
+        is_fixed
+        and not parts_documents
+        and config.train.precision != "fp32"
+        and config.data.sequence_length <= FOLDED_KEYS
+    ):
+        return "folded"
+    return "sdpa"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The tensors of one micro batch in the chunks of a rank. All are in bytes."""
+
+    config: RunConfig
+    is_modern: bool
+    """The GPU has bf16, a Triton kernel for attention, and fused operations by torch.compile."""
+
+    @cached_property
+    def item(self) -> int:
+        """Bytes of a number in the training precision."""
+        return ITEM[self.config.train.precision]
+
+    @cached_property
+    def tokens(self) -> int:
+        """T, tokens of a micro batch."""
+        return self.config.batch.micro_batch_size * self.config.data.sequence_length
+
+    @cached_property
+    def tensor(self) -> int:
+        """t, the tensor-parallel size."""
+        return self.config.parallel.tensor_model_parallel_size
+
+    @cached_property
+    def stream_tokens(self) -> int:
+        """Tokens of which this rank holds norms and residual stream."""
+        return self.tokens // (self.tensor if self.config.parallel.sequence_parallel else 1)
+
+    @cached_property
+    def stream(self) -> int:
+        """One tensor of the residual stream."""
+        return self.stream_tokens * self.config.model.hidden_size * self.item
+
+    @cached_property
+    def whole(self) -> int:
+        """One tensor of the width d for all tokens, whatever the sequence parallelism."""
+        return self.tokens * self.config.model.hidden_size * self.item
+
+    @cached_property
+    def inner(self) -> int:
+        """The output of the first product of the MLP."""
+        return self.tokens * self.config.ffn_hidden_size // self.tensor * self.item
+
+    @property
+    def has_fused_loss(self) -> bool:
+        """True if the loss keeps no second copy of the logits: `train.fusion` on a GPU."""
+        return self.config.train.fusion != "off"
+
+    @property
+    def accumulates_in_products(self) -> bool:
+        """True if weight gradients are added to fp32 by the product itself."""
+        return self.has_fused_loss and self.is_modern and self.config.parallel.zero_stage == 1
+
+    def layer(self) -> int:
+        """Return what a layer keeps, by train.recompute_granularity."""
+        recompute = self.config.train.recompute_granularity
+        if recompute == "full":
+            return self.stream
+        return self.whole_layer(keeps_core=recompute == "none")
+
+    def whole_layer(self, keeps_core: bool = True) -> int:
+        """Return what a layer keeps without recomputation, or with that of attention's core."""
+        m = self.config.model
+        # Inputs and outputs of both norms, and their statistics, of which torch keeps two a token.
+        norms = 4 * self.stream + 2 * 2 * 4 * self.stream_tokens
+        if m.parallel_residual:
+            # Both norms have the same input.
+            norms -= self.stream
+        dropout = 2 * self.stream // self.item if m.hidden_dropout else 0
+        # ReLU's backward pass reads its output, which the second product keeps anyway.
+        mlp = self.inner if m.hidden_act == "relu" else 2 * self.inner
+        if m.activation_dropout:
+            # The mask, of a byte an element; and ReLU's output is no longer the product's input.
+            mlp += self.inner // self.item + (self.inner if m.hidden_act == "relu" else 0)
+        return norms + dropout + mlp + self._attention(keeps_core)
+
+    def _attention(self, keeps_core: bool) -> int:
+        """Return what attention keeps beside its input: queries, keys, values and output."""
+        c = self.config
+        heads = c.model.num_attention_heads // self.tensor
+        # The kernels of a V100 have no grouped queries: keys and values are repeated for each head.
+        groups = c.num_query_groups // self.tensor if self.is_modern else heads
+        query = heads * c.head_dim * self.item
+        pair = 2 * groups * c.head_dim * self.item
+        rows = 4 * heads
+        kept = query + pair
+        if c.position.method == "rotary":
+            # The rotated queries and keys are new tensors, and the values a view of the old ones.
+            kept += query + pair // 2
+            # Sines and cosines, of queries and of keys, which the batch shares.
+            kept += 4 * c.rotary_channels * self.item // c.batch.micro_batch_size
+        elif 1 < groups < heads:
+            # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
+            # in any case.
+            kept += query
+        core = rows
+        if self.uses_columns:
+            extra = -(-(c.head_dim + FOLDED_COLUMNS) // 8) * 8 - c.head_dim
+            core += (heads + groups) * extra * self.item
+        elif self.uses_mask:
+            # q, k, v and the output in fp32, and what was there before as far as it stays.
+            core += (2 * query + pair) * 4 // self.item
+        if not self.is_modern and not self.uses_mask:
+            # The kernel's output has the batch first, and the projection copies it.
+            core += query
+        total = kept + query + (core if keeps_core else 0)
+        return self.tokens * total + (self._mask() if keeps_core and self.uses_mask else 0)
+
+    @property
+    def uses_columns(self) -> bool:
+        """True if ALiBi stands in columns of q and k: in fp16 on a V100."""
+        return attention_backend(self.config, self.is_modern) == "folded"
+
+    @property
+    def uses_mask(self) -> bool:
+        """True if a bias reaches attention as a mask in memory."""
+        is_biased = self.config.position.method in BIASED
+        return is_biased and attention_backend(self.config, self.is_modern) == "sdpa"
+
+    def _mask(self) -> int:
+        """Return the fp32 masks of a layer, which the batch shares: a block of queries each."""
+        length = self.config.data.sequence_length
+        heads = self.config.model.num_attention_heads // self.tensor
+        blocks = range(length, 0, -QUERY_BLOCK)
+        return 4 * heads * sum(min(QUERY_BLOCK, keys) * keys for keys in blocks)
+
+    def embedding(self) -> int:
+        """Return what the embedding keeps beside the input of the first layer: token ids."""
+        ids = 8 + (9 if self.tensor > 1 else 0)
+        dropout = self.stream // self.item if self.config.model.hidden_dropout else 0
+        norm = 0
+        if self.config.model.embedding_layernorm:
+            norm = self.stream + 8 * self.stream_tokens
+        return ids * self.tokens + dropout + norm
+
+    def logits(self) -> int:
+        """Return the logits of a micro batch, in every form in which the loss keeps them."""
+        # Megatron's loss keeps their softmax, in fp32.
+        per_logit = self.item if self.has_fused_loss else 4
+        return self.tokens * self.config.padded_vocab_size // self.tensor * per_logit
+
+    def loss(self) -> int:
+        """Return what the final norm and the loss keep beside the logits."""
+        # Input and output of the norm, of which the output layer has gathered all tokens; labels,
+        # and three statistics a token.
+        norm = self.stream + 8 * self.stream_tokens + self.whole
+        if not self.config.model.final_layernorm:
+            # What the last layer puts out is the output layer's input.
+            norm = self.whole
+        return norm + (8 + 3 * 4) * self.tokens
+
+    def loss_buffers(self, is_tied_here: bool) -> int:
+        """Return what the backward pass of the loss needs beside what is kept.
+
+        Args:
+            is_tied_here: The embedding and the output layer are one parameter of this rank.
+        """
+        gradient = self.whole + (self.stream if self.config.parallel.sequence_parallel else 0)
+        if not is_tied_here or not self.accumulates_in_products:
+            # A gradient of the weight's shape for autograd, filled or not.
+            gradient += self.embedding_weight()
+        logits = self.tokens * self.config.padded_vocab_size // self.tensor
+        if not self.has_fused_loss:
+            # The softmax has become the logits' gradient, and is gone when the products begin.
+            gradient = self.item * logits + max(0, gradient - self.logits())
+        elif not self.is_modern:
+            gradient += 4 * min(logits, LOSS_PIECE)
+        return gradient + 8 * self.tokens
+
+    def embedding_weight(self) -> int:
+        """Return the embedding of this rank in the training precision."""
+        rows = self.config.padded_vocab_size // self.tensor
+        return rows * self.config.model.hidden_size * self.item
+
+    def layer_buffers(self) -> int:
+        """Return what the backward pass of a layer needs beside what is kept, at most."""
+        total = max(self._mlp_buffers(), self._attention_buffers())
+        if self.config.train.recompute_granularity == "full":
+            # The layer runs once more and keeps everything; its input is kept already. The output
+            # of its last product is there as well when the backward pass begins.
+            total += self.whole_layer()
+        return total
+
+    def _mlp_buffers(self) -> int:
+        """Return the buffers of the second product of the MLP, or of ReLU's backward pass.
+
+        They are the gradients of the product's output and of its input, and one of its weight's
+        shape. ReLU writes a second gradient of its own size, while its output is still there.
+        """
+        c = self.config
+        weight = c.model.hidden_size * c.ffn_hidden_size // self.tensor * self.item
+        gathered = self.whole if c.parallel.sequence_parallel else 0
+        dropped = self.stream if c.model.hidden_dropout else 0
+        beside = weight + gathered
+        if c.model.hidden_act == "relu":
+            beside = max(beside, self.inner)
+        return self.stream + self.inner + beside + dropped
+
+    def _attention_buffers(self) -> int:
+        """Return the buffers of attention, when what the MLP keeps has been given back.
+
+        They are the gradients of the residual stream, of the output, and of queries, keys and
+        values; and with a learned bias the kernel's sums of its gradient (kernels/flash/launch.py).
+        """
+        c = self.config
+        heads = c.model.num_attention_heads // self.tensor
+        pairs = (heads + 2 * c.num_query_groups // self.tensor) * c.head_dim * self.item
+        sums = 0
+        if self.is_modern and c.position.method == "t5":
+            reach = min(c.data.sequence_length, c.position.relative_attention_max_distance)
+            block = 32 if c.head_dim * self.item < 1024 else 16
+            sums = 4 * heads * -(-(reach + block - 1) // block) * 16 * block * 2 * block
+        given_back = 2 * self.inner + 2 * self.stream
+        return 2 * self.stream + self.whole // self.tensor + self.tokens * pairs + sums - given_back
+
+    def persistent(self) -> int:
+        """Return the buffer in which Megatron gathers sequences, which is never freed."""
+        return self.whole if self.config.parallel.sequence_parallel else 0
+
 
 OVERHEAD_BYTES = 1_500_000_000
 """CUDA's context, NCCL's buffers and fragmentation. Assumed; measured on no GPU."""

@@ -12,7 +12,7 @@ replaced here, and nowhere else:
   Inductor makes of them. A weight's gradient is added to fp32 by one matrix product;
 - torch's optimizers take their multi-tensor path where they would on CUDA;
 - data-parallel ranks stand on one node, which decides how gradients travel in 16 bit
-  (pretrain/optim/wire.py);
+  (pretrain/optim/sharded_step.py);
 - fp16 is allowed.
 """
 
@@ -21,7 +21,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +33,201 @@ from torch._C._distributed_c10d import Work
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from pretrain import platform
-from pretrain.config import RunConfig
-from pretrain.plan.costs import Collective, Kernels
-from pretrain.plan.counter import Counter
-from pretrain.plan.fused import compiled_regions, weight_gradients
-from pretrain.plan.operators import OpClass
+from pretrain.checkpoint.manifest import TrainerState
+from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
+from pretrain.model import forward
+from pretrain.model.gpt import build_model
+from pretrain.optim.zero import ZeroOptimizer
+from pretrain.plan.operators import (
+    Collective,
+    Counter,
+    Kernels,
+    OpClass,
+    Phase,
+    StepCounts,
+    compiled_regions,
+    weight_gradients,
+)
 from pretrain.topology import Process, Topology, finish, initialize
+from pretrain.train import loop, step
+from pretrain.train.reporter import AttemptReporter, Requests
+from pretrain.train.start import Run, StartPoint
+
+# ---- Show what a step costs: as a table for people, and as JSON for other programs ----
+
+
+PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_PASSES)
+"""The phases that are repeated for every micro batch."""
+
+MODELLED = (
+    "Operators, their tensors, collectives and synchronisations are counted from the code that "
+    "trains, run on tensors without data.",
+    "An operator of torch is taken to launch one CUDA kernel, the backward pass of a layer norm "
+    "two, and an operator on lists of tensors as many as ATen's MultiTensorApply needs.",
+    "Bytes are those of the tensors that a kernel reads and writes, each once. For attention they "
+    "are q, k, v, the output and their gradients, however often a kernel reads a tile.",
+    "Attention is what model.attention_backend = auto chooses on a GPU of compute capability 9.0, "
+    "and fusions are those of train.fusion = auto there.",
+    "A region under torch.compile is one kernel, which reads the region's inputs and writes its "
+    "results; its backward pass has one more for the gradient of a bias.",
+    "A collective is exposed if no kernel is launched between its start and the wait for it, those "
+    "of the gradient reduction itself apart. How long it takes is not counted.",
+    "Copies between host and device are not counted as kernels.",
+)
+"""What a number in the tables stands for, and what it is not."""
+
+
+def to_json(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -> dict[str, Any]:
+    """Return everything that was counted, as JSON values.
+
+    Args:
+        config: The run.
+        layout: How its processes share it.
+        counts: The counts by pipeline stage.
+    """
+    return {
+        "parameters": num_parameters(config),
+        "precision": config.train.precision,
+        "zero_stage": config.parallel.zero_stage,
+        "sequence_length": config.data.sequence_length,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "tokens_per_step": config.tokens_per_step,
+        "layout": {
+            name: getattr(layout, name)
+            for name in ("world_size", "tensor", "pipeline", "virtual", "data", "num_microbatches")
+        },
+        "modelled": list(MODELLED),
+        "stages": [_stage_json(stage, each) for stage, each in counts.items()],
+    }
+
+
+def _stage_json(stage: int, counts: StepCounts) -> dict[str, Any]:
+    """Return the counts of one pipeline stage as JSON values."""
+    return {
+        "pipeline_stage": stage,
+        "kernels": [
+            {
+                "phase": phase.value,
+                "class": kind.value,
+                "operator": name,
+                "launches": cost.launches,
+                "bytes_read": cost.bytes_read,
+                "bytes_written": cost.bytes_written,
+            }
+            for (phase, kind, name), cost in sorted(counts.kernels.items())
+        ],
+        "collectives": [
+            {
+                "phase": each.phase.value,
+                "name": each.name,
+                "group": each.group,
+                "group_size": each.group_size,
+                "dtype": each.dtype,
+                "bytes": each.num_bytes,
+                "wire_bytes": each.wire_bytes,
+                "asynchronous": each.asynchronous,
+                "awaited_in": each.awaited_in,
+                "hidden_behind": each.hidden_behind and asdict(each.hidden_behind),
+                "exposed": each.is_exposed,
+            }
+            for each in counts.collectives
+        ],
+        "synchronisations": [
+            {"phase": phase.value, "cause": cause, "times": times}
+            for (phase, cause), times in sorted(counts.synchronisations.items())
+        ],
+    }
+
+
+def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -> str:
+    """Return the lines that the command prints.
+
+    Args:
+        config: The run.
+        layout: How its processes share it.
+        counts: The counts by pipeline stage.
+    """
+    lines = [
+        f"{num_parameters(config):,} parameters, {config.position.method}, "
+        f"L = {config.data.sequence_length}, {config.train.precision}, "
+        f"ZeRO {config.parallel.zero_stage}",
+        f"{layout.world_size} ranks: tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+        f"{layout.data}; {config.tokens_per_step:,} tokens a step, of which a rank passes "
+        f"{layout.num_microbatches} micro batches of {config.batch.micro_batch_size} sequences",
+    ]
+    for stage, each in counts.items():
+        lines += ["", f"One rank of pipeline stage {stage}, one step", *_kernel_lines(each)]
+        lines += _micro_batch_lines(each, layout.num_microbatches)
+        lines += ["", *_collective_lines(each.collectives), "", *_synchronisation_lines(each)]
+    return "\n".join([*lines, "", *MODELLED])
+
+
+def _kernel_lines(counts: StepCounts) -> list[str]:
+    """Return the table of kernels by phase and class, with a sum for each phase and for all."""
+    lines = [f"{'phase':<20}{'class':<13}{'launches':>9}{'read':>12}{'written':>12}"]
+    for phase in Phase:
+        if not (total := counts.total(phase)).launches:
+            continue
+        lines.append(_kernel_line(phase, "all", total))
+        for kind in OpClass:
+            if (cost := counts.total(phase, kind)).launches:
+                lines.append(_kernel_line("", kind, cost))
+    return [*lines, _kernel_line("step", "all", counts.total())]
+
+
+def _kernel_line(phase: str, kind: str, cost: Kernels) -> str:
+    """Return one row of the table of kernels."""
+    read, written = _size(cost.bytes_read), _size(cost.bytes_written)
+    return f"{phase:<20}{kind:<13}{cost.launches:>9,}{read:>12}{written:>12}"
+
+
+def _micro_batch_lines(counts: StepCounts, num_microbatches: int) -> list[str]:
+    """Return the mean cost of a micro batch."""
+    launches = sum(counts.total(phase).launches for phase in PASSES) / num_microbatches
+    moved = sum(counts.total(phase).bytes_moved for phase in PASSES) / num_microbatches
+    return [f"a micro batch: {launches:,.0f} launches, {_size(moved)} read and written"]
+
+
+def _collective_lines(collectives: Iterable[Collective]) -> list[str]:
+    """Return the table of collectives, with a row for all of a kind."""
+    rows: dict[tuple[str, ...], list[Collective]] = {}
+    for each in collectives:
+        group = f"{each.group} ({each.group_size})"
+        rows.setdefault((each.phase, each.name, group, each.dtype), []).append(each)
+    lines = [
+        f"{'phase':<20}{'collective':<21}{'group':<15}{'dtype':<10}"
+        f"{'calls':>6}{'bytes':>12}{'sent':>12}{'exposed':>9}"
+    ]
+    for (phase, name, group, dtype), calls in rows.items():
+        size, sent = (
+            _size(sum(each.num_bytes for each in calls)),
+            _size(sum(each.wire_bytes for each in calls)),
+        )
+        exposed = sum(each.is_exposed for each in calls)
+        lines.append(
+            f"{phase:<20}{name:<21}{group:<15}{dtype:<10}"
+            f"{len(calls):>6}{size:>12}{sent:>12}{exposed:>9}"
+        )
+    return lines if rows else ["no collectives"]
+
+
+def _synchronisation_lines(counts: StepCounts) -> list[str]:
+    """Return how often the host waits for the device, and why."""
+    total = sum(counts.synchronisations.values())
+    causes = [
+        f"{phase}: {times} x {cause}"
+        for (phase, cause), times in sorted(counts.synchronisations.items())
+    ]
+    return [f"the host waits for the device {total} times", *(f"  {cause}" for cause in causes)]
+
+
+def _size(num_bytes: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes:,.0f} B"
+
 
 CAPABILITY = (9, 0)
 """Compute capability of the GPU that is simulated: Hopper."""
@@ -108,9 +298,9 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     from triton.runtime.jit import KernelInterface
 
     from pretrain.kernels import call, dispatch
-    from pretrain.kernels.flash import host
-    from pretrain.model import fusion
-    from pretrain.optim import wire
+    from pretrain.kernels.flash import launch
+    from pretrain.model import gpt
+    from pretrain.optim import sharded_step
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         return functools.partial(_record_launch, counter, kernel)
@@ -124,10 +314,10 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (KernelInterface, "__getitem__", launcher),
-            (host, "refusal", lambda queries: None),
+            (launch, "refusal", lambda queries: None),
             (dispatch, "describe_call", describe_call),
-            (fusion, "platform", CAPABLE),
-            (wire, "ranks_per_node", lambda group: group.size()),
+            (gpt, "platform", CAPABLE),
+            (sharded_step, "ranks_per_node", lambda group: group.size()),
             *compiled_regions(counter),
             *weight_gradients(counter),
             (nn.Module, "_apply", _apply),
@@ -170,3 +360,138 @@ def _apply(
         if buffer is not None:
             self._buffers[name] = function(buffer)
     return self
+
+
+# ---- Count what one optimizer step of a run costs each of its pipeline stages ----
+# The step is that of training (`pretrain.train.loop.queue_step`), in the loop's order: the host
+# reads the numbers of a step when it has queued the next one. The second step is counted, because
+# the first creates Adam's state. A third one runs so that somebody waits for the weights that the
+# second one gathers.
+
+
+def count_run(config: RunConfig) -> dict[int, StepCounts]:
+    """Count a step on one rank of every pipeline stage: tensor rank 0 of data rank 0.
+
+    The ranks are simulated one after the other; parallel.world_size says how many the job has, by
+    default as few as its layout allows.
+
+    Args:
+        config: The run.
+
+    Returns:
+        The counts by pipeline stage.
+
+    Raises:
+        ConfigError: The model has an adaptive softmax.
+    """
+    if config.model.adaptive_cutoffs is not None:
+        raise ConfigError(
+            f"model.adaptive_cutoffs = {list(config.model.adaptive_cutoffs)}: how many tokens a "
+            "tail computes is up to the text, so a step cannot be counted without one. `pretrain "
+            "bench train` times steps"
+        )
+    world_size = planned_world_size(config)
+    layout = config.layout(world_size)
+    counts = {}
+    for stage in range(layout.pipeline):
+        rank = stage * layout.tensor * layout.data
+        with simulated_rank(config, rank, world_size) as (topology, counter):
+            counts[stage] = count_step(config, topology, counter)
+    return counts
+
+
+def bench_step_counts(config: RunConfig) -> tuple[dict[str, Any], str]:
+    """Count a step and return the counts as JSON values, and the table to print."""
+    layout, counts = config.layout(planned_world_size(config)), count_run(config)
+    return to_json(config, layout, counts), to_table(config, layout, counts)
+
+
+def planned_world_size(config: RunConfig) -> int:
+    """Return parallel.world_size, or the fewest processes that the layout allows."""
+    p = config.parallel
+    return p.world_size or p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+
+
+def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepCounts:
+    """Build the model of this rank, take steps, and count the last one. All ranks together.
+
+    Args:
+        config: The run.
+        topology: This rank's topology.
+        counter: The active counter.
+    """
+    chunks = build_model(config)
+    optimizer = ZeroOptimizer(config, topology, chunks)
+    run = Run(
+        config=config,
+        topology=topology,
+        chunks=chunks,
+        optimizer=optimizer,
+        # The step reads its micro batches from an iterator that is passed to it.
+        training_stream=None,  # type: ignore[arg-type]  # not read
+        validation_stream=None,  # type: ignore[arg-type]  # not read
+        state=TrainerState(step=0, consumed_samples=0),
+        start_point=StartPoint(),
+        requests=Requests(),
+        reporter=AttemptReporter(),
+        # Which token ends a document changes no count.
+        eos_id=0 if config.data.per_document_attention else None,
+    )
+    with _markers(counter, optimizer):
+        batches = _token_batches(config, topology.layout.num_microbatches, counter)
+        first = loop.queue_step(run, batches, platform.Moment())
+        counter.counts = counts = StepCounts()
+        second = loop.queue_step(run, batches, first.end)
+        first.read()
+        counter.counts = StepCounts()
+        loop.queue_step(run, batches, second.end)
+    return counts
+
+
+def _token_batches(
+    config: RunConfig, num_microbatches: int, counter: Counter
+) -> Iterator[list[Tensor]]:
+    """Yield a step's micro batches of token ids, int64 [B, S + 1], without end."""
+    shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
+    while True:
+        with counter.paused():
+            batches = [
+                torch.ones(shape, dtype=torch.int64, device="cpu") for _ in range(num_microbatches)
+            ]
+        yield batches
+
+
+@contextlib.contextmanager
+def _markers(counter: Counter, optimizer: ZeroOptimizer) -> Iterator[None]:
+    """Tell the counter which part of a step runs, by wrapping the functions of a step.
+
+    What `platform` does differently on a GPU is told here, too: the step's numbers arrive in host
+    memory, and the host waits for their arrival.
+    """
+    marks: list[tuple[Any, str, Phase]] = [
+        (loop, "forward_backward", Phase.BETWEEN_PASSES),
+        (forward, "call_model", Phase.FORWARD),
+        (optimizer, "begin_step", Phase.OPTIMIZER_STEP),
+        (optimizer, "reduce_gradients", Phase.GRADIENT_REDUCTION),
+        (optimizer, "update", Phase.OPTIMIZER_STEP),
+        (step, "_sum_over_ranks", Phase.LOSS_AVERAGE),
+        (step.QueuedStep, "read", Phase.LOSS_AVERAGE),
+    ]
+
+    def numbers(readback: platform.Readback) -> list[float]:
+        counter.synchronised("numbers")
+        with counter.paused():
+            return read(readback)
+
+    def synchronize() -> None:
+        counter.synchronised("synchronize")
+
+    read = platform.Readback.numbers
+    with contextlib.ExitStack() as stack:
+        for owner, name, phase in marks:
+            wrapped = counter.marked(phase, getattr(owner, name))
+            stack.enter_context(platform.replaced(owner, name, wrapped))
+        stack.enter_context(platform.replaced(platform.Readback, "numbers", numbers))
+        stack.enter_context(platform.replaced(platform, "to_device", counter.to_device))
+        stack.enter_context(platform.replaced(platform, "synchronize", synchronize))
+        yield

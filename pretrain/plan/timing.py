@@ -2,15 +2,522 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
-from pretrain.config import Layout, RunConfig
+from pretrain.config import Layout, RunConfig, num_parameters_of_rank
 from pretrain.model.flops import flops_per_token
-from pretrain.plan.hardware import GPUS_PER_NODE, UNSCALED, Device, Network, Scale
-from pretrain.plan.step_time import Lines, Step
-from pretrain.plan.traffic import Messages, messages
-from pretrain.plan.weights import Stage
+from pretrain.plan.hardware import (
+    ELEMENTWISE,
+    FAST,
+    GPUS_PER_NODE,
+    INPUTS,
+    UNSCALED,
+    Device,
+    Network,
+    Scale,
+)
+from pretrain.plan.memory import ITEM, Activations, Stage, chunk_layers
+
+# ---- step time ----
+# The time of one training step as a sum of lines, each a class of work that can be measured.
+#
+# Times are those of one rank of one pipeline stage, in milliseconds. `pretrain.plan.timing` puts
+# the stages together.
+
+
+Lines = dict[str, float]
+"""Milliseconds by class of work."""
+
+REDUCTIONS = {
+    "ring, 16 bit": "summed in 16 bit on the way",
+    "ring, fp32": "summed in fp32 on the way",
+    "all-to-all, 16 bit": "every rank gets all parts and sums them in fp32",
+    "two stages, 16 bit": "a ring in fp32 within nodes, then all-to-all in 16 bit between nodes",
+}
+"""Ways to reduce gradients. Before, a reduction is an all-reduce, which takes twice as long."""
+
+SPLIT = frozenset(
+    {
+        "bias of qkv",
+        "bias and GELU, forward",
+        "GELU, backward",
+        "gradients of biases",
+        "cat of dq, dk, dv",
+        "columns of ALiBi in q, k and v",
+    }
+)
+"""Rows of ELEMENTWISE that tensor-parallel ranks divide among them. Of the gradients of biases it
+is seven ninths."""
+
+LIVE_WEIGHTS = 1_000_000_000
+"""Gathered weights that ZeRO 3 keeps for the backward pass (DeepSpeed's default of
+stage3_max_live_parameters)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of one pipeline stage, on all ranks of a data-parallel group.
+
+    The layout is that of config.parallel.
+    """
+
+    config: RunConfig
+    device: Device
+    tokens: int
+    """Tokens of one rank in a step."""
+    micro_batch_tokens: int
+    state: str = "after"
+    """Either "before" or "after"."""
+    ranks: int = 1
+    network: Network = FAST
+    reduction: str = "ring, fp32"
+    """One of REDUCTIONS."""
+    stage: int = 0
+    """The pipeline stage."""
+    tail: float | None = None
+    """Part of all bytes in what is last to reduce; None: as in INPUTS."""
+    scale: Scale = UNSCALED
+    """Factors on the times of computing."""
+    waits: bool = False
+    """True if the host waits for the device after each part of a step, as `pretrain bench train`
+    does: then the gather of weights hides behind nothing."""
+
+    @property
+    def tensor(self) -> int:
+        """The tensor-parallel size."""
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        pipeline = self.config.parallel.pipeline_model_parallel_size
+        return sum(self.config.layers_per_chunk[self.stage :: pipeline])
+
+    @property
+    def has_output(self) -> bool:
+        """True on the stage that computes the logits."""
+        return self.stage == self.config.parallel.pipeline_model_parallel_size - 1
+
+    @property
+    def stream_share(self) -> float:
+        """Part of the tokens of which this rank computes norms and residual stream."""
+        return 1 / self.tensor if self.config.parallel.sequence_parallel else 1.0
+
+    def input(self, name: str) -> float:
+        """Return the value of INPUTS in this state."""
+        return INPUTS[name].of(self.state, self.is_v100)
+
+    @property
+    def optimizer_state(self) -> str:
+        """Return the state whose optimizer the run has: at ZeRO 2 and 3 it is DeepSpeed's own."""
+        return self.state if self.config.parallel.zero_stage == 1 else "before"
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches that a rank accumulates."""
+        return self.tokens // self.micro_batch_tokens
+
+    def products(self) -> list[tuple[int, int, int]]:
+        """Return the matrix products of a token on this rank: inner dimension, columns, number."""
+        m, tensor = self.config.model, self.tensor
+        heads = m.num_attention_heads + 2 * self.config.num_query_groups
+        ffn, hidden = self.config.ffn_hidden_size // tensor, m.hidden_size
+        layers = self.num_layers
+        layer = [
+            (hidden, heads * self.config.head_dim // tensor, layers),
+            (hidden // tensor, hidden, layers),
+            (hidden, ffn, layers),
+            (ffn, hidden, layers),
+        ]
+        output = [(hidden, self.config.padded_vocab_size // tensor, 1)]
+        return layer + output * self.has_output
+
+    def gemm_ms(self) -> tuple[float, float]:
+        """Return the time of all matrix products of a micro batch: forward, backward."""
+        return self._gemm_ms
+
+    @cached_property
+    def _gemm_ms(self) -> tuple[float, float]:
+        """The same, computed once."""
+        tokens, gemm, products = self.micro_batch_tokens, self.device.gemm_ms, self.products()
+        forward = sum(count * gemm(tokens, k, n) for k, n, count in products)
+        # The gradients of the input [tokens, n] x [n, k] and of the weight [n, tokens] x
+        # [tokens, k].
+        backward = sum(
+            count * (gemm(tokens, n, k) + gemm(n, tokens, k)) for k, n, count in products
+        )
+        if self.config.train.recompute_granularity == "full":
+            layers = products[: len(products) - self.has_output]
+            backward += sum(count * gemm(tokens, k, n) for k, n, count in layers)
+        return forward, backward
+
+    @property
+    def uses_mask(self) -> bool:
+        """True if a bias reaches attention as a mask in memory, where products are in fp32."""
+        return Activations(self.config, not self.is_v100).uses_mask
+
+    def attention_ms(self) -> tuple[float, float]:
+        """Return the time of attention of a micro batch: forward, backward.
+
+        The two products of the forward pass cost 4 L d per token and layer, of which the causal
+        half is counted; the backward pass has five.
+        """
+        m, length = self.config.model, self.config.data.sequence_length
+        width = m.hidden_size // self.tensor
+        flops = 2 * length * width * self.num_layers * self.micro_batch_tokens
+        # With a mask in fp32 attention is as slow as "before".
+        state = "before" if self.uses_mask else self.state
+        rate, backward_rate = self.device.attention_tflops[state]
+        forward, backward = 1e3 * flops / (rate * 1e12), 1e3 * 2.5 * flops / (backward_rate * 1e12)
+        recomputed = self.config.train.recompute_granularity != "none"
+        return forward, backward + recomputed * forward
+
+    def elements(self) -> float:
+        """Return the elements of width d that a layer moves per token, forward and backward."""
+        m = self.config.model
+        total = 0.0
+        for name, row in ELEMENTWISE.items():
+            value = row.of(self.state, self.is_v100)
+            if "bias of qkv" in name or "of biases" in name:
+                value *= m.use_bias
+            if "ALiBi" in name:
+                value *= self.config.position.method == "alibi"
+            if "GELU" in name:
+                value *= self.config.ffn_hidden_size / (4 * m.hidden_size)
+            total += value * (1 / self.tensor if name in SPLIT else self.stream_share)
+        # The forward pass is about two fifths of it.
+        recomputed = self.config.train.recompute_granularity == "full"
+        return total * (1.4 if recomputed else 1.0)
+
+    def compute_lines(self) -> Lines:
+        """Return the lines that do not depend on other ranks, for the whole step."""
+        return dict(self._compute_lines)
+
+    @cached_property
+    def _compute_lines(self) -> Lines:
+        """The same, computed once."""
+        m, parameters, memory_ms = self.config.model, self.parameters, self.device.memory_ms
+        count, tokens = self.num_micro_batches, self.tokens
+        # Two bytes an element.
+        elements = self.elements() * m.hidden_size
+        logits = self.config.padded_vocab_size // self.tensor * tokens * self.has_output
+        accumulated = self._accumulated_bytes()
+        per_layer = self.input("kernel launches per layer, forward and backward")
+        launches = self.num_layers * per_layer
+        if self.config.train.recompute_granularity == "full":
+            launches *= 4 / 3
+        loss_bytes = self.input("bytes per logit, loss forward and backward")
+        lines = {
+            "matrix products": count * sum(self._gemm_ms),
+            "attention": count * sum(self.attention_ms()),
+            "elementwise in layers": memory_ms(2 * elements * self.num_layers * tokens),
+            "cross-entropy": memory_ms(loss_bytes * logits),
+            "gradient accumulation": memory_ms(accumulated * parameters),
+            "gaps between kernels": count * launches * self.device.launch_gap_us / 1e3,
+        }
+        host = count * launches * self.device.host_us / 1e3
+        lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
+        return {name: ms * self.scale.compute for name, ms in lines.items()}
+
+    def _accumulated_bytes(self) -> float:
+        """Return the bytes per parameter that all micro batches move to sum gradients."""
+        first = "bytes per parameter to accumulate a gradient, first micro batch"
+        later = "the same, later micro batches"
+        # At ZeRO 2 and 3 DeepSpeed casts and adds.
+        state = self.optimizer_state
+        if self.is_v100:
+            first, later = "first micro batch in fp16", "later micro batches in fp16"
+            state = self.state
+        return INPUTS[first].of(state) + (self.num_micro_batches - 1) * INPUTS[later].of(state)
+
+    def optimizer_lines(self) -> Lines:
+        """Return the lines of the optimizer step, without communication."""
+        memory_ms, parameters = self.device.memory_ms, self.parameters
+        whole_name = "bytes per parameter of the whole model in the optimizer step"
+        if self.ranks == 1:
+            whole_name = "the same on one rank, where nothing is reduced"
+        elif self.reduction == "ring, fp32":
+            whole_name = "the same with fp32 on the wire"
+        # ZeRO 1 has a step of our own, ZeRO 2 and 3 have DeepSpeed's.
+        state = self.optimizer_state
+        shard = INPUTS["bytes per parameter of the shard in the optimizer step"].of(state)
+        lines = {
+            "optimizer, whole model": memory_ms(INPUTS[whole_name].of(state) * parameters),
+            "optimizer, own shard": memory_ms(shard * parameters / self.ranks),
+        }
+        # The host runs ahead of the device and waits for it at the norm.
+        host = INPUTS["host time of the optimizer step, ms"].of(state)
+        lines["optimizer, host"] = max(0.0, host - sum(lines.values()))
+        lines["synchronisation and log"] = self.input("host synchronisations and the log, ms")
+        return {name: ms * self.scale.optimizer for name, ms in lines.items()}
+
+    def communication_lines(self) -> Lines:
+        """Return the lines of communication: what is not hidden, and what hiding costs."""
+        if self.ranks == 1:
+            return {}
+        buckets = int(self.input("buckets of gradients"))
+        reduce = self.reduction_ms()
+        gather = self.ring_ms(2 * self.parameters, buckets)
+        if self.state == "before":
+            return {
+                "reduction of gradients, exposed": 2 * reduce,
+                "gather of weights, exposed": gather,
+            }
+        if self.config.parallel.zero_stage > 1:
+            return self._zero_lines(reduce, gather)
+        # The last bucket to reduce and the first to gather hold the tied embedding, whose gradient
+        # is the last to be complete and whose weight is the first to be used.
+        tail = self.tail
+        if tail is None:
+            tail = self.input("part of all bytes in the bucket that is last to reduce")
+        forward, backward = self.passes_ms()
+        exposed_reduce = max(tail * reduce, reduce - backward)
+        exposed_gather = gather if self.waits else max(tail * gather, gather - forward)
+        hidden = reduce + gather - exposed_reduce - exposed_gather
+        lost = self.input("part of compute lost while a collective runs beside it")
+        return {
+            "reduction of gradients, exposed": exposed_reduce,
+            "gather of weights, exposed": exposed_gather,
+            "compute slowed by hidden communication": lost * hidden,
+        }
+
+    def _zero_lines(self, reduce: float, gather: float) -> Lines:
+        """Return the lines of ZeRO 2 and 3, which reduce gradients in every micro batch.
+
+        Args:
+            reduce: Time of a reduction of all gradients.
+            gather: Time of a gather of all weights.
+        """
+        times = 1.0
+        if self.config.parallel.zero_stage == 3:
+            # What DeepSpeed does not keep until the backward pass is gathered a second time.
+            again = max(0.0, 1 - LIVE_WEIGHTS / self.parameters)
+            forward, backward = self.passes_ms()
+            exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
+            gather, times = exposed, float(self.num_micro_batches)
+        return {
+            "reduction of gradients, exposed": self.num_micro_batches * reduce,
+            "gather of weights, exposed": times * gather,
+        }
+
+    def ring_ms(self, num_bytes: float, collectives: int) -> float:
+        """Return the time of a reduce-scatter or an all-gather over the data-parallel ranks.
+
+        The tensor-parallel ranks of a node have a group each, and share its links.
+
+        Args:
+            num_bytes: Bytes of the whole tensor of each group.
+            collectives: Number of calls that it is split into.
+        """
+        if self.ranks * self.tensor <= GPUS_PER_NODE:
+            return self.nvlink_ms(num_bytes, self.ranks, collectives)
+        return self.network.ring_ms(
+            num_bytes * self.tensor, self.ranks, collectives, GPUS_PER_NODE // self.tensor
+        )
+
+    def nvlink_ms(self, num_bytes: float, ranks: int, collectives: int) -> float:
+        """Return the time of a ring within a node.
+
+        Args:
+            num_bytes: Bytes of the whole tensor.
+            ranks: Ranks of the ring.
+            collectives: Number of calls.
+        """
+        sent = num_bytes * (ranks - 1) / ranks
+        latency = 1e-3 * collectives * (ranks - 1) * self.network.within_node_us
+        return 1e3 * sent / (self.device.nvlink_gb_per_second * 1e9) + latency
+
+    def reduction_ms(self) -> float:
+        """Return the time of a reduce-scatter of all gradients."""
+        buckets = int(self.input("buckets of gradients"))
+        all_to_all = self.network.all_to_all_ms
+        if self.reduction == "ring, fp32" or self.ranks * self.tensor <= GPUS_PER_NODE:
+            return self.ring_ms(4 * self.parameters, buckets)
+        if self.reduction == "ring, 16 bit":
+            return self.ring_ms(2 * self.parameters, buckets)
+        if self.reduction == "all-to-all, 16 bit":
+            return all_to_all(2 * self.parameters, self.ranks, buckets)
+        within = 4 * self.parameters * (GPUS_PER_NODE - 1) / GPUS_PER_NODE
+        within_ms = 1e3 * within / (self.device.nvlink_gb_per_second * 1e9)
+        # Each rank then has an eighth of its node's sums.
+        share = 2 * self.parameters / GPUS_PER_NODE
+        return within_ms + self.tensor * all_to_all(share, self.ranks, buckets)
+
+    def passes_ms(self) -> tuple[float, float]:
+        """Return the time of the forward and the backward pass of one micro batch.
+
+        What is not a matrix product or attention is divided as those are.
+        """
+        (gemm_forward, gemm_backward), attention = self._gemm_ms, self.attention_ms()
+        forward, backward = gemm_forward + attention[0], gemm_backward + attention[1]
+        whole = sum(self._compute_lines.values()) / self.num_micro_batches
+        return whole * forward / (forward + backward), whole * backward / (forward + backward)
+
+    @property
+    def is_v100(self) -> bool:
+        """True on a device without bf16, which trains in fp16 and has no compiled kernels."""
+        return self.is_old(self.device)
+
+    @staticmethod
+    def is_old(device: Device) -> bool:
+        """Return True for a device older than compute capability 8.0."""
+        return "V100" in device.name
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of this rank."""
+        return num_parameters_of_rank(self.config, self.stage)
+
+    def lines(self) -> Lines:
+        """Return all lines of the step."""
+        return {**self._compute_lines, **self.optimizer_lines(), **self.communication_lines()}
+
+    @property
+    def milliseconds(self) -> float:
+        """Time of the step."""
+        return sum(self.lines().values())
+
+    def mfu(self, causal: bool) -> float:
+        """Return the model FLOPs utilization, in 0..1, with all or the causal half of attention."""
+        flops = flops_per_token(self.config, self.config.data.sequence_length, causal=causal)
+        return flops * self.tokens / (self.milliseconds / 1e3) / (self.device.peak_tflops * 1e12)
+
+
+# ---- List the collectives of a step at ZeRO 1, as `pretrain bench step --count` counts them ----
+# Counted are those of one rank of a pipeline stage; a test compares every row with the counter. Of
+# ZeRO 2 and 3, whose calls are DeepSpeed's, the model of time knows the bytes alone.
+
+
+LOSS_BYTES = 32
+"""The loss and the votes on requests, in fp64 (`pretrain.train.step._sum_over_ranks`)."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Messages(NamedTuple):
+    """Calls of one collective that are alike."""
+
+    name: str
+    """As in `pretrain.plan.operators.Collective`; "send" and "recv" between pipeline stages."""
+    group: str
+    """"tensor", "pipeline", "embedding", "data" or "world"."""
+    dtype: str
+    calls: int
+    num_bytes: int
+    """Of all calls together, as `Collective` counts them."""
+    is_hidden: bool = False
+    """True if matrix products run meanwhile."""
+
+
+def messages(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) -> list[Messages]:
+    """Return the collectives of a step on one rank of a stage, those of single ranks left out.
+
+    Args:
+        config: The run, at ZeRO 1.
+        layout: Its layout.
+        stage: The pipeline stage.
+        is_modern: As in `Activations`.
+    """
+    found = [
+        *_tensor(config, layout, stage, is_modern),
+        *_pipeline(config, layout, stage, is_modern),
+        *_shared(config, layout, stage),
+        *_data(config, layout, stage),
+    ]
+    return [each for each in found if each.calls]
+
+
+def _chunks(config: RunConfig, stage: Stage) -> tuple[int, bool, bool]:
+    """Return the layers of a stage, and if it has the embedding and the output layer."""
+    numbers = chunk_layers(config, stage.number)
+    last = len(config.layers_per_chunk) - 1
+    return (
+        sum(layers for _, layers in numbers),
+        any(number == 0 for number, _ in numbers),
+        any(number == last for number, _ in numbers),
+    )
+
+
+def _tensor(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) -> Iterator[Messages]:
+    """Yield what tensor-parallel ranks send in the passes."""
+    if layout.tensor == 1:
+        return
+    a, dtype = Activations(config, is_modern), DTYPES[config.train.precision]
+    layers, has_embedding, has_output = _chunks(config, stage)
+    micro = layout.num_microbatches
+    forward = 2 if config.train.recompute_granularity == "full" else 1
+
+    def many(name: str, times: int, is_hidden: bool = False) -> Messages:
+        """Return messages of all tokens, `times` for each micro batch."""
+        return Messages(name, "tensor", dtype, times * micro, times * micro * a.whole, is_hidden)
+
+    if config.parallel.sequence_parallel:
+        # Megatron adds positions before it splits the sequence.
+        adds_positions = config.position.method in ("learned", "sinusoidal")
+        yield many("allreduce", has_embedding * adds_positions)
+        scattered = 2 * layers * forward + has_embedding * (not adds_positions)
+        yield many("reduce_scatter_base", scattered)
+        yield many("allgather_base", 2 * layers * forward + has_output)
+        # Gradients of outputs, which the products wait for, and inputs for the weights' gradients.
+        yield many("allgather_base", 2 * layers + has_embedding)
+        # The fused loss keeps what it has gathered.
+        again = 2 * layers + (has_output and not a.has_fused_loss)
+        yield many("allgather_base", again, is_hidden=True)
+        yield many("reduce_scatter_base", 2 * layers + has_output, is_hidden=True)
+    else:
+        yield many("allreduce", 2 * layers * forward + has_embedding)
+        yield many("allreduce", 2 * layers + has_output, is_hidden=True)
+    if has_output:
+        # Maximum, sum of exponentials and the label's logit of each token; Megatron's loss sends
+        # the last two apart.
+        count = micro * (2 if a.has_fused_loss else 3)
+        yield Messages("allreduce", "tensor", "float32", count, micro * 3 * 4 * a.tokens)
+
+
+def _pipeline(
+    config: RunConfig, layout: Layout, stage: Stage, is_modern: bool
+) -> Iterator[Messages]:
+    """Yield what neighbouring stages send: activations forward, gradients backward."""
+    if layout.pipeline == 1:
+        return
+    a, dtype = Activations(config, is_modern), DTYPES[config.train.precision]
+    chunks = [number for number, _ in chunk_layers(config, stage.number)]
+    last = len(config.layers_per_chunk) - 1
+    # A chunk sends to the next one and to the one before, and receives as often.
+    times = sum((number > 0) + (number < last) for number in chunks) * layout.num_microbatches
+    for name in ("send", "recv"):
+        yield Messages(name, "pipeline", dtype, times, times * a.stream)
+
+
+def _shared(config: RunConfig, layout: Layout, stage: Stage) -> Iterator[Messages]:
+    """Yield the sums of gradients that several model-parallel ranks hold parts of."""
+    if layout.tensor > 1 and stage.partial:
+        yield Messages("allreduce", "tensor", "float32", 1, 4 * stage.partial)
+    if layout.pipeline > 1:
+        for elements in stage.shared:
+            yield Messages("allreduce", "pipeline", "float32", 1, 4 * elements)
+        if config.model.tie_word_embeddings and stage.number in (0, layout.pipeline - 1):
+            rows = config.padded_vocab_size // layout.tensor
+            size = 4 * rows * config.model.hidden_size
+            yield Messages("allreduce", "embedding", "float32", 1, size)
+
+
+def _data(config: RunConfig, layout: Layout, stage: Stage) -> Iterator[Messages]:
+    """Yield what data-parallel ranks send on one node, and the sums over all ranks."""
+    if layout.world_size > 1:
+        # The squared norm; and the loss with what is logged beside it.
+        yield Messages("allreduce", "world", "float64", 2, 8 + LOSS_BYTES)
+    if layout.data == 1:
+        return
+    wire = config.parallel.gradient_reduce_dtype
+    name, size = ("reduce_scatter_base", 4) if wire == "fp32" else ("alltoall_base", 2)
+    padded, calls = sum(b.num_elements for b in stage.buckets), len(stage.buckets)
+    yield Messages(name, "data", DTYPES[wire], calls, size * padded, is_hidden=True)
+    item, dtype = ITEM[config.train.precision], DTYPES[config.train.precision]
+    yield Messages("allgather_base", "data", dtype, calls, item * padded, is_hidden=True)
+
 
 PARTS = {
     "GEMM": ("matrix products",),

@@ -26,8 +26,7 @@ from pretrain.rundir.files import (
     read_text,
 )
 from pretrain.rundir.metrics import read_metrics
-from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers
-from pretrain.rundir.states import WORK, Outcome, Phase
+from pretrain.rundir.paths import WORK, Outcome, Phase, RunPaths, attempt_directory, attempt_numbers
 
 OWNER = "owner.json"
 HEARTBEAT = "heartbeat"

@@ -14,31 +14,64 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain.rundir.abandoned import (
-    Why,
-    abandoned_checkpoints,
-    finish_set_aside,
-    set_aside,
-)
 from pretrain.rundir.checkpoints import (
     Saved,
+    Why,
+    abandoned_checkpoints,
+    check_still_holds,
+    checkpoint_name,
     checkpoints_awaiting_evaluation,
     complete_checkpoints,
+    finish_set_aside,
     headless_checkpoints,
     is_complete,
     is_headless,
     named_by_step,
     partial_attempt,
     saved_checkpoints,
+    set_aside,
 )
-from pretrain.rundir.fence import check_still_holds
 from pretrain.rundir.files import REMOVED, read_json, remove_directory
-from pretrain.rundir.holds import unheld
-from pretrain.rundir.lineage import MANIFEST, Lineage, read_lineage
-from pretrain.rundir.metrics import bring_back
+from pretrain.rundir.lineage import (
+    MANIFEST,
+    Known,
+    Lineage,
+    Policy,
+    read_lineage,
+    removable,
+    unheld,
+)
+from pretrain.rundir.metrics import Warn, bring_back
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.retention import Known, Policy, removable
-from pretrain.rundir.warn import Warn
+
+# ---- Say what a run would lose if it ended at once, as Ctrl-C asks and is told ----
+
+
+def saving_then_stopping(step: int, saved: int | None) -> str:
+    """Return the line with which a first Ctrl-C is answered.
+
+    Args:
+        step: Steps done.
+        saved: The step of the newest checkpoint; None if there is none.
+    """
+    lost = steps_lost(step, saved)
+    losing = f", losing {lost}" if lost else ""
+    return f"saving, then stopping; press Ctrl-C again to leave at once{losing}"
+
+
+def steps_lost(step: int, saved: int | None) -> str:
+    """Return "3 steps since step-00000020", or "" where nothing would be lost.
+
+    Args:
+        step: Steps done.
+        saved: The step of the newest checkpoint; None if there is none.
+    """
+    count = step - (saved or 0)
+    if count <= 0:
+        return ""
+    since = "the start" if saved is None else checkpoint_name(saved)
+    return f"{count} step{'s' if count > 1 else ''} since {since}"
+
 
 _REMOVED = re.compile(rf"\.step-\d{{8,}}\.[0-9a-f]{{32}}{re.escape(REMOVED)}")
 

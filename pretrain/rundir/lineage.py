@@ -8,11 +8,18 @@ have been deleted.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import math
+import os
 import secrets
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.config import ConfigError
 from pretrain.rundir.files import MAX_NUMBER, Json, read_json
 
 MANIFEST = "manifest.json"
@@ -113,3 +120,138 @@ def _is_step(value: Any) -> bool:
 def new_id() -> str:
     """Return a random name for a checkpoint or a branch."""
     return secrets.token_hex(8)
+
+
+# ---- Decide which of a run's checkpoints go: the last N, every M-th and the best N stay ----
+# The decision is a pure function of what is known about the checkpoints of one line of descent.
+# `pretrain.rundir.history.remove_old` applies it.
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The keys of [checkpoint] that say what is kept."""
+
+    keep: int | None = None
+    """Number of newest checkpoints; None keeps all."""
+    keep_every: int | None = None
+    """Those whose step is a multiple of this are kept for good."""
+    keep_best: int = 0
+    """Number of those with the lowest validation loss that are kept."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A checkpoint as far as the decision needs to know it."""
+
+    step: int
+    validation_loss_nats: float | None = None
+    """None for a step that was not evaluated while training."""
+
+
+def removable(
+    checkpoints: Sequence[Known], policy: Policy, wanted: Collection[int] = ()
+) -> list[int]:
+    """Return the steps of the checkpoints that may be deleted, in ascending order.
+
+    The newest is never among them, so a run that has a checkpoint keeps one.
+
+    Args:
+        checkpoints: Complete, readable checkpoints of one line of descent, each step once.
+        policy: What to keep.
+        wanted: Steps of checkpoints that are still needed, such as those that await an evaluation.
+    """
+    if policy.keep is None:
+        return []
+    steps = sorted(known.step for known in checkpoints)
+    kept = {*steps[-policy.keep :], *wanted}
+    if policy.keep_every is not None:
+        kept |= {step for step in steps if step % policy.keep_every == 0}
+    evaluated = [
+        (known.validation_loss_nats, -known.step)
+        for known in checkpoints
+        # A loss that is nan or infinite is no result to keep a checkpoint for.
+        if known.validation_loss_nats is not None and math.isfinite(known.validation_loss_nats)
+    ]
+    # Of equal losses the later checkpoint is kept.
+    kept |= {-step for _, step in sorted(evaluated)[: policy.keep_best]}
+    return [step for step in steps if step not in kept]
+
+
+# ---- Hold a checkpoint while it is read, so that retention passes over it ----
+# A reader holds a shared lock (flock) on the checkpoint's manifest, and retention deletes only what
+# it can lock exclusively. The kernel releases the lock of a reader that dies. A file system without
+# flock protects nothing: every checkpoint then counts as not held.
+
+
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of flock where a file system has no such locks."""
+
+
+@contextlib.contextmanager
+def hold(checkpoint: Path) -> Iterator[None]:
+    """Keep retention from deleting a checkpoint while the block runs.
+
+    Raises:
+        ConfigError: The checkpoint was deleted a moment ago.
+    """
+    try:
+        descriptor = os.open(checkpoint / MANIFEST, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _gone(checkpoint) from None
+    try:
+        with _passing_over_unsupported():
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        # Retention may have locked and deleted it between the two lines above.
+        if not _is_same_file(descriptor, checkpoint / MANIFEST):
+            raise _gone(checkpoint)
+        yield
+    finally:
+        _release(descriptor)
+
+
+@contextlib.contextmanager
+def unheld(checkpoint: Path) -> Iterator[bool]:
+    """Yield True if no reader holds a checkpoint; none can begin to while the block runs."""
+    path = checkpoint / MANIFEST
+    try:
+        # NFS wants a descriptor that may write for an exclusive lock.
+        descriptor = os.open(path, os.O_RDWR)
+    except PermissionError:
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            with _passing_over_unsupported():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        _release(descriptor)
+
+
+def _release(descriptor: int) -> None:
+    # Not by closing alone: a child that was forked meanwhile has the same lock.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _passing_over_unsupported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _gone(checkpoint: Path) -> ConfigError:
+    return ConfigError(f"{checkpoint}: deleted a moment ago (checkpoint.keep). Name another one")

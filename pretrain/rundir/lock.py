@@ -42,8 +42,7 @@ from pretrain.rundir.files import (
     make_directory,
     replace_json,
 )
-from pretrain.rundir.paths import RunPaths, attempt_directory, attempt_numbers, check_version
-from pretrain.rundir.states import Phase
+from pretrain.rundir.paths import Phase, RunPaths, attempt_directory, attempt_numbers, check_version
 from pretrain.rundir.trust import check_trusted
 
 HEARTBEAT_SECONDS = 10.0

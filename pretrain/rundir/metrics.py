@@ -10,19 +10,48 @@ with the value before and after.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
 import shutil
+import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import writing
 from pretrain.rundir.files import MAX_NUMBER, PARTIAL, open_own, read_json_lines
-from pretrain.rundir.warn import WarnOnce
+
+# ---- Warn about what goes wrong beside training, once for each kind, and let training go on ----
+
+
+Warn = Callable[[str, str], None]
+"""Takes the kind of a warning and its message; see `WarnOnce`."""
+
+
+class WarnOnce:
+    """Prints the first warning of each kind on stderr."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, kind: str, message: str) -> None:
+        """Print a warning unless one of its kind has been printed.
+
+        Args:
+            kind: A few words; not printed.
+            message: What went wrong, and what becomes of it.
+        """
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        # stderr may be a file on the very disk that is full.
+        with contextlib.suppress(OSError):
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
 
 Record = dict[str, Any]
 

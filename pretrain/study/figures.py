@@ -6,14 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pretrain.evaluate.curves import Curve, Value, relative_length
-from pretrain.evaluate.drawing import Frame, Line, Pictures, draw
-from pretrain.evaluate.plots import lines_by_length, lines_by_position
-from pretrain.evaluate.positions import binned_curves
-from pretrain.evaluate.tables import to_csv
+from pretrain.evaluate.curves import Curve, Value, binned_curves, relative_length, to_csv
+from pretrain.evaluate.figures import (
+    Frame,
+    Line,
+    Pictures,
+    draw,
+    lines_by_length,
+    lines_by_position,
+)
 from pretrain.study import published
-from pretrain.study.beside import RATIOS_FROM, Cost
-from pretrain.study.evidence import gap, kind_of
+from pretrain.study.claims import gap, kind_of
+from pretrain.study.published import RATIOS_FROM, Cost
 from pretrain.study.reading import Run, Study
 
 COLUMNS = ("panel", "line", "group", "x", "value", "low", "high")

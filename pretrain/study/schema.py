@@ -10,11 +10,9 @@ import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
 from pretrain.config import ConfigError, EvaluationRequest
-from pretrain.config.load import explain
-from pretrain.config.overrides import check_overrides, key_of
-from pretrain.config.paths import expand_path
-from pretrain.config.section import Section
-from pretrain.config.toml_file import read_toml
+from pretrain.config.load import check_overrides, explain, key_of
+from pretrain.config.schema import Section
+from pretrain.config.toml import expand_path, read_toml
 
 FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
 """Keys that make runs of one config, and have no meaning beside `configs`."""

@@ -1,32 +1,263 @@
 """The hooks that the loop calls around its steps: logging, profiles, health, saving and uploads.
 
-`pretrain.train.hook` has the interface.
+`pretrain.train.step` has the interface.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain import platform
 from pretrain.checkpoint.save import Saver
-from pretrain.checkpoint.uploader import Uploader
-from pretrain.config import num_parameters
+from pretrain.checkpoint.store import Uploader
+from pretrain.config import RunConfig, num_parameters
+from pretrain.config.evaluation import recorded_protocol
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.evaluate.perplexity import Evaluator, check_memory
+from pretrain.evaluate.records import HASH_DIGITS
+from pretrain.evaluate.text import ScoredText
+from pretrain.evaluate.windows import Protocol
 from pretrain.model.flops import flops_per_token, model_flops_utilization, peak_tflops_per_second
 from pretrain.rundir.checkpoints import check_room, checkpoint_directory
-from pretrain.rundir.metrics import Record
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import Phase
-from pretrain.train.evaluation_hook import EvaluationHook
+from pretrain.rundir.metrics import Record, is_evaluation, read_metrics
+from pretrain.rundir.paths import Phase, RunPaths
+from pretrain.topology import on_main
 from pretrain.train.health import check_health
-from pretrain.train.hook import Hook
 from pretrain.train.metrics import PASS, MetricsWriter
 from pretrain.train.profile import Profiler
-from pretrain.train.start import Run
-from pretrain.train.step import agree
+from pretrain.train.reporter import Interrupted
+from pretrain.train.start import Run, is_evaluated_after
+from pretrain.train.step import Hook, agree
 from pretrain.train.upload import Patience
+
+# ---- time share ----
+# Bound the time of the evaluations in the training loop by a share of the time of training.
+#
+# An evaluation scores the same tokens whenever it is done, so that the points of a curve, and the
+# curves of several runs, stay comparable. What adapts is how often: an evaluation that would take
+# too much is left out, and the next one is due an interval later.
+#
+# The decision follows from the run's metrics.jsonl alone, which holds the seconds of every step and
+# every evaluation. A restart therefore decides as the run did before.
+
+
+SECONDS, SHARE = "evaluation_seconds", "evaluation_time_share"
+"""Keys of an evaluation's record: what this protocol and length took, and what all evaluations of
+the run so far have taken, as a share of the seconds in training steps."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds that a run has spent up to a step."""
+
+    training: float = 0.0
+    """In training steps; steps that were lost and taken again count once."""
+    evaluations: float = 0.0
+    """In evaluations."""
+    newest: float | None = None
+    """In the newest evaluation, all lengths together; None before the first one."""
+    samples: int = 0
+    """Sequences of the training steps."""
+
+    @staticmethod
+    def of(path: Path, step: int) -> Spent:
+        """Add up the records of a metrics.jsonl.
+
+        Args:
+            path: The file; a missing one is empty.
+            step: The last step that counts.
+        """
+        training, evaluations, samples = 0.0, {0: 0.0}, 0
+        for record in read_metrics(path):
+            number = record["step"]
+            if number > step:
+                continue
+            if is_evaluation(record):
+                seconds = evaluations.get(number, 0.0) + _number(record, SECONDS)
+                evaluations[number] = seconds
+            training += _number(record, "step_seconds")
+            samples += int(_number(record, "global_batch_size"))
+        newest = evaluations[max(evaluations)]
+        return Spent(training, sum(evaluations.values()), newest or None, samples)
+
+    def share(self, further: float = 0.0) -> float:
+        """Return the share of the training steps' seconds that evaluations have taken.
+
+        Args:
+            further: Seconds of an evaluation to add.
+        """
+        total = self.evaluations + further
+        return total / self.training if self.training else float(total > 0)
+
+    def next_evaluation(
+        self, config: RunConfig, protocols: Sequence[Protocol], tokens: int
+    ) -> float:
+        """Return the seconds that another evaluation will take: as many as the newest one.
+
+        Before the first one they are estimated from the training steps. A forward pass has a third
+        of the operations of a step, and as many tokens pass through the model as the windows hold.
+
+        Args:
+            config: The run.
+            protocols: What is measured.
+            tokens: Tokens that are scored.
+        """
+        if self.newest is not None:
+            return self.newest
+        length = config.data.sequence_length
+        trained = self.samples * length * flops_per_token(config, length, causal=False)
+        flops = 0.0
+        for protocol in protocols:
+            _, stride, window = protocol.key
+            passing = tokens * window / stride
+            flops += passing * flops_per_token(config, window, causal=False) / 3
+        return self.training * flops / trained if trained else 0.0
+
+
+def refusal(
+    config: RunConfig, protocols: Sequence[Protocol], tokens: int, step: int, spent: Spent
+) -> str | None:
+    """Return why the evaluation after a step is left out, or None if it may be done.
+
+    The last step is always evaluated.
+
+    Args:
+        config: The run.
+        protocols: What is measured.
+        tokens: Tokens that are scored.
+        step: The step.
+        spent: What the run has spent up to it.
+    """
+    limit = config.evaluation_time_share
+    if limit is None or step >= config.train.num_steps:
+        return None
+    needed = spent.next_evaluation(config, protocols, tokens)
+    share = spent.share(needed)
+    if share <= limit:
+        return None
+    return (
+        f"evaluation after step {step} left out: with its {needed:.3g} s, evaluations would take "
+        f"{share:.2%} of the {spent.training:.3g} s of training so far "
+        f"(evaluation.max_time_share = {limit:g}). The last step is evaluated in any case; a lower "
+        "evaluation.max_tokens leaves time for more"
+    )
+
+
+def _number(record: Record, key: str) -> float:
+    """Return a value of a record, or 0 where it is missing or damaged."""
+    value = record.get(key)
+    return value if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0
+
+
+# ---- The hook that evaluates a run while it trains ----
+
+
+class EvaluationHook(Hook):
+    """Measure perplexity at several lengths, every evaluation.interval_steps and at the end.
+
+    An evaluation between may be left out, where evaluation.max_time_share bounds their time.
+    """
+
+    def __init__(self, run: Run, writer: MetricsWriter | None) -> None:
+        config, text = run.config.evaluation, run.validation_stream
+        self.writer = writer
+        self.clock = time.perf_counter
+        self.metrics = RunPaths(run.config.directory).metrics
+        # Checked at the start, because the first evaluation may be thousands of steps later.
+        check_memory(run.config, run.topology, run.start_point.evaluations)
+        self.evaluator = Evaluator(
+            run.chunks,
+            run.topology,
+            ScoredText(text, config.max_tokens),
+            tokens_per_batch=config.tokens_per_batch,
+            schedule_module=run.optimizer.schedule_module,
+            mask_id=run.config.mask_id if run.config.is_masked else None,
+        )
+        self.common = {
+            "evaluation": True,
+            "tokenizer": text.tokenizer_sha256[:HASH_DIGITS],
+            "validation": text.identity[:HASH_DIGITS],
+        }
+
+    def at_start(self, run: Run) -> None:
+        """Do the evaluations that the previous attempt was stopped in."""
+        self._evaluate(run, run.start_point.pending_evaluations)
+
+    def is_due(self, run: Run) -> bool:
+        """Return True if the step is to be evaluated."""
+        return is_evaluated_after(run.config, run.state.step)
+
+    def between_steps(self, run: Run) -> None:
+        """Evaluate if it is due. All ranks score; rank 0 writes."""
+        # A loss of an earlier step says nothing about the checkpoint of this one.
+        run.origin = dataclasses.replace(run.origin, validation_loss_nats=None)
+        if self.is_due(run):
+            self._evaluate(run, run.start_point.evaluations)
+
+    def _evaluate(self, run: Run, pending: Sequence[Protocol]) -> None:
+        """Evaluate and write all of `pending`, or nothing if the ranks agree to stop meanwhile."""
+        step = run.state.step
+        if not pending or run.requests.agreed or self._is_left_out(run):
+            return
+
+        def before_pass() -> None:
+            run.reporter.progress(step)
+            agree(run.requests)
+            if run.requests.agreed:
+                raise Interrupted
+
+        # All results are written at once or not at all, so that the metrics never hold a part of
+        # an evaluation: what was scored before a stop is dropped and done again.
+        with run.reporter.during(Phase.EVALUATING, step), contextlib.suppress(Interrupted):
+            results, seconds = [], []
+            for protocol in pending:
+                begin = self.clock()
+                results.append(self.evaluator.evaluate(protocol, before_pass=before_pass))
+                seconds.append(self.clock() - begin)
+            if self.writer is not None:
+                share = Spent.of(self.metrics, step).share(sum(seconds))
+                self.writer.evaluation(
+                    [
+                        {"step": step, **self.common, **result.record(), SECONDS: own, SHARE: share}
+                        for result, own in zip(results, seconds)
+                    ]
+                )
+            trained = (
+                recorded_protocol(run.config, "nonoverlapping"),
+                run.config.data.sequence_length,
+            )
+            for result in results:
+                is_trained = (result.protocol.name, result.protocol.length) == trained
+                if is_trained and math.isfinite(result.loss_nats):
+                    run.origin = dataclasses.replace(
+                        run.origin, validation_loss_nats=result.loss_nats
+                    )
+
+    def _is_left_out(self, run: Run) -> bool:
+        """Return True if the time for an evaluation is not there, alike on all ranks.
+
+        Rank 0 decides, which has the metrics, and says so.
+        """
+        if run.config.evaluation_time_share is None:
+            return False
+        step, tokens = run.state.step, self.evaluator.text.tokens
+        protocols = run.start_point.evaluations
+
+        def why() -> str | None:
+            spent = Spent.of(self.metrics, step)
+            return refusal(run.config, protocols, tokens, step, spent)
+
+        reason = on_main(run.topology, why)
+        if reason is not None and run.topology.is_main:
+            print(reason, file=sys.stderr, flush=True)
+        return reason is not None
 
 
 def make_hooks(run: Run) -> list[Hook]:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.changes import data_hashes
-from pretrain.checkpoint.content import TrainerState
+from pretrain.checkpoint.manifest import TrainerState, data_hashes
 from pretrain.config import RunConfig, dump_config, writing
 from pretrain.config.trajectory import describe_differences
 from pretrain.data.loader import batches, worker_failures
@@ -21,19 +20,17 @@ from pretrain.model.forward import Batch
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_step
 from pretrain.rundir.files import replace_file
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import Phase
-from pretrain.rundir.unsaved import saving_then_stopping
+from pretrain.rundir.history import saving_then_stopping
+from pretrain.rundir.paths import Phase, RunPaths
 from pretrain.topology import Topology, on_main, supervised_attempt
-from pretrain.train.health import check_same_data
-from pretrain.train.hook import Hook
+from pretrain.train.health import check_same_data, roll_back
 from pretrain.train.hooks import make_hooks
-from pretrain.train.reporter import AttemptReporter
-from pretrain.train.rollback import roll_back
+from pretrain.train.metrics import check_wandb
+from pretrain.train.reporter import EXIT_CODES, AttemptReporter, Requests
 from pretrain.train.spikes import Spike
-from pretrain.train.start import Run, load_run, prepare, take_run
-from pretrain.train.start_point import StartPoint, evaluations_of
+from pretrain.train.start import Run, StartPoint, evaluations_of, load_run, prepare, take_run
 from pretrain.train.step import (
+    Hook,
     QueuedStep,
     agree,
     forward_backward,
@@ -41,9 +38,7 @@ from pretrain.train.step import (
     seed_step,
     update,
 )
-from pretrain.train.stopping import EXIT_CODES, Requests
 from pretrain.train.upload import bring, check_store
-from pretrain.train.weights_and_biases import check_wandb
 
 
 def train(

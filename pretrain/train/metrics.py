@@ -8,24 +8,274 @@ and `MetricsWriter` passes every record to all of them.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import math
 import os
 import sys
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from pretrain.checkpoint.content import Change
-from pretrain.config import RunConfig
-from pretrain.rundir.files import make_directory
-from pretrain.rundir.metrics import MetricsFile, Record
+from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
+from pretrain.config import ConfigError, RunConfig
+from pretrain.rundir.files import make_directory, replace_file
+from pretrain.rundir.metrics import MetricsFile, Record, is_change, is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
-from pretrain.train.figures import length_picture
-from pretrain.train.tags import FIGURE, Axes, evaluation_tags, step_tags
-from pretrain.train.weights_and_biases import INSTALL, Wandb, is_installed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# ---- Draw the figure that an evaluation in the training loop sends to W&B and TensorBoard ----
+
+
+def length_picture(records: Sequence[Record], train_length: int) -> NDArray[np.uint8]:
+    """Return the figure of `length_curve` as pixels [height, width, RGB].
+
+    W&B and TensorBoard both take figures as well, but by way of matplotlib.pyplot, which chooses a
+    backend by what is installed and shown on this machine.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(length_curve(records, train_length))
+    canvas.draw()  # type: ignore[no-untyped-call]  # matplotlib declares no types here
+    pixels = np.array(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    return pixels[:, :, :3]
+
+
+def length_curve(records: Sequence[Record], train_length: int) -> Figure:
+    """Return a figure of perplexity by window length, a curve for each protocol.
+
+    Args:
+        records: One evaluation; a perplexity that is not finite leaves a gap.
+        train_length: Training length L in tokens, which is marked.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    figure = Figure(figsize=(7, 4.2), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    by_protocol: dict[str, dict[int, float]] = {}
+    for record in records:
+        value = record["perplexity"]
+        drawn = value if isinstance(value, float) and math.isfinite(value) else math.nan
+        by_protocol.setdefault(record["protocol"], {})[record["length"]] = drawn
+    for protocol, points in by_protocol.items():
+        lengths = sorted(points)
+        axes.plot(lengths, [points[n] for n in lengths], marker="o", linewidth=2, label=protocol)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({record["length"] for record in records})
+    axes.set_xticks(ticks, [f"{n}\n{n / train_length:.3g} L" for n in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.axvline(train_length, color="#888888", linewidth=1.2, linestyle=":")
+    axes.set_title(f"after step {records[0]['step']}")
+    axes.set_xlabel("Evaluation length (tokens, and in training lengths L)")
+    axes.set_ylabel("Perplexity")
+    axes.grid(True, color="#e4e4e4", linewidth=0.8)
+    axes.legend(frameon=False)
+    return figure
+
+
+# ---- tags ----
+# Name a run's numbers as W&B and TensorBoard show them: in groups, with axes to draw them over.
+#
+# RUN/metrics.jsonl has names of its own, with units, which do not change. Here each gets the group
+# under which it is shown and, where there is one, the name that Hugging Face's Trainer uses.
+
+
+TAGS = {
+    "loss_nats": "train/loss",
+    "gradient_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "global_batch_size": "train/global_batch_size",
+    "consumed_samples": "train/consumed_samples",
+    "tokens_per_second": "throughput/tokens_per_second",
+    "step_seconds": "throughput/step_seconds",
+    "data_wait_seconds": "throughput/data_wait_seconds",
+    "tflops_per_second": "throughput/tflops_per_second",
+    "tflops_per_second_causal": "throughput/tflops_per_second_causal",
+    "model_flops_utilization": "throughput/model_flops_utilization",
+    "model_flops_utilization_causal": "throughput/model_flops_utilization_causal",
+    "peak_memory_bytes": "health/peak_memory_bytes",
+    "loss_scale": "health/loss_scale",
+    "skipped_updates": "health/skipped_updates",
+    "rollbacks": "health/rollbacks",
+    "rolled_back_from_step": "health/rolled_back_from_step",
+}
+"""Key of a step's record -> tag."""
+GROUPS = ("train", "throughput", "health", "data", "eval")
+"""What the tags begin with."""
+STEP, TOKENS, SECONDS = "step", "tokens", "elapsed_seconds"
+"""The axes: steps done, tokens trained on, and seconds in training steps, all since step 0 whatever
+the number of starts. Saves, evaluations, and steps that were lost and taken again do not count."""
+FIGURE = "eval/length_curve"
+"""The tag of the figure of perplexity by length."""
+
+
+def step_tags(record: Record) -> Record:
+    """Return the numbers of a step's record by their tags, "group/name".
+
+    A key without a tag is one of a corpus (`metrics.PASS`), and goes to the group "data".
+    """
+    return {
+        TAGS.get(key, f"data/{key}"): value
+        for key, value in record.items()
+        if key != STEP and isinstance(value, int | float)
+    }
+
+
+def evaluation_tags(records: Sequence[Record]) -> Record:
+    """Return an evaluation as eval/<measure>_<protocol>/<length>."""
+    return {
+        f"eval/{name}_{record['protocol']}/{record['length']}": record[key]
+        for record in records
+        for key, name in (("perplexity", "perplexity"), ("loss_nats", "loss"))
+    }
+
+
+class Axes:
+    """Follows how far training has come, in tokens and in seconds."""
+
+    def __init__(self, path: Path, config: RunConfig, changes: Sequence[Change]) -> None:
+        """Begin where a metrics.jsonl ends.
+
+        Args:
+            path: The file, which holds the steps that were kept.
+            config: The run's config.
+            changes: What was changed on the way; a step may have had other lengths before.
+        """
+        self._path, self._config, self._changes = path, config, changes
+        self.read()
+
+    def read(self) -> None:
+        """Read the file again, after records were dropped from it."""
+        self._tokens, self._seconds = 0, 0.0
+        for record in read_metrics(self._path):
+            if not is_evaluation(record) and not is_change(record):
+                self.step(record)
+
+    def step(self, record: Record) -> None:
+        """Go on by one step."""
+        seconds, samples = record.get("step_seconds"), record.get("consumed_samples")
+        # A file may be damaged.
+        if isinstance(seconds, int | float):
+            self._seconds += seconds
+        if isinstance(samples, int):
+            state = TrainerState(record["step"], samples)
+            self._tokens = trained_tokens(self._config, state, self._changes)
+
+    def values(self) -> Record:
+        """Return the axes' present values, but for the step."""
+        return {TOKENS: self._tokens, SECONDS: self._seconds}
+
+
+# ---- Send a run's numbers to Weights & Biases, whose package `wandb` need not be installed ----
+
+
+INIT_SECONDS = 15
+"""With an API key and no network, wandb would block far longer before it raises."""
+FINISH_SECONDS = 60
+"""What is not uploaded by then stays on disk for `wandb sync`."""
+INSTALL = "pip install 'pretrain[wandb]'"
+
+
+def is_installed() -> bool:
+    """Return True if the package wandb can be imported.
+
+    A folder of that name in the working directory, as below a run, is no package.
+    """
+    found = importlib.util.find_spec("wandb")
+    return found is not None and found.origin is not None
+
+
+def check_wandb(config: RunConfig) -> None:
+    """Raise ConfigError if the run is to be sent to W&B and there is nothing to send it with."""
+    if config.logging.wandb == "online" and not is_installed():
+        raise ConfigError(
+            "logging.wandb = online: the package wandb is not installed. Install it "
+            f'({INSTALL}), or set logging.wandb = "disabled"'
+        )
+
+
+def settings() -> Any:
+    """Return wandb's settings for whatever of ours is sent: silent, and with bounded waits."""
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        # Capturing the terminal would break the progress bar.
+        console="off",
+        init_timeout=INIT_SECONDS,
+        login_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+    )
+
+
+class Wandb:
+    """Weights & Biases. The run directory holds the id, so a resumed run continues its curves."""
+
+    def __init__(self, config: RunConfig, run_directory: Path, axes: Axes) -> None:
+        # Importing wandb takes about a second, which a run that does not use it should not pay.
+        import wandb
+
+        mode = config.logging.wandb
+        self._axes, self._train_length = axes, config.data.sequence_length
+        self._run = wandb.init(
+            project=config.logging.wandb_project,
+            name=run_directory.name,
+            dir=str(run_directory),
+            id=_run_id(RunPaths(run_directory).wandb_run_id),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            config=config.model_dump(mode="json"),
+            settings=settings(),
+        )
+        # The x axis is our own step. wandb's must only grow, and a resume may go back a few steps.
+        # All three are in every row, so that a chart can be drawn over each.
+        for axis in (STEP, TOKENS, SECONDS):
+            self._run.define_metric(axis)
+        for group in GROUPS:
+            self._run.define_metric(f"{group}/*", step_metric=STEP)
+        if mode == "online":
+            print(f"wandb: {self._run.url}", file=sys.stderr, flush=True)
+
+    def step(self, record: Record) -> None:
+        self._log(record["step"], step_tags(record))
+
+    def evaluation(self, records: list[Record]) -> None:
+        import wandb
+
+        figure = wandb.Image(length_picture(records, self._train_length))
+        self._log(records[0]["step"], {**evaluation_tags(records), FIGURE: figure})
+
+    def _log(self, step: int, values: Record) -> None:
+        self._run.log({STEP: step, **self._axes.values(), **values})
+
+    def go_back(self, step: int) -> None:
+        """Do nothing: as after a resume, the curves show both."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(path: Path) -> str:
+    """Return the run's id, which `path` keeps from the first start on: one directory is one run.
+
+    A run that ended before its first checkpoint starts from scratch, and still keeps its id.
+    """
+    if path.exists() and (identifier := path.read_text().strip()):
+        return identifier
+    identifier = uuid.uuid4().hex[:12]
+    replace_file(path, identifier + "\n")
+    return identifier
+
 
 PASS = "begun_pass_of_"
 """A step in which a corpus has been read to its end has a key of this and the corpus's name: the

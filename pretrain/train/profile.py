@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity
 from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.rundir.files import FILE_MODE, PARTIAL, make_directory
+from pretrain.rundir.metrics import Warn
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.warn import Warn
 
 MAX_ALLOCATIONS = 1_000_000
 """Allocations and frees of GPU memory that a snapshot keeps; the oldest are dropped."""

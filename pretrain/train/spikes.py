@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pretrain.checkpoint.content import TrainerState
+from pretrain.checkpoint.manifest import TrainerState
 from pretrain.config import RunConfig, RunFailed
+from pretrain.optim.health import SpikeDetector
 from pretrain.optim.sharded_step import Veto
-from pretrain.optim.spikes import SpikeDetector
 from pretrain.rundir.metrics import Record
 
 NUM_NUMBERS = 4

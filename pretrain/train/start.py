@@ -19,29 +19,308 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
-from pretrain.checkpoint.changes import check_training, data_hashes
-from pretrain.checkpoint.content import Origin, TrainerState
 from pretrain.checkpoint.load import load_checkpoint
-from pretrain.checkpoint.manifest import Checkpoint
+from pretrain.checkpoint.manifest import (
+    Checkpoint,
+    Origin,
+    TrainerState,
+    changes_of,
+    check_training,
+    data_hashes,
+    open_checkpoint,
+)
+from pretrain.checkpoint.store import is_url
 from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.trajectory import Difference
 from pretrain.data.blend import Blend, segment_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.evaluate.windows import Protocol
-from pretrain.model.checks import check_positions
+from pretrain.evaluate.windows import Protocol, choose_protocols
+from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
-from pretrain.rundir.checkpoints import checkpoint_step, no_checkpoints
+from pretrain.platform import device_name, versions
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.checkpoints import (
+    checkpoint_step,
+    checkpoints_to_resume,
+    complete_checkpoints,
+    find_checkpoint,
+    no_checkpoints,
+)
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.history import bring_back_lines, recover, settle
+from pretrain.rundir.history import begins_branch, bring_back_lines, keeps_lines_of, recover, settle
+from pretrain.rundir.lineage import Branch, new_id
+from pretrain.rundir.metrics import evaluations_at
+from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.provenance import (
+    PROVENANCE,
+    Provenance,
+    last_provenance,
+    provenance_changes,
+    write_provenance,
+)
 from pretrain.topology import Topology, on_main, owner, supervised_attempt
 from pretrain.topology import initialize as initialize_topology
-from pretrain.train.choice import Damaged, choose_checkpoint, first_sentence
-from pretrain.train.provenance import record_provenance
-from pretrain.train.reporter import AttemptReporter
+from pretrain.train.reporter import AttemptReporter, Requests
 from pretrain.train.spikes import SpikeWatch
-from pretrain.train.start_point import StartPoint, evaluations_of, find_start_point
-from pretrain.train.stopping import Requests
+
+# ---- Choose the checkpoint that a run goes on from ----
+
+
+Damaged = tuple[tuple[Path, str], ...]
+"""Checkpoints that cannot be used, and the messages that say why."""
+
+
+def choose_checkpoint(
+    config: RunConfig,
+    resume: str,
+    opened: Checkpoint | None = None,
+    damaged: Damaged = (),
+) -> tuple[Checkpoint | None, Damaged]:
+    """Open the checkpoint to resume from. `check_training` says whether the run may go on from it.
+
+    Args:
+        config: The run.
+        resume: "auto" for the run's newest checkpoint that is not damaged, or from scratch if it
+            has none at all; "none" to start from scratch; else the path of a run or a checkpoint.
+        opened: What this function returned before. It is returned again, without reading its files
+            anew, if it is still the checkpoint to resume from.
+        damaged: Checkpoints that `auto` must pass over, because loading them failed.
+
+    Returns:
+        The checkpoint, or None to start from scratch; and the damaged ones that were passed over.
+
+    Raises:
+        ConfigError: There is no such checkpoint, it is damaged, or starting from scratch would
+            write over it.
+    """
+    run = config.directory
+    if resume == "none":
+        if complete_checkpoints(run):
+            raise ConfigError(
+                f"{run}: has checkpoints, and --resume none would write over them. "
+                "Resume (--resume auto), remove them, or set another run.directory"
+            )
+        return None, ()
+    if is_url(resume):
+        # It is downloaded when the processes have joined (`pretrain.train.upload.bring`).
+        return None, ()
+    if resume != "auto":
+        return _open(find_checkpoint(Path(resume)), opened), ()
+    found = checkpoints_to_resume(run)
+    passed_over = dict(damaged)
+    for path in found:
+        if path in passed_over:
+            continue
+        try:
+            return _open(path, opened), tuple(passed_over.items())
+        except DamagedCheckpoint as damage:
+            passed_over[path] = str(damage)
+    if passed_over:
+        # Do not start from scratch, which could throw away weeks of training.
+        lines = "".join(
+            f"\n{path}: {first_sentence(damage)}" for path, damage in passed_over.items()
+        )
+        raise ConfigError(
+            f"{run}: all of its checkpoints are damaged. Restore one of them, --resume one that is "
+            f"elsewhere, or train anew in another run.directory{lines}"
+        )
+    return None, ()
+
+
+def _open(path: Path, opened: Checkpoint | None) -> Checkpoint:
+    """Return the checkpoint at `path`; `opened` if it is that one."""
+    if opened is not None and opened.path == path and opened.is_unchanged():
+        return opened
+    return open_checkpoint(path)
+
+
+def first_sentence(damage: str) -> str:
+    """Return what a message about damage says first; the rest is what a user could do."""
+    return damage.partition(". ")[0]
+
+
+# ---- provenance ----
+# Record at its start what an attempt is made with, and say what changed since the last one.
+
+
+def record_provenance(
+    run: Path, reporter: AttemptReporter, checkpoint: Checkpoint | None
+) -> tuple[Provenance, tuple[str, ...]]:
+    """Write attempts/####/provenance.json and compare it with the last start's. Rank 0 alone.
+
+    Args:
+        run: The run's directory.
+        reporter: Holds the attempt.
+        checkpoint: The checkpoint to resume from. It is compared with if this run has no earlier
+            attempt that recorded anything.
+
+    Returns:
+        The record, and the lines that say what changed; none where nothing did.
+    """
+    attempt = reporter.attempt
+    assert attempt is not None
+    made = Provenance.here(Owner.read(attempt), sys.argv, versions(), device_name())
+    try:
+        write_provenance(attempt, made)
+    except OSError as error:
+        why = f"{attempt}: {PROVENANCE} cannot be written ({error.strerror}); training goes on"
+        reporter.warn("provenance", why)
+    before = last_provenance(run, int(attempt.name))
+    if before is None and checkpoint is not None and checkpoint.origin.provenance is not None:
+        before = str(checkpoint.path), checkpoint.origin.provenance
+    changes = provenance_changes(before[1], made) if before else []
+    if before is None or not changes:
+        return made, ()
+    return made, (f"{run}: what differs from {before[0]}:", *(f"  {c}" for c in changes))
+
+
+# ---- start point ----
+# Find the checkpoint and step that a run starts from, and the evaluations that are pending.
+#
+# This is decided from files alone, before anything is built.
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """The checkpoint, step and pending evaluations that a run starts from."""
+
+    checkpoint: Checkpoint | None = None
+    """The checkpoint to resume from; None to start from scratch."""
+    step: int = 0
+    """Optimizer steps done."""
+    evaluations: tuple[Protocol, ...] = ()
+    """What every evaluation of this run measures."""
+    pending_evaluations: tuple[Protocol, ...] = ()
+    """Evaluations due after `step` that this run has not completed. They may have been left out on
+    purpose (`pretrain.train.hooks`), which is decided again, and alike."""
+    saved_step: int | None = 0
+    """The step of which this run has a checkpoint: 0 from scratch (there is nothing to save), None
+    when the checkpoint belongs to another run."""
+    data: dict[str, str] = field(default_factory=dict)
+    """The hashes of the run's data; see `data_hashes` in checkpoint/manifest.py."""
+    differences: tuple[Difference, ...] = ()
+    """What differs from the checkpoint's config and data; all of it is free or was allowed."""
+    allowed: tuple[str, ...] = ()
+    """Keys that may change although they change training."""
+    begins_branch: bool = False
+    """What is saved from here on belongs to a branch of its own."""
+    is_automatic: bool = False
+    """The checkpoint was found by `auto`, so an earlier one may take its place."""
+    damaged: Damaged = ()
+    """Newer checkpoints that cannot be used, and why."""
+    provenance: Provenance | None = None
+    """What this attempt is made with; None if there is nothing left to do."""
+    provenance_changes: tuple[str, ...] = ()
+    """Lines that say what of it changed since the last start."""
+
+    def origin(self) -> Origin:
+        """Return what the next save records about where its state comes from."""
+        if self.checkpoint is None:
+            branch = Branch(new_id(), 0)
+            return Origin(branches=(branch,), data=self.data, provenance=self.provenance)
+        before, lineage = self.checkpoint.origin, self.checkpoint.lineage
+        branches = lineage.branches
+        if self.begins_branch:
+            branches = (*branches, Branch(new_id(), lineage.step))
+        return dataclasses.replace(
+            before,
+            parent=lineage.id,
+            branches=branches,
+            data=self.data,
+            changes=(*before.changes, *changes_of(self.differences, self.checkpoint.trainer_state)),
+            validation_loss_nats=None,
+            provenance=self.provenance,
+        )
+
+    def is_finished(self, config: RunConfig) -> bool:
+        """Return True if there is no step to take and nothing to evaluate."""
+        return self.step >= config.train.num_steps and not self.pending_evaluations
+
+
+def find_start_point(
+    config: RunConfig,
+    resume: str,
+    opened: Checkpoint | None,
+    data: dict[str, str],
+    allowed: Collection[str] = (),
+    damaged: Damaged = (),
+    evaluations: tuple[Protocol, ...] = (),
+) -> StartPoint:
+    """Find where the run starts from.
+
+    Args:
+        config: The run.
+        resume: "auto", "none" or a path; see `choose_checkpoint`.
+        opened: A checkpoint that `choose_checkpoint` has returned before.
+        data: The hashes of the run's data; see `data_hashes`.
+        allowed: Keys that may change although they change training.
+        damaged: Checkpoints that `auto` must pass over, and why.
+        evaluations: What every evaluation of this run measures; see `evaluations_of`.
+
+    Raises:
+        ConfigError: As `choose_checkpoint`, a difference from the checkpoint is not allowed, or the
+            checkpoint has done more steps than train.num_steps.
+    """
+    checkpoint, damaged = choose_checkpoint(config, resume, opened, damaged)
+    if checkpoint is None:
+        return StartPoint(data=data, allowed=tuple(allowed), evaluations=evaluations)
+    step, last = checkpoint.trainer_state.step, config.train.num_steps
+    if step > last:
+        raise ConfigError(
+            f"train.num_steps = {last}: {checkpoint.path} has done {step} steps already. Set "
+            f"{step} or more, or --resume an earlier checkpoint"
+        )
+    differences = check_training(config, data, checkpoint, allowed)
+    pending: tuple[Protocol, ...] = ()
+    # A step is evaluated before it is saved, so nothing is pending unless the run was stopped
+    # during the evaluation, or its metrics are in another run's directory.
+    if is_evaluated_after(config, step):
+        done = evaluations_at(RunPaths(config.directory).metrics, step)
+        # Records of another branch do not count: they are moved away when training goes on from
+        # this checkpoint. A finished run does not train on, so its records stay.
+        if step < last and not keeps_lines_of(config.directory, checkpoint.lineage):
+            done = set()
+        pending = tuple(p for p in evaluations if p.key not in done)
+    own_checkpoints = RunPaths(config.directory).checkpoints.resolve()
+    is_own = checkpoint.path.resolve().parent == own_checkpoints
+    return StartPoint(
+        checkpoint,
+        step,
+        evaluations,
+        pending,
+        step if is_own else None,
+        data,
+        differences,
+        tuple(allowed),
+        begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
+        resume == "auto",
+        damaged,
+    )
+
+
+def evaluations_of(
+    config: RunConfig, validation: TokenStream
+) -> tuple[tuple[Protocol, ...], list[str]]:
+    """Return what every evaluation of a run measures, and lines that say what is left out.
+
+    Raises:
+        ConfigError: The validation text is shorter than one window.
+    """
+    total = len(validation)
+    tokens = min(total, config.evaluation.max_tokens or total)
+    return choose_protocols(config, config.evaluation.protocols, tokens, total)
+
+
+def is_evaluated_after(config: RunConfig, step: int) -> bool:
+    """Return True every evaluation.interval_steps steps and after the last step.
+
+    In between, `pretrain.train.hooks` may leave an evaluation out.
+    """
+    last = config.train.num_steps
+    return 0 < step <= last and (step % config.evaluation_interval_steps == 0 or step == last)
+
 
 Streams = tuple[TokenStream, TokenStream]
 """The training and the validation split."""

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.store import Store, Stored, StoreError
-from pretrain.checkpoint.store_names import is_url, split_checkpoint
+from pretrain.checkpoint.store import Store, Stored, StoreError, is_url, split_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
 from pretrain.rundir.checkpoints import (
     begin_partial,

@@ -19,8 +19,8 @@ def count_real_step(config: RunConfig) -> dict[str, Any]:
         "synchronisations": times by (phase, cause).
     """
     from pretrain import platform
-    from pretrain.plan.counter import Counter
-    from pretrain.plan.step import count_step
+    from pretrain.plan.operators import Counter
+    from pretrain.plan.simulation import count_step
     from pretrain.topology import initialize
 
     platform.prepare(0)

@@ -28,7 +28,7 @@ def packed(
         data rank, else None; "gradients": full tensors by global name}.
     """
     from pretrain.model.forward import is_reporting_rank, run_schedule
-    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.optim.buckets import finalize_gradients, gradient
 
     topology, chunks = tasks._build_model_with(config, state)
     batches = tasks._split_among_ranks(config, topology, tokens)
@@ -47,10 +47,8 @@ def _kept_whole(losses: Tensor) -> tuple[Tensor, Tensor]:
 def eos_id_in_a_step(config: RunConfig) -> list[int | None]:
     """Start a run on real data, take a step, and return the end-of-document token it was given."""
     from pretrain.train import loop
-    from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import load_run, prepare
-    from pretrain.train.start_point import StartPoint
-    from pretrain.train.stopping import Requests
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import StartPoint, load_run, prepare
 
     def forward_backward(chunks: Any, optimizer: Any, batches: Any, eos_id: int | None) -> Any:
         seen.append(eos_id)
@@ -72,7 +70,7 @@ def refusal_without_mask(config: RunConfig) -> tuple[str | None, str | None]:
     """
     from pretrain.config import RunFailed
     from pretrain.model import attention
-    from pretrain.model.checks import check_positions
+    from pretrain.model.attention import check_positions
     from pretrain.model.gpt import build_model
     from pretrain.topology import initialize
 

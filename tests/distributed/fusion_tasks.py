@@ -38,10 +38,10 @@ def gradients_in_main_grad(
         On rank 0 the full gradients by global name; None elsewhere.
     """
     from pretrain.model.forward import run_schedule
-    from pretrain.model.fusion import choose_fusion
+    from pretrain.model.gpt import choose_fusion
+    from pretrain.model.loss import accumulate_in_layers
     from pretrain.model.parameters import named_parameters
-    from pretrain.model.weight_gradients import accumulate_in_layers
-    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.optim.buckets import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss
 
     topology, chunks = tasks._build_model_with(config, state)
@@ -80,7 +80,7 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
         precision: A value of train.precision.
     """
     from pretrain import platform
-    from pretrain.model.weight_gradients import add_weight_gradient, mark_stale
+    from pretrain.model.loss import add_weight_gradient, mark_stale
 
     generator = torch.Generator().manual_seed(2)
     # What an earlier step has left must not be read, not even to be multiplied by zero.

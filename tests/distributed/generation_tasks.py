@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.model.generate import Decoder, greedy
+from pretrain.model.forward import Decoder, greedy
 from tests.distributed.tasks import _build_model_with
 
 

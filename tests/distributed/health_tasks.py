@@ -63,8 +63,7 @@ def train_damaged(
         names of its checkpoints; "damaged": True if this rank held the element.
     """
     from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths
-    from pretrain.rundir.states import exit_code_of
+    from pretrain.rundir.paths import RunPaths, exit_code_of
     from pretrain.train.loop import train
 
     seen: dict[str, Any] = {"code": None, "error": "", "damaged": False}
@@ -105,8 +104,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         As `train_damaged`.
     """
     from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths
-    from pretrain.rundir.states import exit_code_of
+    from pretrain.rundir.paths import RunPaths, exit_code_of
     from pretrain.train import loop
 
     forward_backward, calls = loop.forward_backward, 0
@@ -164,15 +162,13 @@ def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
 
 def build_run(config: RunConfig) -> Any:
     """Return a run with initial weights and without data."""
-    from pretrain.checkpoint.content import TrainerState
+    from pretrain.checkpoint.manifest import TrainerState
     from pretrain.model.gpt import build_model
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.topology import initialize
-    from pretrain.train.reporter import AttemptReporter
+    from pretrain.train.reporter import AttemptReporter, Requests
     from pretrain.train.spikes import SpikeWatch
-    from pretrain.train.start import Run
-    from pretrain.train.start_point import StartPoint
-    from pretrain.train.stopping import Requests
+    from pretrain.train.start import Run, StartPoint
 
     topology = initialize(config)
     chunks = build_model(config)
@@ -230,8 +226,7 @@ def train_on_bad_data(
         step left this rank's masters, moments and weights as they were.
     """
     from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths
-    from pretrain.rundir.states import exit_code_of
+    from pretrain.rundir.paths import RunPaths, exit_code_of
     from pretrain.train import loop
 
     queue_step = loop.queue_step
@@ -273,10 +268,8 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
     import dataclasses
 
     from pretrain.train.loop import queue_step, step_batches
-    from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, load_run, prepare
-    from pretrain.train.start_point import find_start_point
-    from pretrain.train.stopping import Requests
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
 
     streams, topology, checkpoint = prepare(config, resume)
     start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))

@@ -26,7 +26,7 @@ def gradients(
         On rank 0 {"loss", "gradients", "inputs" and "chosen" of this rank}; None elsewhere.
     """
     from pretrain.model.forward import run_schedule
-    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.optim.buckets import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss, masked_batches
 
     topology, chunks = tasks._build_model_with(config, state)

@@ -20,10 +20,8 @@ def take_steps_of(config: RunConfig, sizes: list[int]) -> list[tuple[float, floa
     """
     from pretrain.data.loader import batches
     from pretrain.train.loop import queue_step
-    from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import load_run, prepare
-    from pretrain.train.start_point import StartPoint
-    from pretrain.train.stopping import Requests
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import StartPoint, load_run, prepare
 
     streams, topology, _ = prepare(config, "none")
     run = load_run(config, streams, topology, StartPoint(), Requests(), AttemptReporter())

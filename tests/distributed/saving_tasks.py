@@ -33,8 +33,8 @@ def digests_of_saves(
         how many steps began their forward pass while a copy was still under way.
     """
     from pretrain import platform
+    from pretrain import platform as queue
     from pretrain.checkpoint.save import Saver
-    from pretrain.platform import queue
     from pretrain.rundir.checkpoints import complete_checkpoints
     from pretrain.train import loop
 
@@ -229,10 +229,8 @@ def save_and_take_a_step(config: RunConfig, resume: str, until: int) -> float:
     from pretrain import platform
     from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
-    from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, load_run, prepare
-    from pretrain.train.start_point import find_start_point
-    from pretrain.train.stopping import Requests
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
 
     streams, topology, checkpoint = prepare(config, resume)
     start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))

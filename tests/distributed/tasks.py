@@ -34,7 +34,7 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
         tensors by global name}; None elsewhere.
     """
     from pretrain.model.forward import run_schedule
-    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.optim.buckets import finalize_gradients, gradient
     from pretrain.train.step import _mean_loss, average_loss
 
     topology, chunks = _build_model_with(config, state)
@@ -313,10 +313,8 @@ def continue_run(config: RunConfig, resume: str, until: int) -> dict[str, Any] |
     """
     from pretrain.checkpoint.save import Saver
     from pretrain.train.loop import queue_step, step_batches
-    from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, load_run, prepare
-    from pretrain.train.start_point import find_start_point
-    from pretrain.train.stopping import Requests
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
 
     streams, topology, checkpoint = prepare(config, resume)
     start_point = find_start_point(config, resume, checkpoint, data_hashes(streams))
@@ -393,10 +391,8 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     from collections import Counter
     from pathlib import Path
 
-    from pretrain.train.reporter import AttemptReporter
-    from pretrain.train.start import data_hashes, load_run, prepare
-    from pretrain.train.start_point import find_start_point
-    from pretrain.train.stopping import Requests
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import data_hashes, find_start_point, load_run, prepare
 
     read: Counter[str] = Counter()
     preadv = os.preadv
@@ -468,7 +464,7 @@ def reduce_gradients(
     """
     from megatron.core import parallel_state
 
-    from pretrain.optim.gradients import finalize_gradients, gradient
+    from pretrain.optim.buckets import finalize_gradients, gradient
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.train.step import forward_backward, seed_step
 
@@ -534,9 +530,9 @@ def train_and_watch_reductions(
     """
     from collections import Counter
 
-    from pretrain.optim.gather import WeightGather
-    from pretrain.optim.reduction import GradientReducer
+    from pretrain.optim.buckets import WeightGather
     from pretrain.optim.schedule import learning_rate
+    from pretrain.optim.sharded_step import GradientReducer
     from pretrain.optim.zero import ZeroOptimizer
     from pretrain.train.step import average_loss, forward_backward
 
@@ -594,7 +590,7 @@ def errors_of_sums_over_128_ranks(shared: float) -> dict[str, float]:
         The norm of the error over the norm of the sum, by the way of summing, and "within bound":
         1.0 if every element of the reducer's sum keeps to the bound that `sum_pieces` states.
     """
-    from pretrain.optim.wire import sum_pieces
+    from pretrain.optim.sharded_step import sum_pieces
 
     ranks, elements = 128, 20_000
     generator = torch.Generator().manual_seed(3)
@@ -817,7 +813,7 @@ def measure_tasks(
         The records, on every rank.
     """
     from pretrain.data.stream import open_stream
-    from pretrain.evaluate.tasks.results import measure
+    from pretrain.evaluate.tasks.report import measure
     from pretrain.evaluate.tasks.rows import Text, long_documents, make_cell
     from pretrain.evaluate.tasks.scoring import Scorer
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.model.generate import cache_bytes, check_generation
+from pretrain.model.forward import cache_bytes, check_generation
 from tests.conftest import mark_torture, tiny_config
 from tests.distributed import generation_tasks
 from tests.distributed.test_parallel_equals_dense import METHODS, TOLERANCE, VARIANTS

@@ -9,7 +9,7 @@ import torch
 
 from pretrain.data.manifest import read_manifest
 from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import health_tasks as tasks
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pretrain import platform
-from pretrain.plan import step as plan_step
-from pretrain.plan.costs import StepCounts
+from pretrain.plan import simulation as plan_step
+from pretrain.plan.operators import StepCounts
 from pretrain.plan.simulation import simulated_rank
 from pretrain.train.health import inspect
 from tests.distributed.test_step_budgets import CASES, small_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.data.masking import mask_samples, mask_text
+from pretrain.data.order import mask_samples, mask_text
 from pretrain.data.stream import open_stream
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import masked_tasks, tasks

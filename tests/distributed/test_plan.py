@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from pretrain.config import RunConfig
-from pretrain.plan.activations import Activations
-from pretrain.plan.memory import memory_of_rank, most_kept, peak
-from pretrain.plan.step import count_run
-from pretrain.plan.traffic import messages
-from pretrain.plan.weights import stage_of
+from pretrain.plan.memory import Activations, memory_of_rank, most_kept, peak, stage_of
+from pretrain.plan.simulation import count_run
+from pretrain.plan.timing import messages
 from tests.conftest import mark_torture, tiny_config
 from tests.distributed.plan_tasks import measure_real_rank
 from tests.distributed.test_step_budgets import CASES, counted

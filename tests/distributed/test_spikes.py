@@ -10,8 +10,7 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode, RunPaths
 from tests.conftest import LAYOUTS, mark_torture, tiny_config
 from tests.distributed import health_tasks as tasks
 

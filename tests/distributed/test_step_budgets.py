@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from pretrain.config import RunConfig
-from pretrain.config.parameters import num_parameters_of_rank
-from pretrain.plan.costs import Collective, Phase, StepCounts
-from pretrain.plan.operators import OpClass
-from pretrain.plan.report import PASSES
-from pretrain.plan.step import count_run
+from pretrain.config.run import num_parameters_of_rank
+from pretrain.plan.operators import Collective, OpClass, Phase, StepCounts
+from pretrain.plan.simulation import PASSES, count_run
 from tests.conftest import tiny_config
 from tests.distributed.counting_tasks import as_plain, count_real_step
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks.results import measure
+from pretrain.evaluate.tasks.report import measure
 from pretrain.evaluate.tasks.rows import Arm, Text, long_documents, make_cell
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks

@@ -200,7 +200,7 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
-    from pretrain.main import main
+    from pretrain.cli.main import main
 
     sys.argv = ["pretrain", *arguments]
     main()

@@ -15,8 +15,8 @@ for name in (
     "transformers.models.mpt.modeling_mpt",
     "pretrain.data.build",
     "pretrain.train.loop",
-    "pretrain.train.bench",
+    "pretrain.bench.training",
     "pretrain.evaluate.command",
-    "pretrain.export.command",
+    "pretrain.huggingface.export",
 ):
     importlib.import_module(name)

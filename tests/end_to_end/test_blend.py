@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.checkpoint.content import Segment
-from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.manifest import Segment, open_checkpoint
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 from tests.end_to_end.commands import metrics, pretrain

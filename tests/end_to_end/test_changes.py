@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.content import Change
-from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.manifest import Change, open_checkpoint
 from pretrain.config import load_config
 from pretrain.data.build import build
 from pretrain.data.stream import TokenStream

@@ -21,8 +21,8 @@ import pytest
 
 from pretrain.config import load_config
 from pretrain.data.build import build
-from pretrain.data.build.output import RECORD, is_done
-from pretrain.data.verify import verify
+from pretrain.data.build.folder import RECORD, is_done
+from pretrain.data.stream import verify
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 

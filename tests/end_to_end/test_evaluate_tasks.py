@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from pretrain.data.stream import TokenStream
 from pretrain.evaluate.tasks.command import SEED
-from pretrain.evaluate.tasks.results import FIELDS, measure
+from pretrain.evaluate.tasks.report import FIELDS, measure
 from pretrain.evaluate.tasks.rows import Arm, Text, long_documents, make_cell
 from tests.end_to_end.commands import explained, pretrain, running_ranks
 

@@ -14,7 +14,7 @@ import pytest
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,

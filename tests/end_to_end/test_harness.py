@@ -16,7 +16,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import load_config
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.export.written import is_export_of
+from pretrain.huggingface.folder import is_export_of
 from tests.end_to_end.commands import (
     PRETRAIN,
     ended,

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import ended, explained, fresh, started
 
 DAMAGED = """
@@ -27,11 +27,11 @@ def damaged(run, *args):
     return step
 
 queue_step, loop.queue_step = loop.queue_step, damaged
-from pretrain.main import main
+from pretrain.cli.main import main
 main()
 """
 POISONED_EXPORT = """
-from pretrain.export import command
+from pretrain.huggingface import command
 
 def poisoned(checkpoint):
     weights = load(checkpoint)
@@ -39,7 +39,7 @@ def poisoned(checkpoint):
     return weights
 
 load, command.load_global_state = command.load_global_state, poisoned
-from pretrain.main import main
+from pretrain.cli.main import main
 main()
 """
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.launcher.login.look import detail
 from pretrain.launcher.login.status import read_statuses
-from pretrain.launcher.login.tables import detail
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.holds import hold
-from pretrain.rundir.lineage import read_lineage
+from pretrain.rundir.lineage import hold, read_lineage
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import LAUNCHER, Done, explained, fresh, metrics, pretrain, sets
 from tests.end_to_end.damage import flip

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.train.metrics import PASS
-from pretrain.train.tags import TAGS
+from pretrain.train.metrics import PASS, TAGS
 from tests.end_to_end.commands import explained, fresh, metrics, pretrain
 from tests.unit.test_metrics import wandb_history
 
 WITHOUT_WANDB = (
-    "import sys; sys.modules['wandb'] = None; from pretrain.main import main; "
+    "import sys; sys.modules['wandb'] = None; from pretrain.cli.main import main; "
     "sys.argv = ['pretrain', *sys.argv[1:]]; main()"
 )
 

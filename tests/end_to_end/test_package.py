@@ -138,7 +138,12 @@ def test_the_wheel_holds_one_package_with_its_data(installed):
 
 
 def test_nothing_of_the_clone_is_used_by_the_installed_package(installed, tmp_path):
-    modules = ("pretrain", "pretrain.kernels.dispatch", "pretrain.launcher.cli", "pretrain.cli")
+    modules = (
+        "pretrain",
+        "pretrain.kernels.dispatch",
+        "pretrain.launcher.cli",
+        "pretrain.cli.commands",
+    )
     imports = "\n".join(f"import {module}; print({module}.__file__)" for module in modules)
     done = installed.run(["python", "-c", imports], tmp_path)
     assert done.code == 0, done.err

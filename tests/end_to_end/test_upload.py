@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Store
-from pretrain.checkpoint.tools.compare import compare
+from pretrain.checkpoint.tensors import compare
 from pretrain.rundir.checkpoints import checkpoint_directory, complete_checkpoints
 from tests.end_to_end.commands import Done, pretrain, running_ranks
 

@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.flash import host, schedules
+from pretrain.kernels.call import ScoreBias
+from pretrain.kernels.flash import launch
 
 
 class Variant(NamedTuple):
@@ -108,7 +108,7 @@ def main(variant: Variant) -> None:
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(NoDevice(variant.capability))
     if variant.capability < 90:
-        host.choose_schedule = lambda q: schedules.SCHEDULES_80[q.element_size(), variant.width]
+        launch.choose_schedule = lambda q: launch.SCHEDULES_80[q.element_size(), variant.width]
 
     shape = (variant.length, 1, variant.heads, variant.width)
     dtype = getattr(torch, variant.dtype)
@@ -120,7 +120,7 @@ def main(variant: Variant) -> None:
         table = torch.zeros(variant.heads, 32).requires_grad_()
     bias = ScoreBias(slopes, table, 128, variant.causal)
     starts = torch.zeros(1, variant.length, dtype=torch.int32) if variant.documents else None
-    out = host.attention_triton(
+    out = launch.attention_triton(
         q, k, v, bias, None, variant.dropout_p, skip=variant.skip, document_starts=starts
     )
     out.sum().backward()

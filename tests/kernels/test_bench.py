@@ -5,10 +5,16 @@ import statistics
 import pytest
 import torch
 
-from pretrain.kernels import bench, bench_contestants
+from pretrain.bench import attention
+from pretrain.bench.attention import (
+    CALLS_PER_READING,
+    Case,
+    Contestant,
+    cpu_contestants,
+    gpu_contestants,
+    summarize,
+)
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bench_clock import CALLS_PER_READING, summarize
-from pretrain.kernels.bench_contestants import Case, Contestant, cpu_contestants, gpu_contestants
 
 CASE = Case(length=64, head_dim=64, inputs="gaussian", backward=True, tokens=64)
 
@@ -40,21 +46,23 @@ def run(monkeypatch, tmp_path):
     """Return a function that runs the benchmark with fake contestants and times."""
 
     def go(contestants, fake, lengths=(64, 128), seconds=400.0):
-        monkeypatch.setattr(bench, "time", fake)
-        monkeypatch.setattr(bench, "CpuClock", lambda: fake)
-        monkeypatch.setattr(bench, "cpu_contestants", lambda dtype: contestants)
-        monkeypatch.setattr(bench, "_inputs", lambda *arguments: [])
+        monkeypatch.setattr(attention, "time", fake)
+        monkeypatch.setattr(attention, "CpuClock", lambda: fake)
+        monkeypatch.setattr(attention, "cpu_contestants", lambda dtype: contestants)
+        monkeypatch.setattr(attention, "_inputs", lambda *arguments: [])
         path = tmp_path / "report.md"
-        text = bench.bench_attention(lengths, seconds, path)
+        text = attention.bench_attention(lengths, seconds, path)
         assert path.read_text() == text
         rows = [
-            dict(zip(bench.COLUMNS, (cell.strip() for cell in line.split("|")[1:-1])))
+            dict(zip(attention.COLUMNS, (cell.strip() for cell in line.split("|")[1:-1])))
             for line in text.splitlines()
             if line.startswith("| 64") or line.startswith("| 128")
         ]
         return rows
 
-    monkeypatch.setattr(bench, "_call", lambda attend, leaves, backward: attend(None, None, None))
+    monkeypatch.setattr(
+        attention, "_call", lambda attend, leaves, backward: attend(None, None, None)
+    )
     return go
 
 
@@ -63,12 +71,12 @@ def contestant(name, function=lambda q, k, v: None, **options):
 
 
 def test_widths_alternate_and_the_most_important_length_comes_first():
-    cases = bench.list_cases(bench.GPU_LENGTHS, cuda=True)
+    cases = attention.list_cases(attention.GPU_LENGTHS, cuda=True)
     assert [case.head_dim for case in cases[:4]] == [128, 64, 128, 64]
-    assert [case.length for case in cases[::8]] == list(bench.GPU_LENGTHS)
+    assert [case.length for case in cases[::8]] == list(attention.GPU_LENGTHS)
     assert cases[0].length == 1024 and cases[0].backward
     assert all(case.tokens >= 65_536 for case in cases)
-    assert len(cases) == len(set(cases)) == 2 * 2 * 2 * len(bench.GPU_LENGTHS)
+    assert len(cases) == len(set(cases)) == 2 * 2 * 2 * len(attention.GPU_LENGTHS)
 
 
 @pytest.mark.parametrize("compile_seconds", [0.1, 8.0, 60.0])
@@ -80,7 +88,7 @@ def test_the_budget_includes_compilation(run, compile_seconds):
     one_turn = 3 * CALLS_PER_READING * fake.call_seconds
     assert fake.now <= 400 + compile_seconds + len(rows) * one_turn
     assert all(row["ms"] == "20.000" for row in rows[:3])
-    out = [row["ms"] == bench.OUT_OF_TIME for row in rows]
+    out = [row["ms"] == attention.OUT_OF_TIME for row in rows]
     # Whatever is out of time comes last.
     assert out == sorted(out) and (sum(out) > 0) == (compile_seconds == 60)
 
@@ -129,12 +137,14 @@ def test_a_failure_is_a_row(run, capsys):
 
 def test_alibi_is_compared_with_the_best_kernel_without_a_bias(monkeypatch):
     entries = [
-        bench.Entry(contestant("alibi", visited=lambda qkv, slopes: 0.5), seconds=[3e-3]),
-        bench.Entry(contestant("slow", has_bias=False), seconds=[4e-3]),
-        bench.Entry(contestant("fast", has_bias=False), seconds=[2e-3]),
+        attention.Entry(contestant("alibi", visited=lambda qkv, slopes: 0.5), seconds=[3e-3]),
+        attention.Entry(contestant("slow", has_bias=False), seconds=[4e-3]),
+        attention.Entry(contestant("fast", has_bias=False), seconds=[2e-3]),
     ]
     entries[0].visited, entries[0].allocated = 0.5, 3 * 10**6
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in bench._rows(CASE, entries)]
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in attention._rows(CASE, entries)
+    ]
     assert [row[8] for row in rows] == ["1.50", "2.00", "1.00"]
     assert rows[0][9:] == ["50 %", "3"] and rows[1][9:] == ["", ""]
     # 7 products of 2 x 64 x 16 heads x 64 x 64 tokens, half of them under the causal mask.
@@ -149,13 +159,13 @@ def test_spread_is_half_the_distance_of_the_quartiles():
 
 
 def test_peaked_inputs_are_timed_where_they_matter(monkeypatch):
-    monkeypatch.setattr(bench, "_inputs", lambda *arguments: [])
-    monkeypatch.setattr(bench, "_call", lambda attend, leaves, backward: None)
+    monkeypatch.setattr(attention, "_inputs", lambda *arguments: [])
+    monkeypatch.setattr(attention, "_call", lambda attend, leaves, backward: None)
     both = [contestant("fixed"), contestant("skips", visited=lambda qkv, slopes: 0.25)]
     peaked = Case(64, 64, "peaked", True, 64)
     fake = FakeTime(0.0, 1.0)
-    monkeypatch.setattr(bench, "time", fake)
-    rows = bench.compare(peaked, both, torch.float32, fake, 1.0, 1.0)
+    monkeypatch.setattr(attention, "time", fake)
+    rows = attention.compare(peaked, both, torch.float32, fake, 1.0, 1.0)
     assert len(rows) == 1 and "skips" in rows[0] and "25 %" in rows[0]
 
 
@@ -166,8 +176,8 @@ def test_gpu_contestants_are_what_their_names_say(monkeypatch):
     def record(*qkv, backend, slopes, **rest):
         calls[current] = (backend, slopes, rest)
 
-    monkeypatch.setattr(bench_contestants, "attention", record)
-    slopes = alibi_slopes(bench_contestants.HEADS)
+    monkeypatch.setattr(attention, "attention", record)
+    slopes = alibi_slopes(attention.HEADS)
     everyone = {each.name: each for each in gpu_contestants(torch.bfloat16)}
     for current, each in everyone.items():
         if "SDPA flash" in current or "FlashAttention-3" in current:
@@ -191,7 +201,7 @@ def test_gpu_contestants_are_what_their_names_say(monkeypatch):
 def test_shares_that_are_reported_are_those_of_the_lists():
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(4096, 1, 2, 16, generator=generator) for _ in range(3)]
-    share = bench_contestants._visited_by_flash4(qkv, torch.tensor([0.9, 0.3]))
+    share = attention._visited_by_flash4(qkv, torch.tensor([0.9, 0.3]))
     # Of 32 tiles of queries each visits its own and, where there is one, the tile before.
     assert share == pytest.approx(2 * 32 / (32 * 33 / 2), rel=0.1)
 
@@ -213,7 +223,7 @@ def test_cpu_contestants_compute_attention():
 
 
 def test_lengths_are_parsed():
-    assert bench.parse_lengths("1024,16384") == [1024, 16_384]
+    assert attention.parse_lengths("1024,16384") == [1024, 16_384]
     for text in ("", "1024,", "0", "-5", "a"):
         with pytest.raises(ValueError, match="--lengths"):
-            bench.parse_lengths(text)
+            attention.parse_lengths(text)

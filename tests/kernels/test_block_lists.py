@@ -11,8 +11,8 @@ import torch
 
 from pretrain.kernels import flash4, skipping
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bias import ScoreBias
 from pretrain.kernels.block_lists import KEY_TILE, causal_lists, skipping_lists
+from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from tests.kernels.test_dispatch import CUDA, assert_as_good_as_plain_torch, run

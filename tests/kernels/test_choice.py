@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from pretrain.kernels import flash2, flash4, flex, folded, sdpa
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.call import Call, describe_call, installed_packages
-from pretrain.kernels.choice import choose_backend
-from pretrain.kernels.dispatch import attention
+from pretrain.kernels.call import Call, ScoreBias, describe_call, installed_packages
+from pretrain.kernels.dispatch import attention, choose_backend
 
 V100, A100, H100, B200 = (7, 0), (8, 0), (9, 0), (10, 0)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -14,7 +14,7 @@ import torch
 
 from pretrain.kernels import sdpa
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.flex import attention_flex
 from pretrain.kernels.reference import attention_reference

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.choice import choose_backend
-from pretrain.kernels.dispatch import REFUSALS, attention
-from pretrain.kernels.flash.host import attention_triton, visited_tiles
-from pretrain.kernels.flash.schedules import Blocks, Schedule
+from pretrain.kernels.call import ScoreBias
+from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
+from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, visited_tiles
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from tests.kernels.test_choice import ALIBI
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, run

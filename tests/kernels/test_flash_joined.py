@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bias import ScoreBias
-from pretrain.kernels.flash.host import attention_triton
+from pretrain.kernels.call import ScoreBias
+from pretrain.kernels.flash.launch import attention_triton
 from tests.kernels.test_flash import DEVICE, SMALL, poison
 
 # Megatron keeps its process groups in global variables, so the model runs in a process of its own,

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.kernels import folded
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.bias import ScoreBias
+from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from tests.kernels.test_dispatch import CUDA, assert_as_good_as_plain_torch, run

@@ -16,9 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 # What the commands import in their functions.
-import pretrain.launcher.login.submit
-import pretrain.launcher.login.sweep
-import pretrain.launcher.login.tables  # noqa: F401
 from pretrain.launcher.main import main
 from tests.end_to_end.commands import Done
 

@@ -15,16 +15,15 @@ import sys
 import time
 from pathlib import Path
 
-from pretrain import rendezvous
+from pretrain import topology
 from pretrain.config import ConfigError, RunFailed
-from pretrain.rendezvous import meet
 from pretrain.rundir.files import replace_file
-from pretrain.topology import Process
+from pretrain.topology import Process, meet
 
 
 def main(folder: Path, num_starts: int, what: str = "meet", seconds: float = 60) -> None:
     # Ranks that give up on another program wait no longer than this in addition.
-    rendezvous.CONNECT_SECONDS = min(rendezvous.CONNECT_SECONDS, seconds)
+    topology.CONNECT_SECONDS = min(topology.CONNECT_SECONDS, seconds)
     for start in range(num_starts):
         directory = folder / str(start)
         if child := os.fork():
@@ -44,7 +43,7 @@ def one_start(what: str, seconds: float) -> str:
     process = Process.from_environment()
     if process.rank == 0 and what.startswith("die"):
         if what == "die after" and process.directory:
-            rendezvous._publish(process, process.directory, seconds)
+            topology._publish(process, process.directory, seconds)
         os._exit(1)
     store = meet(process, "", lambda cards: "", seconds)
     store.add("met", 1)

@@ -21,8 +21,8 @@ import pytest
 from pretrain.config import ConfigError, dump_config
 from pretrain.data.build import build
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.data import data_job
+from pretrain.launcher.site import load_site
 from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, wait_for
 from tests.slurm.cluster import Cluster
 from tests.unit.test_data_build import DOCUMENTS, LETTERS, config, contents, write_jsonl, write_text

@@ -38,7 +38,7 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 # With a second's patience, progress is written ten times a second.
 rank = int(os.environ["SLURM_PROCID"])
 attempt = Attempt.join(Path(os.environ["PRETRAIN_ATTEMPT"]), 1)
@@ -67,7 +67,8 @@ if rank == 0:
     (run / f"checkpoints/step-{{step:08d}}/manifest.json").touch()
     attempt.phase("ending", step, saved=step)
 codes = {{signal.SIGUSR1: ExitCode.RESTART, signal.SIGTERM: ExitCode.STOPPED}}
-# As pretrain/exits.py: while Python ends in order it has no handlers, and a second signal kills it.
+# As pretrain/cli/exits.py: while Python ends in order it has no handlers, and a second signal
+# kills it.
 sys.stdout.flush()
 os._exit(codes[received[0]] if received else 0)
 """

@@ -68,8 +68,8 @@ child.wait()
 # Runs `pretrain preflight`, which never finishes its product of matrices.
 HELD = f"""#!{sys.executable}
 import runpy, sys, time
-import pretrain.preflight
-pretrain.preflight._multiply = lambda place: time.sleep(1000)
+import pretrain.cli.preflight
+pretrain.cli.preflight._multiply = lambda place: time.sleep(1000)
 sys.argv = sys.argv[2:]
 runpy.run_module("pretrain", run_name="__main__")
 """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.devices import Device, shared_gpus
+from pretrain.platform import Device, shared_gpus
 from tests.end_to_end.commands import ROOT
 from tests.slurm.cluster import Cluster
 
@@ -148,7 +148,7 @@ def test_a_rank_0_that_dies_ends_the_others_with_an_error(cluster: Cluster, tmp_
 # What each rank says of its device. The tests' GPUs have a number and nothing else.
 DEVICE = """
 import os, sys
-from pretrain.devices import Device, device_index
+from pretrain.platform import Device, device_index
 visible = os.environ["CUDA_VISIBLE_DEVICES"]
 numbers = visible.split(",")
 gpu = numbers[device_index(int(os.environ["SLURM_LOCALID"]), len(numbers))]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import load_site
 from pretrain.launcher.login.data import data_job
+from pretrain.launcher.site import load_site
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import ROOT, explained, wait_for
 from tests.slurm import pyxis

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.content import (
+from pretrain.checkpoint.blocks import global_boxes
+from pretrain.checkpoint.index import Part, Piece, write_part
+from pretrain.checkpoint.manifest import (
     MASTER,
+    Checkpoint,
     Origin,
     TrainerState,
     lineage_content,
+    open_checkpoint,
     state_content,
 )
-from pretrain.checkpoint.index import Part, Piece
-from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
-from pretrain.checkpoint.part import write_part
-from pretrain.checkpoint.publish import Publication, publish
+from pretrain.checkpoint.writer import Publication, publish
 from pretrain.config import RunConfig, dump_config
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.rundir.lineage import Branch, new_id

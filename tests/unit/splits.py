@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.document import Split
-from pretrain.data.manifest import Manifest
+from pretrain.data.manifest import Manifest, Split
 from pretrain.data.shards import ShardWriter, finish_split
 
 TOKENIZER = b"a tokenizer"

@@ -7,17 +7,16 @@ import math
 
 import numpy as np
 
-from pretrain.evaluate.blocks import (
+from pretrain.evaluate.curves import POSITION_FIELDS, position_rows, records_to_json, to_csv
+from pretrain.evaluate.records import (
     BLOCK_FIELDS,
     BlockLosses,
+    PositionLosses,
     block_key,
     block_rows,
     blocks_path,
     with_blocks,
 )
-from pretrain.evaluate.positions import POSITION_FIELDS, position_rows
-from pretrain.evaluate.records import PositionLosses
-from pretrain.evaluate.tables import records_to_json, to_csv
 from tests.unit.report_records import make_record
 
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "alibi_trained_slopes")

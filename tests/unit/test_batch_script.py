@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.cluster import parse_site
-from pretrain.launcher.job import Job, launcher_command
+from pretrain.launcher.script import Job, launcher_command
+from pretrain.launcher.site import parse_site
 from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
 from tests.unit.test_site import CPU
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pretrain.bench.training import random_batches
 from pretrain.config import load_config
-from pretrain.train.bench import random_batches
 
 
 def first_tokens(*overrides: str) -> torch.Tensor:

@@ -11,9 +11,14 @@ import pytest
 import yaml
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.export.card import ExportExtras, model_card
-from pretrain.export.harness import prompt_of, validation_documents, write_task
-from pretrain.export.targets import TARGETS
+from pretrain.huggingface.card import (
+    ExportExtras,
+    model_card,
+    prompt_of,
+    validation_documents,
+    write_task,
+)
+from pretrain.huggingface.table import TARGETS
 from tests.conftest import tiny_config
 
 RECORD = {
@@ -134,7 +139,7 @@ class Stream:
 
 @pytest.mark.parametrize("at_once", [3, 1000])
 def test_the_documents_beside_the_model(at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.export.harness._TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr("pretrain.huggingface.card._TOKENS_AT_ONCE", at_once)
     for text, most, expected in (
         ("abcdef|gh|ijkl|", 100, ("abcdef", "gh", "ijkl")),
         ("abcdef|gh|ijkl", 100, ("abcdef", "gh", "ijkl")),

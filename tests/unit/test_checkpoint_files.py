@@ -20,22 +20,35 @@ import torch
 import xxhash
 
 from pretrain.checkpoint import index as index_module
-from pretrain.checkpoint import part as part_module
-from pretrain.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, DamagedCheckpoint
-from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.content import (
+from pretrain.checkpoint import index as part_module
+from pretrain.checkpoint.blocks import (
+    BLOCK_BYTES,
+    BlockReader,
+    BlockWriter,
+    DamagedCheckpoint,
+    global_boxes,
+)
+from pretrain.checkpoint.index import (
+    Chunk,
+    Index,
+    Part,
+    Piece,
+    PoisonedState,
+    TensorRecord,
+    merge,
+    write_part,
+)
+from pretrain.checkpoint.load import Target, load_global_state, read_into
+from pretrain.checkpoint.manifest import (
     MASTER,
     Origin,
     TrainerState,
     checksum,
     lineage_content,
+    open_checkpoint,
     state_content,
 )
-from pretrain.checkpoint.index import Chunk, Index, Part, Piece, TensorRecord, merge
-from pretrain.checkpoint.load import Target, load_global_state, read_into
-from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.part import PoisonedState, write_part
-from pretrain.checkpoint.publish import Publication, publish
+from pretrain.checkpoint.writer import Publication, publish
 from pretrain.config import ConfigError, dump_config
 from pretrain.rundir.lineage import Branch, new_id
 from tests.conftest import tiny_config

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint, FileRecord
-from pretrain.checkpoint.content import checksum, describe
 from pretrain.checkpoint.index import Index
-from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.manifest import checksum, describe, open_checkpoint
 from pretrain.checkpoint.store import Store
-from pretrain.checkpoint.tools.consolidate import consolidate
-from pretrain.checkpoint.tools.slabs import slabs
+from pretrain.checkpoint.tensors import consolidate, slabs
 from pretrain.config import ConfigError
-from pretrain.export.command import export_source
-from pretrain.train.choice import choose_checkpoint
+from pretrain.huggingface.export import export_source
+from pretrain.train.start import choose_checkpoint
 from tests.conftest import tiny_config
 from tests.unit.saved import after, save
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
-from pretrain.checkpoint.content import checksum
-from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.checkpoint.listing import verify_checkpoint
+from pretrain.checkpoint.manifest import checksum, open_checkpoint
+from pretrain.checkpoint.save import tokenizer_of
 from pretrain.checkpoint.store import Store
-from pretrain.checkpoint.tokenizer import tokenizer_of
-from pretrain.checkpoint.tools.consolidate import consolidate
-from pretrain.checkpoint.tools.verify import verify_checkpoint
+from pretrain.checkpoint.tensors import consolidate
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.unit.saved import first_origin, flip, save

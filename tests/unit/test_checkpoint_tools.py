@@ -17,20 +17,16 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from pretrain.checkpoint.content import MASTER, Change
-from pretrain.checkpoint.manifest import Checkpoint
-from pretrain.checkpoint.tools import compare as comparing
-from pretrain.checkpoint.tools import prune as pruning
-from pretrain.checkpoint.tools.consolidate import consolidate
-from pretrain.checkpoint.tools.listing import format_rows, list_run
-from pretrain.checkpoint.tools.show import show_source
-from pretrain.checkpoint.tools.verify import verify_checkpoint, verify_sources
-from pretrain.cli import app
+from pretrain.checkpoint import listing as pruning
+from pretrain.checkpoint import tensors as comparing
+from pretrain.checkpoint.listing import format_rows, list_run, verify_checkpoint, verify_sources
+from pretrain.checkpoint.manifest import MASTER, Change, Checkpoint
+from pretrain.checkpoint.tensors import consolidate, show_source
+from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunFailed
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.rundir.holds import hold
+from pretrain.rundir.lineage import Policy, hold
 from pretrain.rundir.lock import Attempt, RunBusy
-from pretrain.rundir.retention import Policy
 from tests.conftest import tiny_config
 from tests.unit.saved import SHAPES, after, flip, save, values
 
@@ -299,8 +295,8 @@ def test_what_a_dtype_cannot_hold_and_what_is_damaged_leave_nothing_behind(tmp_p
 _MEASURE = """
 import resource, sys
 from pathlib import Path
-from pretrain.checkpoint.tools.consolidate import consolidate
-from pretrain.checkpoint.tools.compare import compare
+from pretrain.checkpoint.tensors import consolidate
+from pretrain.checkpoint.tensors import compare
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint import load
 from pretrain.checkpoint.tools import slabs

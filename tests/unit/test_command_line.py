@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.arguments import expand_home
+from pretrain.config.load import expand_home
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"pretrain": "pretrain.main", "launcher": "pretrain.launcher.main"}
+COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.main"}
 # argv[0] as the installed script has it. Says at the end if the slow import was made.
 SCRIPT = """
 import atexit, sys

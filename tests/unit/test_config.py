@@ -18,8 +18,7 @@ from pretrain.config import (
     num_parameters,
     num_parameters_of_rank,
 )
-from pretrain.config.keys import section_keys
-from pretrain.config.overrides import check_overrides, overridden
+from pretrain.config.load import check_overrides, overridden, section_keys
 
 BASE = """
 [run]

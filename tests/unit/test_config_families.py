@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, dump_config, load_config, num_parameters, parse_config
-from pretrain.config.inheritance import leaves, read_layers
-from pretrain.config.shipped import shipped_configs
+from pretrain.config.toml import leaves, read_layers, shipped_configs
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pretrain.cli import app
-from pretrain.config import ConfigError, shipped
-from pretrain.config.shipped import shipped_configs, shipped_sites, shipped_studies
+from pretrain.cli.commands import app
+from pretrain.config import ConfigError, toml
+from pretrain.config.toml import shipped_configs, shipped_sites, shipped_studies
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +79,6 @@ def test_h_is_help(command):
 def test_a_clone_without_its_links_is_named(monkeypatch, tmp_path):
     """As from a zip file: pretrain/configs is then a small text file, and nothing is found."""
     (tmp_path / "configs").write_text("../configs")
-    monkeypatch.setattr(shipped, "PACKAGE", tmp_path)
+    monkeypatch.setattr(toml, "PACKAGE", tmp_path)
     with pytest.raises(ConfigError, match="symbolic links"):
-        shipped.list_shipped()
+        toml.list_shipped()

@@ -9,9 +9,8 @@ import pytest
 import tomli_w
 
 from pretrain.config import ConfigError
-from pretrain.launcher.cluster import load_site, parse_site
-from pretrain.launcher.request import SlurmRequest
-from pretrain.rundir.credentials import credential_among, credential_in, is_credential
+from pretrain.launcher.site import SlurmRequest, load_site, parse_site
+from pretrain.rundir.trust import credential_among, credential_in, is_credential
 from tests.unit.test_site import GPU
 
 SECRETS = re.findall(

@@ -16,8 +16,8 @@ from pyarrow import parquet
 
 from pretrain.config import ConfigError
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, found, locations, planning, streams
-from pretrain.data.sources.corpus import TEXT_FIELDS
+from pretrain.data.sources import Corpus, Piece, Task, base, reading
+from pretrain.data.sources.base import TEXT_FIELDS
 from tests.unit.test_data_sources import PACK, documents, section, texts, write_tar
 
 GOOD = [f"document {i}" for i in range(6)]
@@ -55,8 +55,8 @@ BAD_DOCUMENTS = {
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", 20_000)
-    monkeypatch.setattr(found, "MAX_FILE_BYTES", 30_000)
+    monkeypatch.setattr(base, "MAX_DOCUMENT_BYTES", 20_000)
+    monkeypatch.setattr(base, "MAX_FILE_BYTES", 30_000)
 
 
 @pytest.mark.parametrize("name", BAD_DOCUMENTS)
@@ -65,7 +65,7 @@ def small_limits(monkeypatch):
 def test_a_bad_document_is_named_or_skipped_alone(tmp_path, name, suffix):
     source, bad, reason = BAD_DOCUMENTS[name]
     if name == "deep JSON":
-        found.MAX_DOCUMENT_BYTES = 300_000  # the fixture puts it back
+        base.MAX_DOCUMENT_BYTES = 300_000  # the fixture puts it back
     make = line if source == "jsonl" else block
     good = [make(text) for text in GOOD]
     raw = b"".join([*good[:2], bad, *good[2:4], bad, *good[4:]])
@@ -432,15 +432,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, source):
     path.write_bytes(line("a") * 200_000)
     tasks, corpus = planned(section(source, path))
     reading = sources.read(tasks[0], corpus, print)
-    size = locations.stored_size(str(path))
+    size = base.stored_size(str(path))
     if source == "jsonl":
         next(reading)
-    original = locations.os.stat(path)
+    original = base.os.stat(path)
     os.truncate(path, size // 3)
     if source != "jsonl":
         # The size is looked at before the file is opened; the file shrinks in between.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams, "stored_size", lambda _: original.st_size)
+            patch.setattr(base, "stored_size", lambda _: original.st_size)
             with pytest.raises(ConfigError, match=r"x:\d+: the file ends here"):
                 list(reading)
     else:
@@ -490,13 +490,13 @@ class Endless(io.RawIOBase):
 def test_a_line_without_end_takes_no_memory(monkeypatch, source, make, fill):
     """200 MB of one character, in a file and in two ranges of it."""
     limit = 2**18
-    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", limit)
+    monkeypatch.setattr(base, "MAX_DOCUMENT_BYTES", limit)
     size = 200_000_000 if fill != b"\n" else 500_000
     head, tail = make("a"), b"\n\n" + make("b")
     total = len(head) + size + len(tail)
-    monkeypatch.setattr("pretrain.data.sources.streams.stored_size", lambda _: total)
+    monkeypatch.setattr("pretrain.data.sources.base.stored_size", lambda _: total)
     monkeypatch.setattr(
-        "pretrain.data.sources.streams.open_stored",
+        "pretrain.data.sources.base.open_stored",
         lambda _: io.BufferedReader(Endless(head, fill, size, tail), 2**18),
     )
     for cuts in ([0, total], [0, total // 2, total]):
@@ -554,7 +554,7 @@ def test_a_file_too_large_to_be_one_document_is_refused_when_planning(tmp_path):
 
 @pytest.mark.parametrize("source", ["jsonl", "text"])
 def test_more_tasks_than_can_be_numbered_are_refused(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(planning, "MAX_TASKS", 3)
+    monkeypatch.setattr(reading, "MAX_TASKS", 3)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("x" * 4)
     path = tmp_path / ("a.txt" if source == "jsonl" else "*.txt")

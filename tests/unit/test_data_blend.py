@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from pretrain.checkpoint.content import SegmentEntry
+from pretrain.checkpoint.manifest import SegmentEntry
 from pretrain.config import ConfigError
-from pretrain.config.data_schema import CorpusSection
+from pretrain.config.schema import CorpusSection
 from pretrain.data import order
 from pretrain.data.blend import SEARCHED, Blend, Segment, blend_of, samples_per_pass
 from tests.unit.streams import make_stream

@@ -18,10 +18,10 @@ import pytest
 from pretrain.config import ConfigError, parse_config
 from pretrain.config.errors import NoSpace
 from pretrain.data.build import build, command, estimate, steps
-from pretrain.data.build.sample import Sampler, read_lines
+from pretrain.data.build.merge import Sampler, read_lines
+from pretrain.data.clean import document_hash
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-from pretrain.data.words import document_hash
 
 LETTERS = str.maketrans("0123456789", "aeioulnrst")
 DOCUMENTS = [

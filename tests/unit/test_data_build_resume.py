@@ -14,10 +14,11 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NoSpace
-from pretrain.data.build import build, command, progress
+from pretrain.data.build import build, command
+from pretrain.data.build import folder as progress
 from pretrain.data.build.folder import BuildFolder, locked
-from pretrain.data.build.work import Work
-from pretrain.data.verify import verify
+from pretrain.data.build.plan import Work
+from pretrain.data.stream import verify
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import fresh
 from tests.unit.test_data_build import (

@@ -7,8 +7,8 @@ import unicodedata
 
 import pytest
 
-from pretrain.config.data_schema import CleaningSection
-from pretrain.data.cleaning import Cleaner
+from pretrain.config.schema import CleaningSection
+from pretrain.data.clean import Cleaner
 
 
 def cleaner(**keys: object) -> Cleaner:

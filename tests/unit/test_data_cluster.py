@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed, dump_config
-from pretrain.data.build.cluster import (
+from pretrain.data.build.executor import (
     PICKLE,
     RANKS,
     Cluster,
@@ -23,10 +23,10 @@ from pretrain.data.build.cluster import (
     tasks_per_job,
 )
 from pretrain.data.build.folder import BuildFolder
-from pretrain.data.build.work import Work
+from pretrain.data.build.plan import Work
 from pretrain.launcher import slurm
-from pretrain.launcher.cluster import load_site, parse_site
 from pretrain.launcher.login import data
+from pretrain.launcher.site import load_site, parse_site
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import LAUNCHER, ROOT
 from tests.unit.test_data_build import config, write_text

@@ -13,8 +13,7 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.data.manifest import Manifest
-from pretrain.data.stream import TokenStream
-from pretrain.data.verify import verify
+from pretrain.data.stream import TokenStream, verify
 from tests.unit.splits import write_split
 
 BLOCK = 3000

@@ -12,11 +12,11 @@ import pytest
 from datasketch import MinHash, MinHashLSH
 
 from pretrain.config import ConfigError
-from pretrain.data import duplicates
-from pretrain.data.duplicates import (
+from pretrain.data import clean
+from pretrain.data.clean import (
     BANDS,
     ROWS,
-    SEQUENCE_WORDS,
+    SHINGLE_WORDS,
     duplicate_keys,
     find_duplicates,
     save_keys,
@@ -108,7 +108,7 @@ def edited(rng: random.Random, words: list[str], edits: int) -> list[str]:
 
 
 def sequences(words: list[str]) -> set[tuple[str, ...]]:
-    return set(zip(*(words[i:] for i in range(SEQUENCE_WORDS))))
+    return set(zip(*(words[i:] for i in range(SHINGLE_WORDS))))
 
 
 def planted(pairs: int) -> list[tuple[list[str], list[str], float]]:
@@ -187,7 +187,7 @@ def test_keys_are_the_same_on_every_machine() -> None:
         "0x7cd41f4a3ee958ee",
         "0x4f6aebca5ce413d4",
     ]
-    command = "from pretrain.data.duplicates import duplicate_keys as d; import sys; "
+    command = "from pretrain.data.clean import duplicate_keys as d; import sys; "
     command += "print(d(sys.argv[1], 'near').tolist())"
     for seed in ("1", "2"):
         answer = subprocess.run(
@@ -228,7 +228,7 @@ def test_damaged_keys_are_named(tmp_path: Path) -> None:
 
 
 def test_the_table_in_the_docstring_is_the_formula() -> None:
-    rows = [line for line in inspect.getsource(duplicates).splitlines() if line.startswith("| ")]
+    rows = [line for line in inspect.getsource(clean).splitlines() if line.startswith("| ")]
     similarities = [float(cell) for cell in rows[0].split("|")[2:-1]]
     table = [cell.strip().rstrip("%") for cell in rows[1].split("|")[2:-1]]
     for similarity, told in zip(similarities, table, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from pretrain.config import ConfigError
-from pretrain.data.heldout import Candidates, choose_held_out
+from pretrain.data.clean import Candidates, choose_held_out
 from tests.conftest import mark_torture
 
 

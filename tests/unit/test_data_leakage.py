@@ -11,9 +11,8 @@ import pytest
 import xxhash
 
 from pretrain.config import ConfigError
-from pretrain.data import words
-from pretrain.data.leakage import SEQUENCE_WORDS, HeldOut
-from pretrain.data.words import document_hash, sequence_hashes, word_hashes
+from pretrain.data import clean
+from pretrain.data.clean import LEAK_WORDS, HeldOut, document_hash, sequence_hashes, word_hashes
 from tests.conftest import mark_torture
 
 SPACES = " \n\t\r\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u2029\u3000"
@@ -36,7 +35,7 @@ def naive_words(text: str) -> list[str]:
 
 def naive_sequences(text: str) -> list[tuple[str, ...]]:
     found = naive_words(text)
-    if 0 < len(found) < SEQUENCE_WORDS:
+    if 0 < len(found) < LEAK_WORDS:
         return [tuple(found)]
     return [tuple(found[i : i + 13]) for i in range(len(found) - 12)]
 
@@ -98,7 +97,7 @@ def test_every_count_is_that_of_sets_of_tuples(
 ) -> None:
     """Random texts that quote each other; every other case cuts texts after a few characters."""
     rng = random.Random(seed)
-    monkeypatch.setattr(words, "CHUNK", 7 if seed % 2 else 1 << 20)
+    monkeypatch.setattr(clean, "CHUNK", 7 if seed % 2 else 1 << 20)
     vocabulary = rng.choice([1, 2, 50, 10_000])  # of 1 and 2 words: sequences that repeat
     held_out: list[str] = []
     for _ in range(rng.randint(0, 8)):
@@ -194,7 +193,7 @@ def test_sequences_have_different_hashes_if_they_are_different(length: int) -> N
     lengths = {int(sequence_hashes("a " * n, length)[0]) for n in range(1, length + 1)}
     assert len(lengths) == length
     [whole] = sequence_hashes("a b c d", 4).tolist()
-    factors = [pow(words.FACTOR, n, 2**64) for n in range(4)]
+    factors = [pow(clean.FACTOR, n, 2**64) for n in range(4)]
     assert whole == sum(document_hash(w) * f for w, f in zip("abcd", factors)) % 2**64
 
 
@@ -217,9 +216,9 @@ def test_a_text_without_white_space_or_of_many_words_takes_bounded_memory() -> N
 def test_the_table_of_words_has_a_bound() -> None:
     for start in range(0, 600_000, 1000):
         word_hashes(" ".join(f"unique{n}" for n in range(start, start + 1000)))
-    assert len(words._known) <= 1 << 18
+    assert len(clean._known) <= 1 << 18
     word_hashes("y" * 1000)
-    assert b"y" * 1000 not in words._known
+    assert b"y" * 1000 not in clean._known
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ import pytest
 
 from pretrain.config import ConfigError
 from pretrain.data.build import build
-from pretrain.data.stream import TokenStream, open_stream
+from pretrain.data.clean import document_hash
+from pretrain.data.stream import TokenStream, open_stream, verify
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.verify import verify
-from pretrain.data.words import document_hash
 from tests.unit.splits import write_split
 from tests.unit.test_data_build import DOCUMENTS, write_text
 from tests.unit.test_data_build import config as build_config

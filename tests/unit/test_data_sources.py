@@ -22,12 +22,11 @@ import zstandard
 from pyarrow import parquet
 
 from pretrain.config import ConfigError
-from pretrain.config.data_schema import CorpusSection, DataSection
+from pretrain.config.schema import CorpusSection, DataSection
 from pretrain.data import sources
-from pretrain.data.sources import Corpus, Piece, Task, found, locations, plain
-from pretrain.data.sources.corpus import TEXT_FIELDS
-from pretrain.data.sources.locations import find
-from pretrain.data.sources.shakespeare import HELD_OUT, shakespeare_files
+from pretrain.data.sources import Corpus, Piece, Task, base, plain
+from pretrain.data.sources.base import TEXT_FIELDS, find
+from pretrain.data.sources.reading import HELD_OUT, shakespeare_files
 
 PACK = {
     ".gz": gzip.compress,
@@ -234,7 +233,7 @@ def test_every_document_is_read_once_whatever_the_cuts(tmp_path, source, make, n
 )
 def test_cuts_do_not_change_what_is_skipped(tmp_path, monkeypatch, source, make):
     """Documents are too long, broken or fine, and longer than what is read at once."""
-    monkeypatch.setattr(found, "MAX_DOCUMENT_BYTES", 12)
+    monkeypatch.setattr(base, "MAX_DOCUMENT_BYTES", 12)
     monkeypatch.setattr(plain, "_CHUNK_BYTES", 3)
     rng = random.Random(2)
     path = tmp_path / "x"
@@ -361,7 +360,7 @@ def test_patterns_match_what_the_module_glob_matches(tmp_path):
         parts = [rng.choice(choices) for _ in range(rng.randrange(3))]
         pattern = str(tmp_path) + "/" + "/".join([*parts, rng.choice(["*.txt", "x.txt", "**"])])
         expected = {os.path.abspath(p) for p in glob.iglob(pattern, recursive=True)}
-        found = {os.path.abspath(p) for p in locations._matches("/", pattern[1:].split("/"), None)}
+        found = {os.path.abspath(p) for p in base._matches("/", pattern[1:].split("/"), None)}
         assert {p for p in found if os.path.isfile(p)} == {
             p for p in expected if os.path.isfile(p)
         }, pattern

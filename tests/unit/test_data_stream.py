@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.data import verified
-from pretrain.data.layout import Layout
+from pretrain.data import stream as verified
+from pretrain.data.manifest import Layout
 from pretrain.data.shards import ShardWriter
-from pretrain.data.stream import TokenStream
-from pretrain.data.verified import max_open_shards
+from pretrain.data.stream import TokenStream, max_open_shards
 from tests.unit.splits import write_split
 
 ROOT = Path(__file__).parents[2]

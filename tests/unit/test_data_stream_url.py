@@ -17,8 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build import build
 from pretrain.data.files import Cache
-from pretrain.data.stream import TokenStream, check_local, open_stream
-from pretrain.data.verify import verify
+from pretrain.data.stream import TokenStream, check_local, open_stream, verify
 from tests.conftest import tiny_config
 from tests.unit.splits import TOKENIZER, write_split
 

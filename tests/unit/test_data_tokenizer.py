@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 
 from pretrain.config import ConfigError
-from pretrain.config.data_schema import LEAST_TRAINED
+from pretrain.config.schema import LEAST_TRAINED
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "".join(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pretrain.cli import app
+from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunConfig, dump_config, parse_config
 from pretrain.data import stats
 from pretrain.data.build import build
-from pretrain.data.samples import Origins
+from pretrain.data.show import Origins
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import load_tokenizer
 
@@ -101,8 +101,7 @@ def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
 
 
 def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
-    from pretrain.data.samples import Excerpt
-    from pretrain.data.show import _heading, _shortened
+    from pretrain.data.show import Excerpt, _heading, _shortened
 
     assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
     part = Excerpt("pages", 0, "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)

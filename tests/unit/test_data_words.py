@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, load_config, parse_config
-from pretrain.config.exports import describe_export
+from pretrain.config.describe import describe_export
 from pretrain.data.build import build
-from pretrain.data.build.estimate import estimate
+from pretrain.data.build.command import estimate
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer, train_words
 from pretrain.evaluate.text import ScoredText
-from pretrain.huggingface_cli import tokenizer_obstacles
 
 TEXT = (
     " \n = Valkyria = \n \n"
@@ -98,7 +98,7 @@ def test_the_file_and_the_ids_are_those_of_fairseq(tmp_path, limit):
 
 def test_a_text_of_any_size_is_counted_and_encoded_in_parts(tmp_path, monkeypatch):
     expected = FairseqDictionary(TEXT)
-    monkeypatch.setattr("pretrain.data.words.CHUNK", 7)
+    monkeypatch.setattr("pretrain.data.clean.CHUNK", 7)
     assert train_words([TEXT], len(expected.symbols)) == expected.dict_txt()
     tokenizer = tokenizer_of(tmp_path, expected.dict_txt())
     assert [*tokenizer.encode(TEXT).tolist(), 2] == expected.encode(TEXT)

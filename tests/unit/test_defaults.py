@@ -20,8 +20,8 @@ from pretrain.config import (
     num_parameters,
     parse_config,
 )
-from pretrain.config.inheritance import CONFIG_VERSION, leaves, merged, read_layers
-from pretrain.config.overrides import overridden
+from pretrain.config.load import overridden
+from pretrain.config.toml import CONFIG_VERSION, leaves, merged, read_layers
 from pretrain.config.trajectory import differences, settings_hash
 from tests.conftest import TINY
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from docs.hooks import reference, site_pages
-from pretrain.config.keys import section_keys
+from pretrain.config.load import section_keys
 from tests.guide import APPS, check_words
 
 ROOT = Path(__file__).parents[2]
@@ -111,19 +111,20 @@ def page_of(name: str) -> str:
 def test_links_to_the_repository_lead_to_pages_of_the_site():
     added: dict[str, str] = {}
     text = (
-        "[a](../pretrain/cli.py) [b](corpora.md#time) ![c](demo_curve.png) [d](../configs)\n"
+        "[a](../pretrain/cli/commands.py) [b](corpora.md#time) ![c](demo_curve.png) "
+        "[d](../configs)\n"
         "[e](https://example.org) [f](#here) [g](../README.md)\n"
         "```\n[h](../gone.py)\n```\n"
     )
     known = {"corpora.md", "demo_curve.png"}
     assert site_pages.relinked("guide.md", text, known, added) == (
-        "[a](source/pretrain/cli.py.md) [b](corpora.md#time) ![c](demo_curve.png) "
+        "[a](source/pretrain/cli/commands.py.md) [b](corpora.md#time) ![c](demo_curve.png) "
         "[d](source/configs.md)\n"
         "[e](https://example.org) [f](#here) [g](index.md)\n"
         "```\n[h](../gone.py)\n```\n"
     )
-    assert set(added) == {"source/pretrain/cli.py.md", "source/configs.md"}
-    assert "app = typer.Typer(" in added["source/pretrain/cli.py.md"]
+    assert set(added) == {"source/pretrain/cli/commands.py.md", "source/configs.md"}
+    assert "app = typer.Typer(" in added["source/pretrain/cli/commands.py.md"]
     assert "configs/demo.toml" in added["source/configs.md"]
     assert (
         site_pages.relinked("index.md", "[a](docs/v100.md)", {"v100.md"}, added) == "[a](v100.md)"

@@ -8,15 +8,15 @@ from typing import get_args
 import pytest
 import torch
 
-from pretrain.config.data_rules import DOCUMENT_BACKENDS
 from pretrain.config.describe import describe
-from pretrain.config.model_schema import ModelSection
-from pretrain.export.card import ExportExtras, model_card
-from pretrain.export.targets import TARGETS
+from pretrain.config.rules import DOCUMENT_BACKENDS
+from pretrain.config.schema import ModelSection
+from pretrain.huggingface.card import ExportExtras, model_card
+from pretrain.huggingface.table import TARGETS
 from pretrain.kernels.call import Call
 from pretrain.kernels.dispatch import REFUSALS
 from pretrain.model.forward import document_starts
-from pretrain.plan.step import count_run
+from pretrain.plan.simulation import count_run
 from tests.conftest import tiny_config
 
 EOS = 2

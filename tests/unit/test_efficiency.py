@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pretrain.bench import methods
+from pretrain.bench.methods import TrainingTurn, efficiency_table, measure, ratio, take_turn
+from pretrain.cli.bench import with_lengths as contestants
 from pretrain.config import ConfigError, RunConfig, RunFailed, num_parameters
 from pretrain.model.gpt import build_model
-from pretrain.study import efficiency
-from pretrain.study.contestants import with_lengths as contestants
-from pretrain.study.efficiency import Turn, efficiency_table, measure, ratio
-from pretrain.study.turns import take_turn
 from pretrain.topology import Topology
 from tests.conftest import tiny_config
 
@@ -32,20 +31,20 @@ def contestant(method: str, length: int = 32) -> RunConfig:
 def test_contestants_take_turns_back_and_forth_and_every_round_counts() -> None:
     order: list[str] = []
 
-    def turn(config: RunConfig, nproc: int) -> list[Turn]:
+    def turn(config: RunConfig, nproc: int) -> list[TrainingTurn]:
         assert nproc == 2
         order.append(config.position.method)
         # The slower rank counts: it takes as many seconds as there were turns.
         return [
-            Turn(1e-9, 1e-9, 1000, 5, "abacus"),
-            Turn(float(len(order)), 2.0 * len(order), 1000, len(order), "abacus"),
+            TrainingTurn(1e-9, 1e-9, 1000, 5, "abacus"),
+            TrainingTurn(float(len(order)), 2.0 * len(order), 1000, len(order), "abacus"),
         ]
 
     configs = [contestant(method) for method in ("alibi", "sinusoidal", "none")]
-    result = efficiency.measure_with(turn, configs, 3, 2)
+    result = methods.measure_with(turn, configs, 3, 2)
     a, s, n = "alibi", "sinusoidal", "none"
     assert order == [a, s, n, n, s, a, a, s, n]
-    step = efficiency.STEPS * 256
+    step = methods.STEPS * 256
     assert result["device"] == "2 x abacus" and result["rounds"] == 3 and result["failed"] == []
     assert [row["method"] for row in result["rows"]] == [a, s, n]
     for row, turns in zip(result["rows"], ([1, 6, 7], [2, 5, 8], [3, 4, 9])):
@@ -58,24 +57,24 @@ def test_contestants_take_turns_back_and_forth_and_every_round_counts() -> None:
 def test_a_contestant_that_fails_is_reported_and_the_others_go_on() -> None:
     taken: list[str] = []
 
-    def turn(config: RunConfig, nproc: int) -> list[Turn]:
+    def turn(config: RunConfig, nproc: int) -> list[TrainingTurn]:
         taken.append(config.position.method)
         if config.position.method == "t5" and len(taken) > 2:
             raise RunFailed("out of\nmemory")
-        return [Turn(1.0, 1.0, 100, 7, "cpu")]
+        return [TrainingTurn(1.0, 1.0, 100, 7, "cpu")]
 
     configs = [contestant("t5"), contestant("sinusoidal")]
-    result = efficiency.measure_with(turn, configs, 3, 1)
+    result = methods.measure_with(turn, configs, 3, 1)
     assert taken == ["t5", "sinusoidal", "sinusoidal", "t5", "sinusoidal"]
     assert [row["method"] for row in result["rows"]] == ["sinusoidal"]
     assert len(result["rows"][0]["train_tokens_per_second"]) == 3
     assert result["failed"] == [{"method": "t5", "train_length": 32, "reason": "out of\nmemory"}]
     assert "t5, L = 32: failed: memory" in efficiency_table(result)
     with pytest.raises(RunFailed, match="nothing could be measured"):
-        efficiency.measure_with(_fails, configs, 2, 1)
+        methods.measure_with(_fails, configs, 2, 1)
 
 
-def _fails(config: RunConfig, nproc: int) -> list[Turn]:
+def _fails(config: RunConfig, nproc: int) -> list[TrainingTurn]:
     raise RunFailed(config.position.method)
 
 
@@ -153,7 +152,7 @@ def test_real_turns_train_and_evaluate_in_processes_of_their_own() -> None:
         ("sinusoidal", 64),
     ]
     for measured in result["rows"]:
-        for speed in efficiency.SPEEDS:
+        for speed in methods.SPEEDS:
             assert len(measured[speed]) == 2 and min(measured[speed]) > 0
         # Master weights and moments alone, in the memory of one of two processes.
         assert measured["peak_memory_bytes"] > 8 * num_parameters(configs[0])

@@ -12,8 +12,8 @@ import torch
 
 from pretrain import platform
 from pretrain.config import RunFailed, load_config
-from pretrain.evaluate.memory import explained_memory, forward_bytes
-from pretrain.platform.memory import _cgroup_memory
+from pretrain.evaluate.perplexity import explained_memory, forward_bytes
+from pretrain.platform import _cgroup_memory
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"

@@ -8,7 +8,7 @@ import pytest
 
 from pretrain.config import EvaluationRequest
 from pretrain.launcher.login import run as experiment
-from pretrain.launcher.slurm_command import NoSlurm
+from pretrain.launcher.slurm import NoSlurm
 from pretrain.rundir.jobs import JobRecord, append_job
 
 ROOT = Path(__file__).parents[2]

@@ -22,13 +22,12 @@ import torch
 from pretrain.config import ConfigError, load_config, parse_config
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.base import PROBES
+from pretrain.evaluate.curves import records_to_json
 from pretrain.evaluate.records import fields_of
-from pretrain.evaluate.tables import records_to_json
-from pretrain.export import check_exportable, check_parity, to_huggingface
-from pretrain.export.card import _curve_table
-from pretrain.export.command import _comparison_ids, _curve, _validation_split
-from pretrain.export.tokenizer import fast_tokenizer
-from pretrain.export.written import record_files
+from pretrain.huggingface import check_exportable, check_parity, to_huggingface
+from pretrain.huggingface.card import _curve_table
+from pretrain.huggingface.export import _comparison_ids, _curve, _validation_split
+from pretrain.huggingface.folder import fast_tokenizer, record_files
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
 from tests.unit.report_records import make_record

@@ -11,14 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pretrain.cli.commands import tokenizer_obstacles
 from pretrain.config import ConfigError, load_config
 from pretrain.config.describe import describe
 from pretrain.data.stream import TokenStream
-from pretrain.export import check_parity, to_huggingface
-from pretrain.export.command import _comparison_ids, checked_length
-from pretrain.export.parity import STOCK, TRUSTED, LengthParity, ParityReport, PrecisionParity
-from pretrain.export.precision import add_precisions
-from pretrain.huggingface_cli import tokenizer_obstacles
+from pretrain.huggingface import check_parity, to_huggingface
+from pretrain.huggingface.export import _comparison_ids, checked_length
+from pretrain.huggingface.parity import (
+    STOCK,
+    TRUSTED,
+    LengthParity,
+    ParityReport,
+    PrecisionParity,
+    add_precisions,
+)
 from tests.conftest import tiny_config
 from tests.reference.dense_gpt import DenseGPT, random_state
 from tests.unit.test_dense_gpt import make_config

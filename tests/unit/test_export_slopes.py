@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, MptForCausalLM
 
 from pretrain.config import load_config
-from pretrain.config.exports import describe_export
-from pretrain.export import check_parity, to_huggingface
-from pretrain.export.parity import TRUSTED
-from pretrain.importing.command import import_folder
+from pretrain.config.describe import describe_export
+from pretrain.huggingface import check_parity, to_huggingface
+from pretrain.huggingface.import_model import import_folder
+from pretrain.huggingface.parity import TRUSTED
 from tests.reference.dense_gpt import DenseGPT, random_state
 from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import MAX_LENGTH, random_ids, tokenizer_path

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from pretrain.model.fusion import Fusion, _log_once, choose_fusion
+from pretrain.model.gpt import Fusion, _log_once, choose_fusion
 from tests.conftest import tiny_config
 
 EVERYTHING = Fusion(compiled=True, loss=True, weight_gradients=True)

@@ -19,7 +19,7 @@ from benchmarks.gpu_day.step_split import CLASSES, LINES, OTHER, STEPS, classify
 from benchmarks.step_model.tables import CONFIG
 from pretrain.config import load_config
 from pretrain.plan.hardware import H200
-from pretrain.plan.step_time import Step
+from pretrain.plan.timing import Step
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,12 @@ import pytest
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
 from pretrain.rundir import checkpoints, history
-from pretrain.rundir.abandoned import being_set_aside, read_abandoned
 from pretrain.rundir.checkpoints import (
+    Superseded,
     begin_partial,
+    being_set_aside,
     check_room,
+    check_still_holds,
     checkpoint_directory,
     checkpoints_awaiting_evaluation,
     checkpoints_to_resume,
@@ -26,15 +28,24 @@ from pretrain.rundir.checkpoints import (
     find_checkpoint,
     partial_attempt,
     publish_checkpoint,
+    read_abandoned,
 )
-from pretrain.rundir.fence import Superseded, check_still_holds
 from pretrain.rundir.history import begins_branch, recover, remove_old, settle
-from pretrain.rundir.holds import hold, unheld
-from pretrain.rundir.lineage import MANIFEST, Branch, Lineage, parse_lineage, read_lineage
+from pretrain.rundir.lineage import (
+    MANIFEST,
+    Branch,
+    Known,
+    Lineage,
+    Policy,
+    hold,
+    parse_lineage,
+    read_lineage,
+    removable,
+    unheld,
+)
 from pretrain.rundir.lock import Attempt
+from pretrain.rundir.metrics import WarnOnce
 from pretrain.rundir.paths import RunPaths
-from pretrain.rundir.retention import Known, Policy, removable
-from pretrain.rundir.warn import WarnOnce
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -333,7 +344,7 @@ def test_a_checkpoint_without_room_is_refused(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pretrain.rundir.holds import hold
+from pretrain.rundir.lineage import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -28,10 +28,10 @@ from pretrain.data.manifest import TOKENIZER
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluate.command import evaluate_sources
-from pretrain.export import to_huggingface
-from pretrain.export.convert import _divided, _times, same_bits
-from pretrain.export.huggingface import MARKER, ORIGINALS
-from pretrain.importing.command import import_folder
+from pretrain.huggingface import to_huggingface
+from pretrain.huggingface.folder import MARKER, ORIGINALS
+from pretrain.huggingface.import_model import import_folder
+from pretrain.huggingface.table import _divided, _times, same_bits
 from pretrain.rundir.checkpoints import find_checkpoint
 from tests.reference.dense_gpt import random_state
 from tests.unit.test_dense_gpt import make_config
@@ -221,15 +221,15 @@ def test_evaluate_gives_the_loss_of_stock_transformers(name, imported, tiny_data
 
 def test_the_parity_check_sees_another_model(imported, tmp_path, monkeypatch, capsys):
     """A wrong order of queries, keys and values is found, and nothing is left behind."""
-    from pretrain.export import tables
+    from pretrain.huggingface import table
 
     _, folder, _ = imported("mpt")
-    right = tables.STACK_QKV.restore
-    wrong = tables.STACK_QKV._replace(
+    right = table.STACK_QKV.restore
+    wrong = table.STACK_QKV._replace(
         restore=lambda config, parts: right(config, [parts[0].roll(48, 0)])
     )
     name = "decoder.layers.{i}.self_attention.linear_qkv"
-    monkeypatch.setitem(tables.MPT, name, (wrong, *tables.MPT[name][1:]))
+    monkeypatch.setitem(table.MPT, name, (wrong, *table.MPT[name][1:]))
     with pytest.raises(RunFailed, match="does not compute what stock transformers computes"):
         import_folder(folder, tmp_path / "run")
     assert "DIFFERS from our model" in capsys.readouterr().out

@@ -18,32 +18,20 @@ FLOORS = [
     {"pretrain.interrupt"},
     {"pretrain.kernels", "pretrain.config"},
     {"pretrain.rundir"},
-    {"pretrain.devices", "pretrain.rendezvous", "pretrain.processes"},
-    {"pretrain.platform"},
+    {"pretrain.processes", "pretrain.platform"},
     {"pretrain.topology"},
     {"pretrain.model", "pretrain.data"},
     {"pretrain.optim", "pretrain.checkpoint"},
-    {"pretrain.train", "pretrain.evaluate", "pretrain.export"},
-    {"pretrain.plan", "pretrain.study", "pretrain.importing"},
-    {
-        "pretrain.exits",
-        "pretrain.bench_cli",
-        "pretrain.checkpoint_cli",
-        "pretrain.data_cli",
-        "pretrain.huggingface_cli",
-        "pretrain.plan_cli",
-        "pretrain.study_cli",
-        "pretrain.tasks_cli",
-    },
-    {"pretrain.preflight"},
+    {"pretrain.train", "pretrain.evaluate", "pretrain.huggingface"},
+    {"pretrain.bench", "pretrain.plan"},
+    {"pretrain.study"},
     {"pretrain.cli"},
-    {"pretrain.main"},
     {"pretrain.__main__"},
 ]
 BESIDE = {
     "pretrain.checkpoint": {"pretrain.optim"},  # saves and loads what the optimizer holds
     "pretrain.train": {"pretrain.evaluate"},  # evaluates in the loop
-    "pretrain.export": {"pretrain.evaluate"},  # puts the length curve on the model card
+    "pretrain.huggingface": {"pretrain.evaluate"},  # puts the length curve on the model card
 }
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
@@ -51,35 +39,21 @@ LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt"}
 LAUNCHER_FLOORS = [
     {
         f"{LAUNCHER}.{name}"
-        for name in (
-            "terminal",
-            "slurm",
-            "slurm_command",
-            "slurm_nodes",
-            "cluster",
-            "request",
-            "slurm_options",
-            "nodes",
-            "job",
-            "evaluations",
-            "options",
-            "rank_logs",
-        )
+        for name in ("terminal", "slurm", "site", "script", "evaluations", "options")
     },
     {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
     {f"{LAUNCHER}.local_sweep"},
-    {f"{LAUNCHER}.{name}_cli" for name in ("data", "local", "node", "run", "sweep")},
     {f"{LAUNCHER}.cli"},
     {f"{LAUNCHER}.main"},
     {f"{LAUNCHER}.__main__"},
 ]
 LINKED = ("kernels", "launcher")  # folders at the top level, which pretrain/ links to
 READS_ENVIRONMENT = (
-    "pretrain/platform/",
+    "pretrain/platform.py",
     "pretrain/topology.py",
     "launcher/",
     # $VARIABLE in a path, which the user wrote; nothing is read that no config names.
-    "pretrain/config/paths.py",
+    "pretrain/config/toml.py",
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LAUNCHER_FLOOR = {room: number for number, rooms in enumerate(LAUNCHER_FLOORS) for room in rooms}
@@ -250,8 +224,8 @@ def write(root: Path, file: str, code: str) -> None:
         ),
         (
             "pretrain/train/loop.py",
-            "from pretrain.export import parity",
-            "pretrain.train imports pretrain.export",
+            "from pretrain.huggingface import parity",
+            "pretrain.train imports pretrain.huggingface",
         ),
         (
             "pretrain/optim/zero.py",
@@ -317,10 +291,10 @@ def test_a_way_up_is_found(tmp_path, file, code, says):
             "from pretrain.evaluate import perplexity\nfrom ..config import RunConfig",
         ),
         (
-            "pretrain/export/parity.py",
+            "pretrain/huggingface/parity.py",
             "from pretrain.evaluate.perplexity import evaluate\nimport pretrain.kernels.dispatch",
         ),
-        ("pretrain/cli.py", "import os\nimport torch\nfrom pretrain.train import run"),
+        ("pretrain/cli/commands.py", "import os\nimport torch\nfrom pretrain.train import run"),
         (
             "launcher/cli.py",
             "from pretrain.launcher.node import local\nfrom pretrain.config import load_config",
@@ -342,8 +316,8 @@ def test_a_way_down_is_allowed(tmp_path, file, code):
             "pretrain/config/schema.py": "def layout():\n    from pretrain.config import rules",
         },
         {
-            "launcher/evaluations.py": "from pretrain.launcher.job import Job",
-            "launcher/job.py": "from pretrain.launcher import slurm",
+            "launcher/evaluations.py": "from pretrain.launcher.script import Job",
+            "launcher/script.py": "from pretrain.launcher import slurm",
             "launcher/slurm.py": "import pretrain.launcher.evaluations",
         },
     ],

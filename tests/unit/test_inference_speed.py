@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pretrain.cli import app
-from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config
-from pretrain.study.inference import (
+from pretrain.bench.methods import (
+    GenerationTurn,
     Sizes,
-    Turn,
     inference_table,
     measure_inference,
     measure_inference_with,
 )
+from pretrain.cli.commands import app
+from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config
 from tests.conftest import tiny_config
 
 
 def test_methods_and_lengths_take_turns_and_every_round_counts() -> None:
     order: list[tuple[str, int]] = []
 
-    def turn(config: RunConfig, sizes: Sizes, nproc: int) -> list[Turn]:
+    def turn(config: RunConfig, sizes: Sizes, nproc: int) -> list[GenerationTurn]:
         order.append((config.position.method, sizes.length))
         if order[-1] == ("none", 16):
             raise RunFailed("no memory")
-        return [Turn(2.0 * len(order), 1.0 * len(order), 64, 7, "abacus")]
+        return [GenerationTurn(2.0 * len(order), 1.0 * len(order), 64, 7, "abacus")]
 
     configs = [tiny_config(position={"method": method}) for method in ("sinusoidal", "none")]
     sizes = [Sizes(length, new_tokens=6, batch_size=3) for length in (8, 16)]

@@ -16,20 +16,24 @@ import tomli_w
 
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.cluster import parse_site
-from pretrain.launcher.job import Job, check_path, check_time, job_name
-from pretrain.launcher.login import sweep_runs as sweep
-from pretrain.launcher.login.allocation import TrainingRun, allocate, check_runs
-from pretrain.launcher.login.limits import signal_seconds, start_seconds
+from pretrain.launcher.login import sweep as sweep
+from pretrain.launcher.login.submit import (
+    TrainingRun,
+    allocate,
+    check_runs,
+    signal_seconds,
+    start_seconds,
+)
 from pretrain.launcher.login.sweep import sweep as submit_sweep
 from pretrain.launcher.node import job as node_job
-from pretrain.launcher.slurm_options import OUR_OPTIONS
+from pretrain.launcher.script import Job, check_path, check_time, job_name
+from pretrain.launcher.site import parse_site
+from pretrain.launcher.slurm import OUR_OPTIONS
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
-from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
+from pretrain.rundir.jobs import JobRecord, append_job, is_done, read_jobs, read_launch
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import claim_version
-from pretrain.rundir.starts import is_done
 from tests.conftest import tiny_config
 from tests.unit.test_site import CPU, GPU
 
@@ -217,7 +221,7 @@ def test_modules_and_scratch_stand_in_the_script():
 
 
 def test_an_install_without_the_template_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("pretrain.launcher.job.TEMPLATE", tmp_path / "job.sbatch")
+    monkeypatch.setattr("pretrain.launcher.script.TEMPLATE", tmp_path / "job.sbatch")
     with pytest.raises(RunFailed, match=r"job\.sbatch: not readable.*pip install -e"):
         job().script()
 

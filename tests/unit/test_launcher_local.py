@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config
-from pretrain.launcher.node.local import run_locally
-from pretrain.launcher.node.output import RankOutput
+from pretrain.launcher.node.local import RankOutput, run_locally
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pretrain.cli import app
+from pretrain.bench import data
+from pretrain.bench.data import CONTESTANTS, Contest, _write, loading_table
+from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunConfig, dump_config
-from pretrain.study import loading
-from pretrain.study.loading import CONTESTANTS, Contest, _write, loading_table
 from tests.conftest import tiny_config
 
 LENGTH, TOKENS = 32, 60_000
@@ -73,7 +73,7 @@ def invoke(*words: str) -> Any:
 def test_the_command_writes_every_round_and_removes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "WAITED_STEPS", 2)
+    monkeypatch.setattr(data, "WAITED_STEPS", 2)
     file, out, place = tmp_path / "c.toml", tmp_path / "speed.json", tmp_path / "place"
     place.mkdir()
     file.write_text(dump_config(bench_config()))
@@ -103,7 +103,7 @@ def test_sigterm_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sizes.append(sum(f.stat().st_size for f in place.rglob("*.bin")))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(loading, "_speed", killed)
+    monkeypatch.setattr(data, "_speed", killed)
     ended = invoke(str(file), "--tokens", str(TOKENS), "--directory", str(place))
     assert ended.exit_code == 128 + signal.SIGTERM
     assert sizes[0] >= 2 * TOKENS and list(place.iterdir()) == []

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
+from pretrain.launcher.login.look import detail
 from pretrain.launcher.login.status import read_statuses
-from pretrain.launcher.login.tables import detail
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch, write_local_launch
 from tests.end_to_end.commands import Done, ended, wait_for
 
@@ -26,7 +26,7 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from pretrain.config import dump_config, load_config
-from pretrain.config.overrides import check_overrides
+from pretrain.config.load import check_overrides
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.lock import Attempt

@@ -9,11 +9,9 @@ from pretrain.config import ConfigError
 from pretrain.config.describe import describe
 from pretrain.config.evaluation import recorded_protocol
 from pretrain.config.trajectory import differences, settings_hash
-from pretrain.data.masking import SHARE, mask_samples, mask_text, num_chosen
-from pretrain.evaluate.combine import combine
-from pretrain.evaluate.protocols import choose_protocols
-from pretrain.evaluate.report import write_report
-from pretrain.evaluate.windows import Protocol, Window
+from pretrain.data.order import SHARE, mask_samples, mask_text, num_chosen
+from pretrain.evaluate.report import combine, write_report
+from pretrain.evaluate.windows import Protocol, Window, choose_protocols
 from tests.conftest import tiny_config
 from tests.unit.report_records import make_record
 

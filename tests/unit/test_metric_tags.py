@@ -11,13 +11,19 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.checkpoint.content import Change
+from pretrain.checkpoint.manifest import Change
 from pretrain.config import ConfigError
 from pretrain.rundir.metrics import MetricsFile
-from pretrain.train.figures import length_curve
-from pretrain.train.metrics import MetricsWriter
-from pretrain.train.tags import GROUPS, TAGS, Axes, step_tags
-from pretrain.train.weights_and_biases import check_wandb, is_installed
+from pretrain.train.metrics import (
+    GROUPS,
+    TAGS,
+    Axes,
+    MetricsWriter,
+    check_wandb,
+    is_installed,
+    length_curve,
+    step_tags,
+)
 from tests.unit.test_metrics import (
     ROOT,
     evaluation_records,
@@ -133,7 +139,7 @@ del sys.modules['wandb']
 assert find_spec('wandb') is not None
 """
     check = "assert not is_installed()"
-    program = f"from pretrain.train.weights_and_biases import is_installed\n{code}{check}"
+    program = f"from pretrain.train.metrics import is_installed\n{code}{check}"
     done = without_wandb(program, tmp_path)
     assert done.returncode == 0, done.stderr
     assert is_installed()

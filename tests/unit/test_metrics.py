@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.checkpoint.content import Change, Origin
+from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
 from pretrain.train.hooks import LoggingHook
 from pretrain.train.metrics import (

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pretrain.optim.nag import NAG
+from pretrain.optim.optimizers import NAG
 from tests.reference.nag import FairseqNAG
 
 SHAPES = [(7,), (5, 3), (1,)]

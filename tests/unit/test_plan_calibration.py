@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.plan.calibration import read_calibration
 from pretrain.plan.command import plan_run, read_target
 from pretrain.plan.hardware import H200, Scale
-from pretrain.plan.planning import make_plan
+from pretrain.plan.memory import stages_of
+from pretrain.plan.search import make_plan, read_calibration
 from pretrain.plan.timing import time_of_step
-from pretrain.plan.weights import stages_of
 
 PAPER = Path("configs/cc100_roberta/alibi_1024.toml")
 FEW_LAYERS = "model.num_layers=4"

@@ -12,13 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.plan.activations import Activations, attention_backend
 from pretrain.plan.command import plan_run, read_target
 from pretrain.plan.hardware import EDR, V100
-from pretrain.plan.planning import Plan, make_plan
-from pretrain.plan.step_time import Step
-from pretrain.plan.timing import PARTS, time_of_evaluations, time_of_step
-from pretrain.plan.weights import stages_of
+from pretrain.plan.memory import Activations, attention_backend, stages_of
+from pretrain.plan.search import Plan, make_plan
+from pretrain.plan.timing import PARTS, Step, time_of_evaluations, time_of_step
 from tests.conftest import tiny_config
 
 PAPER = Path("configs/cc100_roberta/alibi_1024.toml")
@@ -41,7 +39,7 @@ def plan_of(gpus: int, gpu_type: str, network: str | None, *overrides: str) -> P
 
 
 def run(*words: str) -> str:
-    from pretrain.cli import app
+    from pretrain.cli.commands import app
 
     result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -313,7 +311,7 @@ def test_hours_count_the_tokens_of_a_ramp_up():
 def test_planning_leaves_torch_alone():
     code = (
         "import sys, pretrain.plan.command; "
-        "from pretrain.cli import app; sys.exit('torch' in sys.modules)"
+        "from pretrain.cli.commands import app; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -325,7 +323,7 @@ def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
     import torch
 
     from pretrain.kernels.call import Call
-    from pretrain.kernels.choice import choose_backend
+    from pretrain.kernels.dispatch import choose_backend
 
     biases = {"alibi": "slopes", "trained slopes": "trained slopes", "t5": "table"}
     for head_dim, length, documents in product((64, 264), (1024, 61_440), (False, True)):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
-from pretrain.plan.layouts import Refused, candidates
-from pretrain.plan.weights import Stage, stage_of, stages_of, weights_of_rank
+from pretrain.plan.memory import Stage, stage_of, stages_of, weights_of_rank
+from pretrain.plan.search import Refused, candidates
 
 PATH = "configs/cc100_roberta/alibi_1024.toml"
 KEYS = {
@@ -167,11 +167,11 @@ def test_tensor_parallel_ranks_stay_in_a_node():
 
 
 def test_a_model_with_unknown_parameters_is_refused(monkeypatch):
-    from pretrain.plan import weights
+    from pretrain.plan import memory
 
     def more(config, stage):
         return num_parameters(config) + 1
 
-    monkeypatch.setattr(weights, "num_parameters_of_rank", more)
+    monkeypatch.setattr(memory, "num_parameters_of_rank", more)
     with pytest.raises(ConfigError, match="of which `pretrain plan` knows"):
         weights_of_rank(load_config(PATH), 0)

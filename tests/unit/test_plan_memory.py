@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from pretrain.config import RunConfig
-from pretrain.plan.activations import Activations
-from pretrain.plan.memory import memory_of_rank, most_kept, peak
+from pretrain.plan.memory import Activations, memory_of_rank, most_kept, peak, stage_of
 from pretrain.plan.simulation import simulated_rank
-from pretrain.plan.weights import stage_of
 from tests.allocations import Allocations, measure
 from tests.conftest import mark_torture, tiny_config
 

@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.config import ConfigError, load_config
-from pretrain.plan.source import load_for_plan
+from pretrain.plan.command import load_for_plan
 
 PAPER = Path("configs/cc100_roberta/alibi_1024.toml")
 FEW_LAYERS = "model.num_layers=4"
 
 
 def run(*words: str) -> str:
-    from pretrain.cli import app
+    from pretrain.cli.commands import app
 
     result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -13,9 +13,16 @@ from typing import Any
 
 import pytest
 
-from pretrain.launcher.node.diagnosis import Diagnosis, Expected, diagnose, ring
-from pretrain.launcher.node.readings import IDLE_SECONDS, SILENT_SECONDS, Readings
-from pretrain.launcher.nodes import failing_nodes
+from pretrain.launcher.node.diagnosis import (
+    IDLE_SECONDS,
+    SILENT_SECONDS,
+    Diagnosis,
+    Expected,
+    Readings,
+    diagnose,
+    ring,
+)
+from pretrain.launcher.terminal import failing_nodes
 from pretrain.rundir.attempts import Ended, Owner, Preflight, read_attempt
 from pretrain.rundir.files import replace_json
 from tests.end_to_end.commands import TIMEOUT_SECONDS

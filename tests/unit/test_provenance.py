@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.tools.show import show_source
-from pretrain.rundir import source
+from pretrain.checkpoint.tensors import show_source
+from pretrain.rundir import provenance
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.credentials import redacted
 from pretrain.rundir.lock import Attempt
 from pretrain.rundir.provenance import (
     PROVENANCE,
     Provenance,
+    Source,
     last_provenance,
     provenance_changes,
+    read_source,
     write_provenance,
 )
-from pretrain.rundir.source import Source, read_source
+from pretrain.rundir.trust import redacted
 from tests.unit.saved import first_origin, save
 
 NOBODY = 65534
@@ -45,7 +46,7 @@ def clone(tmp_path: Path) -> Path:
     root = tmp_path / "clone"
     (root / "pretrain").mkdir(parents=True)
     (root / "kernels").mkdir()
-    (root / "pretrain/cli.py").write_text("print(1)\n")
+    (root / "pretrain/gpt.py").write_text("print(1)\n")
     (root / "pretrain/kernels").symlink_to("../kernels")
     (root / "README.md").write_text("text\n")
     (root / ".gitignore").write_text("__pycache__\n")
@@ -69,7 +70,7 @@ def test_a_clean_clone_is_its_commit(clone):
     (clone / "pretrain/__pycache__").mkdir()
     (clone / "pretrain/__pycache__/cli.pyc").write_text("")
     # A file that was written anew with the same content has another time alone.
-    (clone / "pretrain/cli.py").write_text("print(1)\n")
+    (clone / "pretrain/gpt.py").write_text("print(1)\n")
     assert read_source(clone) == Source(head(clone), False, None)
 
 
@@ -80,9 +81,9 @@ def test_every_change_of_the_code_is_seen_and_has_a_hash_of_its_own(clone):
         seen.append(read_source(clone))
         assert seen[-1].commit == head(clone) and seen[-1].dirty, seen[-1]
 
-    (clone / "pretrain/cli.py").write_text("print(2)\n")
+    (clone / "pretrain/gpt.py").write_text("print(2)\n")
     changed()
-    (clone / "pretrain/cli.py").write_text("print(3)\n")
+    (clone / "pretrain/gpt.py").write_text("print(3)\n")
     changed()
     git(clone, "add", "-A")
     assert read_source(clone) == seen[-1]
@@ -90,7 +91,7 @@ def test_every_change_of_the_code_is_seen_and_has_a_hash_of_its_own(clone):
     changed()
     (clone / "kernels/new.py").write_text("a = 2\n")
     changed()
-    (clone / "pretrain/cli.py").unlink()
+    (clone / "pretrain/gpt.py").unlink()
     changed()
     assert len({each.diff_sha256 for each in seen}) == len(seen)
     git(clone, "add", "-A")
@@ -108,7 +109,7 @@ def test_branches_tags_packed_references_and_worktrees(clone, tmp_path):
     git(clone, "checkout", "-q", "--detach")
     assert read_source(clone) == Source(head(clone), False, None)
     git(clone, "worktree", "add", "-qb", "other", str(tmp_path / "tree"))
-    (tmp_path / "tree/pretrain/cli.py").write_text("print(9)\n")
+    (tmp_path / "tree/pretrain/gpt.py").write_text("print(9)\n")
     git(tmp_path / "tree", "commit", "-qam", "three")
     assert read_source(tmp_path / "tree") == Source(head(tmp_path / "tree"), False, None)
     assert head(tmp_path / "tree") != head(clone) == read_source(clone).commit
@@ -127,7 +128,7 @@ def test_without_git_or_a_repository_nothing_fails(clone, tmp_path, monkeypatch)
     (tmp_path / "git").chmod(0o755)
     assert read_source(clone) == Source(commit, None, None)
     (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    monkeypatch.setattr(source, "GIT_SECONDS", 0.2)
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.2)
     assert read_source(clone) == Source(commit, None, None)
     for text in ("", "ref: refs/../../etc/passwd\n", "ref: refs/heads/none\n", "\0" * 100):
         (clone / ".git/HEAD").write_text(text)
@@ -160,7 +161,7 @@ def test_a_hostile_repository_runs_nothing(clone, tmp_path):
         (folder / name).write_text("* filter=evil diff=evil\n")
     for hook in ("post-index-change", "fsmonitor-watchman", "pre-commit"):
         shutil.copy(program, clone / ".git/hooks" / hook)
-    (clone / "pretrain/cli.py").write_text("print(2)\n")
+    (clone / "pretrain/gpt.py").write_text("print(2)\n")
     # The trap works: git itself walks into it.
     subprocess.run(["git", "diff"], cwd=clone, capture_output=True, check=False)
     assert canary.exists()
@@ -183,7 +184,7 @@ def test_the_repository_stays_as_it_is_and_git_is_asked_twice(clone, tmp_path, m
     log, real = tmp_path / "log", shutil.which("git")
     (tmp_path / "git").write_text(f'#!/bin/sh\necho "$2" >> {log}\nexec {real} "$@"\n')
     (tmp_path / "git").chmod(0o755)
-    (clone / "pretrain/cli.py").write_text("print(1)\n")
+    (clone / "pretrain/gpt.py").write_text("print(1)\n")
 
     def state() -> dict[Path, tuple[int, int]]:
         return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in clone.rglob("*")}

@@ -10,12 +10,11 @@ from typing import cast
 import pytest
 from typer.testing import CliRunner
 
-from pretrain.cli import app as pretrain
+from pretrain.cli.commands import app as pretrain
 from pretrain.config import ConfigError, load_config, num_parameters
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.cluster import Site, load_site
-from pretrain.plan.memory import memory_of_rank
-from pretrain.plan.weights import stages_of
+from pretrain.launcher.site import Site, load_site
+from pretrain.plan.memory import memory_of_rank, stages_of
 
 ROOT = Path(__file__).parents[2]
 RUN = "configs/cc100_roberta/alibi_1024.toml"

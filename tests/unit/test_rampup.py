@@ -7,11 +7,10 @@ import random
 import pytest
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
-from pretrain.checkpoint.changes import trained_tokens
-from pretrain.checkpoint.content import Change, TrainerState
+from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, load_config
 from pretrain.config.describe import describe
-from pretrain.config.rampup import batch_size_at, samples_of_steps
+from pretrain.config.run import batch_size_at, samples_of_steps
 from tests.conftest import tiny_config
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config, num_parameters
-from pretrain.config.shipped import shipped_configs
+from pretrain.config.toml import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

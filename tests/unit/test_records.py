@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.login import logs, tables
-from pretrain.launcher.login.records import Records, Repeated
-from pretrain.launcher.login.status import find_runs, read_statuses
-from pretrain.launcher.node.watchdog import Watchdog
+from pretrain.launcher.login import look
+from pretrain.launcher.login.status import Records, Repeated, find_runs, read_statuses
+from pretrain.launcher.node.supervise import Watchdog
 from pretrain.rundir.attempts import Owner, read_attempts, read_progress, steps_done
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import wait_for
@@ -78,11 +77,11 @@ def many_runs(count=20):
 def test_watching_opens_only_the_heartbeats_of_runs_that_go_on():
     runs, records = many_runs(), Records()
     with counting() as first:
-        tables._page([], records)
+        look._page([], records)
         assert len(first.opened) > 10 * len(runs)
     for _ in range(3):
         with counting() as again:
-            tables._page([], records)
+            look._page([], records)
             assert sorted(again.opened) == [f"{run}/attempts/0002/heartbeat" for run in runs[::2]]
 
 
@@ -100,14 +99,14 @@ def test_watching_reads_again_what_changed():
 
 
 def test_following_a_run_opens_nothing_again_while_nothing_changes(monkeypatch, capfdbinary):
-    monkeypatch.setattr(logs, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(look, "POLL_SECONDS", 0.01)
     run, attempt = make_run("a", job="7")
     for _ in range(30):
         attempt.end("restart", 75, "saved", 100)
         attempt = Attempt.begin(run, Owner.here(slurm_job_id="7"))
     (run / "logs/attempt-0031.log").write_text("0: first\n")
     ends = []
-    follower = threading.Thread(target=lambda: ends.append(logs.follow(run)))
+    follower = threading.Thread(target=lambda: ends.append(look.follow(run)))
     with counting() as seen:
         follower.start()
         # Slurm is not asked in this time, so these are looks for another attempt.
@@ -209,7 +208,7 @@ def test_a_run_that_cannot_be_read_leaves_the_others_their_rows(monkeypatch):
     Path("runs/notes").mkdir()
     given = [*sorted(Path("runs").iterdir()), Path("runs/missing")]
     for runs in (given, []):
-        lines = tables._page(runs).splitlines()
+        lines = look._page(runs).splitlines()
         rows = {line.split()[0]: line for line in lines if line.startswith("runs/")}
         assert " running " in rows[str(good)], lines
         assert " unreadable " in rows["runs/damage_later_version"]
@@ -232,7 +231,7 @@ def test_files_cut_off_and_mixed_up_leave_the_others_their_rows(seed):
             content = dice.choice(files).read_bytes() or b"9" * 30
             cut = dice.randrange(len(content))
             path.write_bytes(content[:cut] + dice.randbytes(dice.randrange(9)) + content[cut:])
-    assert f"{good} " in tables._page([])
+    assert f"{good} " in look._page([])
 
 
 def test_a_call_is_repeated_in_a_thread_and_not_before_the_last_has_ended():

@@ -20,13 +20,12 @@ from typing import Any
 
 import pytest
 
-from pretrain import rendezvous
+from pretrain import topology
 from pretrain.config import ConfigError, RunFailed
-from pretrain.devices import Device, device_index, shared_gpus
-from pretrain.rendezvous import FILE, Peer, meet
+from pretrain.platform import Device, device_index, shared_gpus
 from pretrain.rundir.files import replace_file
 from pretrain.rundir.paths import LAYOUT
-from pretrain.topology import Process
+from pretrain.topology import FILE, Peer, Process, meet
 from tests.end_to_end.commands import wait_for
 
 FORK = multiprocessing.get_context("fork")
@@ -131,7 +130,7 @@ def test_what_rank_0_publishes(tmp_path):
 
 
 def test_the_port_is_free_again_when_nothing_refers_to_the_store(tmp_path):
-    store = rendezvous._publish(peer(0, 2, tmp_path), tmp_path, 5)
+    store = topology._publish(peer(0, 2, tmp_path), tmp_path, 5)
     port = json.loads((tmp_path / FILE).read_text())["port"]
     socket.create_connection(("127.0.0.1", port)).close()
     del store
@@ -158,8 +157,8 @@ FILE_CALLS = FileCalls()
 def test_a_rank_that_waits_asks_seldom(tmp_path, monkeypatch):
     """A quarter of an hour in vain, by a clock that only sleep moves on."""
     clock = [0.0]
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    monkeypatch.setattr(topology.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(topology.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
     FILE_CALLS.below, FILE_CALLS.opened[0] = str(tmp_path), 0
     try:
         with pytest.raises(RunFailed):
@@ -220,7 +219,7 @@ def test_a_link_is_not_followed(tmp_path):
 
 def test_the_address_of_an_earlier_start_is_passed_over_while_it_stands_there(tmp_path):
     """Its rank 0 still listens, as when a step is killed while the next one starts."""
-    old = rendezvous._publish(peer(0, 2, tmp_path, "7.0.0"), tmp_path, 5)
+    old = topology._publish(peer(0, 2, tmp_path, "7.0.0"), tmp_path, 5)
 
     first, second = ranks_that_meet(2, directory=tmp_path, start="7.1.0")
 
@@ -236,7 +235,7 @@ def test_the_address_of_an_earlier_start_is_passed_over_while_it_stands_there(tm
 # ---- rank 0 ends, hangs or is somebody else ------------------------------------------------------
 def publish_and_wait(directory: Path) -> Callable[[], None]:
     def rank_0() -> None:
-        store = rendezvous._publish(peer(0, 2, directory), directory, 60)
+        store = topology._publish(peer(0, 2, directory), directory, 60)
         time.sleep(60)
         del store
 
@@ -261,7 +260,7 @@ def test_a_rank_0_that_died_after_publishing_is_named_at_once(tmp_path):
 
 def test_a_rank_0_that_dies_while_others_wait_for_it(tmp_path):
     def rank_0() -> None:
-        store = rendezvous._publish(peer(0, 2, tmp_path), tmp_path, 60)
+        store = topology._publish(peer(0, 2, tmp_path), tmp_path, 60)
         store.wait(["cards/card/1"])
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -271,7 +270,7 @@ def test_a_rank_0_that_dies_while_others_wait_for_it(tmp_path):
 
 
 def test_a_rank_0_that_is_stopped_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(topology, "CONNECT_SECONDS", 1.0)
     with running(publish_and_wait(tmp_path)) as first:
         wait_for(lambda: (tmp_path / FILE).exists())
         os.kill(first.processes[0].pid, signal.SIGSTOP)
@@ -289,7 +288,7 @@ def listener() -> Iterator[int]:
 
 
 def test_another_program_at_the_port_holds_nobody_longer_than_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(topology, "CONNECT_SECONDS", 1.0)
     with listener() as port:
         place = {"address": "127.0.0.1", "port": port, "nonce": "a", "start": ""}
         replace_file(tmp_path / FILE, json.dumps(place))
@@ -299,7 +298,7 @@ def test_another_program_at_the_port_holds_nobody_longer_than_the_limit(tmp_path
 
 def test_another_run_s_store_at_the_port_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
-    store = rendezvous._publish(peer(0, 2, tmp_path), tmp_path / "other", 5)
+    store = topology._publish(peer(0, 2, tmp_path), tmp_path / "other", 5)
     place = json.loads((tmp_path / "other" / FILE).read_text()) | {"nonce": "of this run"}
     replace_file(tmp_path / FILE, json.dumps(place))
     with pytest.raises(RunFailed, match="is another run's"):
@@ -308,7 +307,7 @@ def test_another_run_s_store_at_the_port_is_refused(tmp_path):
 
 
 def test_a_name_that_does_not_resolve_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(topology, "CONNECT_SECONDS", 0.1)
     place = {"address": "no.such.host.invalid", "port": 80, "nonce": "a", "start": ""}
     replace_file(tmp_path / FILE, json.dumps(place))
     with pytest.raises(RunFailed) as failed:
@@ -328,7 +327,7 @@ def test_ranks_that_do_not_come_are_named_on_all(tmp_path):
 
 # ---- a fixed port --------------------------------------------------------------------------------
 def test_a_fixed_port_that_is_taken_is_named(monkeypatch):
-    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(topology, "CONNECT_SECONDS", 1.0)
 
     def rank(number: int, port: int) -> Callable[[], Any]:
         return lambda: meet(peer(number, 2, None, port=port), "", nothing_wrong, 1)
@@ -467,17 +466,17 @@ def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):
     """deepspeed/runtime/engine.py calls set_device(LOCAL_RANK)."""
     import torch
 
-    from pretrain.platform import process
+    from pretrain import platform
 
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    process._select_device(3)
+    platform._select_device(3)
     assert chosen == [0] and os.environ["LOCAL_RANK"] == "0"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    process._select_device(3)
+    platform._select_device(3)
     assert chosen == [0] and os.environ["LOCAL_RANK"] == "3"
 
 
@@ -485,6 +484,6 @@ def test_threads_of_this_process_end_with_their_ranks(tmp_path):
     """What waits on a store that never answers is a daemon thread, which holds no process back."""
     before = threading.active_count()
     with pytest.raises(RunFailed, match="nothing for 0 s"):
-        rendezvous._within(0.1, lambda: time.sleep(5), "late")
+        topology._within(0.1, lambda: time.sleep(5), "late")
     assert threading.active_count() == before + 1
     assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())

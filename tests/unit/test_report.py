@@ -14,15 +14,19 @@ import pytest
 from scipy import stats
 
 from pretrain.config import ConfigError
-from pretrain.evaluate import plots
-from pretrain.evaluate.blocks import KEY, BlockLosses, block_key, with_blocks
-from pretrain.evaluate.combine import combine
+from pretrain.evaluate import figures
 from pretrain.evaluate.comparison import what_stands_out
 from pretrain.evaluate.curves import by_text, make_curves
-from pretrain.evaluate.existing import check_overwrites
-from pretrain.evaluate.reading import read_records
-from pretrain.evaluate.records import FIELDS, PositionLosses
-from pretrain.evaluate.report import format_table, write_report
+from pretrain.evaluate.records import (
+    FIELDS,
+    KEY,
+    BlockLosses,
+    PositionLosses,
+    block_key,
+    read_records,
+    with_blocks,
+)
+from pretrain.evaluate.report import check_overwrites, combine, format_table, write_report
 from tests.unit.report_records import (
     curve_of,
     make_record,
@@ -354,14 +358,14 @@ def test_a_method_trained_short_is_ranked_beside_others_trained_long(tmp_path):
 
 def test_colours_are_training_lengths_and_markers_are_methods(monkeypatch):
     drawn = []
-    draw = plots.draw
-    monkeypatch.setattr(plots, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
+    draw = figures.draw
+    monkeypatch.setattr(figures, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
     records = [
         *curve_of("alibi", [20.0, 19.0], train_length=256, first=256),
         *curve_of("rotary", [20.0, 19.0], train_length=128),
     ]
-    plots.plot_by_length(make_curves(records), relative=True)
-    plots.plot_by_length(make_curves(records[:2]))
+    figures.plot_by_length(make_curves(records), relative=True)
+    figures.plot_by_length(make_curves(records[:2]))
     (lines, frame), (alone, _) = drawn
     assert [(line.colour, line.mark, line.xs) for line in lines] == [
         ("L = 128", "rotary", [1.0, 2.0]),
@@ -377,20 +381,20 @@ def test_colours_are_training_lengths_and_markers_are_methods(monkeypatch):
 def test_many_curves_with_odd_names_are_drawn_with_a_legend_that_holds_them():
     records = [make_record(run=f"runs/$x{i}$_^") for i in range(30)]
     few, many = (
-        read_png(plots.plot_by_length(make_curves(r))["png"]) for r in ([records[0]], records)
+        read_png(figures.plot_by_length(make_curves(r))["png"]) for r in ([records[0]], records)
     )
     # 30 lines of 9 points at 144 dots per inch.
     assert many[1] > few[1] and many[1] > 30 * 9 * 2
-    svg = plots.plot_by_length(make_curves(records[:2]))["svg"].decode()
+    svg = figures.plot_by_length(make_curves(records[:2]))["svg"].decode()
     assert "run $x0$_^ -->" in svg and "run $x1$_^ -->" in svg
 
 
 def test_a_users_matplotlibrc_changes_no_picture():
     curves = make_curves(curve_of("alibi", ALIBI))
-    drawn = plots.plot_by_length(curves)
+    drawn = figures.plot_by_length(curves)
     users = {"font.size": 20, "font.family": "serif", "axes.grid": True, "savefig.dpi": 50}
     with matplotlib.rc_context(users):
-        assert plots.plot_by_length(curves) == drawn
+        assert figures.plot_by_length(curves) == drawn
         assert matplotlib.rcParams["font.size"] == 20
 
 
@@ -406,9 +410,9 @@ def mixed_records():
 @pytest.mark.parametrize("same_hash", [True, False])
 def test_tokenizers_are_compared_by_bits_per_byte_alone(tmp_path, monkeypatch, same_hash):
     drawn = []
-    draw = plots.draw
+    draw = figures.draw
     monkeypatch.setattr(
-        plots, "draw", lambda lines, frame: drawn.append((lines, frame)) or draw(lines, frame)
+        figures, "draw", lambda lines, frame: drawn.append((lines, frame)) or draw(lines, frame)
     )
     records = mixed_records()
     if same_hash:
@@ -619,7 +623,7 @@ def test_tables_say_the_steps_where_they_differ(tmp_path):
 # ---- losses by position --------------------------------------------------------------------------
 def test_position_curves_of_two_runs_of_one_method_both_stand(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
+    monkeypatch.setattr(figures, "draw", lambda lines, frame: drawn.append((lines, frame)) or {})
     records = [make_record(run=run) for run in ("runs/a", "runs/b")]
     positions = {
         (r["checkpoint"], 128): position_losses(128, offset=i) for i, r in enumerate(records)

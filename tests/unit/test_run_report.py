@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.evaluate import checkpoints
-from pretrain.evaluate.checkpoints import report_run
-from pretrain.evaluate.combine import combine
-from pretrain.evaluate.tables import records_to_json
+from pretrain.evaluate import report
+from pretrain.evaluate.curves import records_to_json
+from pretrain.evaluate.report import combine, report_run
 from tests.end_to_end.commands import TIMEOUT_SECONDS
 from tests.unit.report_records import make_record, read_png
 
@@ -227,7 +226,7 @@ def test_nothing_evaluated_is_refused(tmp_path):
 
 def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
     evaluate(tmp_path, 100, {("nonoverlapping", 128): 30.0})
-    write, landed = checkpoints._write, []
+    write, landed = report._write, []
 
     def write_late(*arguments):
         # Another job ends between our reading and our writing.
@@ -235,7 +234,7 @@ def test_a_checkpoint_that_lands_meanwhile_is_not_lost(tmp_path, monkeypatch):
             landed.append(evaluate(tmp_path, 200, {("nonoverlapping", 128): 20.0}))
         write(*arguments)
 
-    monkeypatch.setattr(checkpoints, "_write", write_late)
+    monkeypatch.setattr(report, "_write", write_late)
     assert report_run(tmp_path).count("nonoverlapping") == 2
     assert [r["step"] for r in curve(tmp_path)["records"]] == [100, 200]
 
@@ -246,7 +245,7 @@ def test_two_at_once_disturb_each_other_in_nothing(tmp_path):
 import sys
 from pathlib import Path
 from tests.unit.test_run_report import evaluate
-from pretrain.evaluate.checkpoints import report_run
+from pretrain.evaluate.report import report_run
 for step in range(int(sys.argv[2]), 7, 2):
     evaluate(Path(sys.argv[1]), step, {("nonoverlapping", 128): 100.0 + step})
     report_run(Path(sys.argv[1]))

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.evaluate.checkpoints import report_run
-from pretrain.rundir import attempts, jobs, provenance, states
+from pretrain.evaluate.report import report_run
+from pretrain.rundir import attempts, jobs, paths, provenance
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     MANIFEST,
@@ -396,7 +396,7 @@ def test_the_page_and_the_code_have_the_same_keys():
 
 @pytest.mark.parametrize(
     ("word", "kind"),
-    [("phase", states.Phase), ("outcome", states.Outcome), ("kind", states.JobKind)],
+    [("phase", paths.Phase), ("outcome", paths.Outcome), ("kind", paths.JobKind)],
 )
 def test_the_page_and_the_code_have_the_same_words(word: str, kind: type[Enum]):
     sentence = next(p for p in PAGE.split("\n\n") if p.startswith(f"`{word}` is one of"))
@@ -405,7 +405,7 @@ def test_the_page_and_the_code_have_the_same_words(word: str, kind: type[Enum]):
 
 def test_the_page_and_the_code_have_the_same_exit_codes():
     rows = re.findall(r"\| (\d+) \| `(\w+)` \|", PAGE)
-    assert rows == [(str(code.value), code.name) for code in states.ExitCode]
+    assert rows == [(str(code.value), code.name) for code in paths.ExitCode]
 
 
 def undocumented(run: Path) -> list[str]:

@@ -18,19 +18,18 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.checkpoint.boxes import global_boxes
-from pretrain.checkpoint.content import (
+from pretrain.checkpoint.blocks import global_boxes
+from pretrain.checkpoint.index import Part, Piece, write_part
+from pretrain.checkpoint.load import Target, read_into
+from pretrain.checkpoint.manifest import (
     MASTER,
     Origin,
     TrainerState,
     lineage_content,
+    open_checkpoint,
     state_content,
 )
-from pretrain.checkpoint.index import Part, Piece
-from pretrain.checkpoint.load import Target, read_into
-from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.part import write_part
-from pretrain.checkpoint.publish import Publication, publish
+from pretrain.checkpoint.writer import Publication, publish
 from pretrain.config import dump_config
 from pretrain.rundir.checkpoints import (
     begin_partial,

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from pretrain.optim.spikes import SpikeDetector
+from pretrain.optim.health import SpikeDetector
 
 
 def judged_in_python(pairs, threshold, window, fewest):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pretrain.evaluate.spread import (
+from pretrain.evaluate.records import (
     BLOCKS,
     GROUPS,
     block_ends,

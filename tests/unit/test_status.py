@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.launcher import rank_logs
-from pretrain.launcher.login import control, logs, tables
-from pretrain.launcher.login.progress import TAIL_BYTES, read_rates
-from pretrain.launcher.login.status import find_runs, read_statuses
-from pretrain.launcher.node.waiting import waiting
+from pretrain.launcher import terminal
+from pretrain.launcher.login import control, look
+from pretrain.launcher.login.status import TAIL_BYTES, find_runs, read_rates, read_statuses
+from pretrain.launcher.node.supervise import waiting
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
@@ -129,7 +128,7 @@ def test_a_run_under_way_says_when_it_will_end():
         100,
     )
     assert status.nodes == Owner.read(attempt.directory).host and abs(status.ends_at - at - 225) < 1
-    text = tables.detail(status, at)
+    text = look.detail(status, at)
     assert (
         "100 of 400 (25.0 %), 21.3k tokens/s, loss 3.000, now saving" in text
         and "step-00000100" in text
@@ -170,7 +169,7 @@ def test_a_launcher_that_waits_between_two_attempts_says_for_what_and_since_when
         status = status_of(run)
         assert status.state == "waiting" and not status.is_over
         assert status.reason == f"waits since {since} for slurmctld, which is away"
-        assert f"waiting\n  reason      {status.reason}" in tables.detail(status, time.time())
+        assert f"waiting\n  reason      {status.reason}" in look.detail(status, time.time())
         # One that a killed launcher has left is not believed.
         os.utime(path, (at - 1000, at - 1000))
         assert status_of(run).state == "failed"
@@ -178,7 +177,7 @@ def test_a_launcher_that_waits_between_two_attempts_says_for_what_and_since_when
 
 
 def test_who_waits_renews_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.launcher.node.waiting.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("pretrain.launcher.node.supervise.HEARTBEAT_SECONDS", 0.01)
     with waiting(tmp_path, "a word"):
         path = tmp_path / "waiting.json"
         os.utime(path, (0, 0))
@@ -195,13 +194,13 @@ def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell():
     append_job(run, JobRecord("12", "train", "a", time.time(), "site", 2, 4, str(run)))
     statuses, away = read_statuses([run])
     assert statuses[0].state == "unknown" and not statuses[0].is_over and "no such command" in away
-    assert "no such command" in tables._page([run]).splitlines()[0]
+    assert "no such command" in look._page([run]).splitlines()[0]
     with pytest.raises(RunFailed, match=r"are unknown: squeue: no such command"):
         control.cancel(run, save=True)
     attempt = Attempt.begin(run)
     assert status_of(run).state == "running"
     attempt.end("finished", 0, "at step 9", 9)
-    assert status_of(run).state == "finished" and "squeue" not in tables._page([run])
+    assert status_of(run).state == "finished" and "squeue" not in look._page([run])
 
 
 def test_a_table_of_many_runs_fits_the_terminal():
@@ -218,12 +217,12 @@ def test_a_table_of_many_runs_fits_the_terminal():
     statuses = read_statuses(find_runs([]))[0]
     assert [str(status.run) for status in statuses] == sorted(f"runs/{name}" for name in names)
     for width in (300, 120, 100, 80):
-        lines = tables.table(statuses, time.time(), width).splitlines()
+        lines = look.table(statuses, time.time(), width).splitlines()
         assert len(lines) == 9 and all(len(line) <= width for line in lines), (width, lines)
         assert {"RUN", "STATE", "STEP", "LOSS", "GOODPUT"} <= set(lines[0].split())
         assert all("99/1000000" in line for line in lines[1:])
-    lines = tables.table(statuses, time.time(), 120).splitlines()
-    assert lines[0].split() == [column.upper() for column in tables.COLUMNS]
+    lines = look.table(statuses, time.time(), 120).splitlines()
+    assert lines[0].split() == [column.upper() for column in look.COLUMNS]
     assert all(
         line.startswith(("runs/", "…")) and "21.3k" in line and "3.000" in line
         for line in lines[1:]
@@ -237,8 +236,8 @@ def test_what_is_no_run():
     for path, message in (("none", "no such run"), ("other", "not a run")):
         for command in (
             lambda p: find_runs([p]),
-            logs.show,
-            logs.follow,
+            look.show_log,
+            look.follow,
             control.requeue,
             lambda p: control.cancel(p, False),
         ):
@@ -294,20 +293,20 @@ def test_the_log_of_one_rank_has_its_lines_without_the_label(capfdbinary):
         (10, b"ten: 1: x\n\n  indented\n"),
         (11, b""),
     ):
-        logs.show(run, rank)
+        look.show_log(run, rank)
         assert capfdbinary.readouterr().out == text
     with pytest.raises(ConfigError, match="ranks 0 to 11"):
-        logs.show(run, 12)
+        look.show_log(run, 12)
 
 
 def test_the_last_words_of_a_killed_rank_need_no_end_of_line(capfdbinary):
     run, attempt = make_run("a", job="7")
     (run / "logs/attempt-0001.log").write_bytes(b"0: first\n1: last words")
     for rank, text in ((None, b"0: first\n1: last words\n"), (0, b"first\n"), (1, b"last words\n")):
-        logs.show(run, rank)
+        look.show_log(run, rank)
         assert capfdbinary.readouterr().out == text
     attempt.end("gave_up", 1, "killed", 100)
-    assert logs.follow(run) == f"{run}: gave up: killed"
+    assert look.follow(run) == f"{run}: gave up: killed"
     assert capfdbinary.readouterr().out == b"0: first\n1: last words\n"
 
 
@@ -316,17 +315,17 @@ def test_a_local_run_has_a_log_for_each_rank(capfdbinary):
     (run / "logs/rank-0.log").write_text("0: not a label\n")
     (run / "logs/rank-1.log").write_text("without a head\n")
     for rank, text in ((None, b"0: not a label\n"), (0, b"0: not a label\n"), (1, b"without a h")):
-        logs.show(run, rank)
+        look.show_log(run, rank)
         assert capfdbinary.readouterr().out.startswith(text)
     with pytest.raises(ConfigError, match="has no line with which it begins"):
-        logs.show(run, 1, number=1)
+        look.show_log(run, 1, number=1)
     attempt.end("stopped", 80, "", 100)
     Attempt.begin(run, Owner.here(num_processes=2))
     with open(run / "logs/rank-1.log", "ab") as file:
         for number in (1, 2):
-            file.write(rank_logs.head(number) + b"attempt %d\n" % number * 3)
+            file.write(terminal.head(number) + b"attempt %d\n" % number * 3)
     for number, text in ((None, b"attempt 2\n" * 3), (1, b"attempt 1\n" * 3)):
-        logs.show(run, 1, number)
+        look.show_log(run, 1, number)
         assert capfdbinary.readouterr().out == text
 
 
@@ -336,7 +335,7 @@ def test_follow_begins_with_the_last_lines_of_a_long_log_and_waits_for_whole_lin
         file.writelines(f"{n % 2}: line {n} {'x' * 100}\n" for n in range(20_000))
         file.write("1: cut")
         file.flush()
-        log = logs.LogReader(path, 1, 20)
+        log = look.LogReader(path, 1, 20)
         assert [int(line.split()[1]) for line in log.read()] == list(
             range(19_961, 20_000, 2)
         ) and log.read() == []
@@ -399,12 +398,12 @@ def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
 
 def test_durations_and_moments():
     said = [
-        tables.duration(ms)
+        look.duration(ms)
         for ms in (0, 400, 9_949, 42_000, 59_600, 725_000, 3_599_600, 14_399_000, 1_051_200_000)
     ]
     assert said == ["0.0s", "0.4s", "9.9s", "42s", "1m00s", "12m05s", "1h00m", "3h59m", "12d04h"]
     now = time.mktime((2027, 3, 31, 12, 0, 0, 0, 0, -1))
-    assert [tables.moment(now + s, now) for s in (61, 86400, 86400 * 800)] == [
+    assert [look.moment(now + s, now) for s in (61, 86400, 86400 * 800)] == [
         "12:01:01",
         "Apr 01 12:00",
         "Jun 2029",

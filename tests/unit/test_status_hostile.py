@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.launcher.login import control, logs, tables
+from pretrain.launcher.login import control, look
 from pretrain.launcher.login.status import read_statuses
 from pretrain.launcher.terminal import plain, plain_lines, plain_output
 from pretrain.rundir.files import make_directory, read_json_lines, read_text
@@ -215,11 +215,11 @@ def damage(dice: random.Random, run: Path) -> str:
 
 # ---- the commands --------------------------------------------------------------------------------
 COMMANDS: dict[str, Callable[[Path], object]] = {
-    "status RUN": lambda run: tables.show([run], False),
-    "status": lambda run: print(tables.table(read_statuses([run])[0], time.time(), 100)),
-    "summary": lambda run: print(tables.summary(run)),
-    "logs": lambda run: logs.show(run),
-    "logs --rank --attempt": lambda run: logs.show(run, 1, 1),
+    "status RUN": lambda run: look.show_status([run], False),
+    "status": lambda run: print(look.table(read_statuses([run])[0], time.time(), 100)),
+    "summary": lambda run: print(look.summary(run)),
+    "logs": lambda run: look.show_log(run),
+    "logs --rank --attempt": lambda run: look.show_log(run, 1, 1),
     "cancel": lambda run: control.cancel(run, save=False),
     "requeue": control.requeue,
 }
@@ -305,7 +305,7 @@ def test_every_text_of_a_run_is_printed_without_what_steers_a_terminal(tmp_path:
     said = output_of(COMMANDS["status RUN"], run)
     assert "because \\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\u202e\\u2066\\x08\\r\\n\\x00" in said
     assert "\x1b[31mred\x1b[0m \\x1b]0;owned\\x07\\xff\ta\r50%\n" in output_of(
-        lambda run: logs.show(run, 1), run
+        lambda run: look.show_log(run, 1), run
     )
 
 
@@ -313,7 +313,7 @@ def test_a_log_goes_to_a_pipe_as_it_is(tmp_path: Path, capfdbinary: Any) -> None
     make_run(tmp_path / "run")
     content = b"0: \x1b]0;title\x07\xff\0\n"
     RunPaths(tmp_path / "run").attempt_log(1).write_bytes(content)
-    logs.show(tmp_path / "run", None, 1)
+    look.show_log(tmp_path / "run", None, 1)
     sys.stdout.flush()
     assert capfdbinary.readouterr().out == content
 
@@ -336,7 +336,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     statuses, _ = read_statuses([tmp_path / "a", tmp_path / "b"])
     assert [status.step for status in statuses] == [None, 4]
     assert statuses[0].state == "unreadable" and statuses[0].reason
-    assert "unreadable" in tables.table(statuses, time.time(), 400)
+    assert "unreadable" in look.table(statuses, time.time(), 400)
 
 
 def test_a_pipe_in_the_place_of_any_file_makes_no_command_wait(tmp_path: Path) -> None:

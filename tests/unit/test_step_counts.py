@@ -14,12 +14,17 @@ from typer.testing import CliRunner
 from benchmarks.step_model.inputs import COUNTED
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
 from pretrain.model.flops import num_matmul_parameters
-from pretrain.plan.costs import Collective, Kernels, Phase, StepCounts
-from pretrain.plan.counter import Counter
-from pretrain.plan.inputs import ELEMENTWISE
-from pretrain.plan.operators import OpClass, num_launches
-from pretrain.plan.report import PASSES
-from pretrain.plan.step import count_run
+from pretrain.plan.hardware import ELEMENTWISE
+from pretrain.plan.operators import (
+    Collective,
+    Counter,
+    Kernels,
+    OpClass,
+    Phase,
+    StepCounts,
+    num_launches,
+)
+from pretrain.plan.simulation import PASSES, count_run
 from pretrain.platform import replaced
 
 KB = 1024  # an fp32 matrix of 16 x 16
@@ -290,7 +295,7 @@ def test_the_model_of_a_step_takes_what_is_counted():
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
-    from pretrain.cli import app
+    from pretrain.cli.commands import app
 
     small = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2"]
     small += ["model.ffn_hidden_size=64", "data.sequence_length=16", "batch.micro_batch_size=1"]
@@ -314,7 +319,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 
 
 def test_the_command_says_what_it_needs():
-    from pretrain.cli import app
+    from pretrain.cli.commands import app
 
     with pytest.raises(ConfigError, match="Add --count"):
         CliRunner().invoke(app, ["bench", "step", "configs/demo.toml"], catch_exceptions=False)

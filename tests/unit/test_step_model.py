@@ -10,9 +10,8 @@ from benchmarks.step_model.__main__ import updated
 from benchmarks.step_model.tables import CONFIG, tables
 from pretrain.config import load_config, num_parameters
 from pretrain.model.flops import flops_per_token
-from pretrain.plan.hardware import EDR, FAST, H200, V100, Network
-from pretrain.plan.inputs import INPUTS
-from pretrain.plan.step_time import REDUCTIONS, Step
+from pretrain.plan.hardware import EDR, FAST, H200, INPUTS, V100, Network
+from pretrain.plan.timing import REDUCTIONS, Step
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 PERFECT = replace(

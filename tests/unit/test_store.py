@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import open_checkpoint
-from pretrain.checkpoint.store import Store, StoreError
-from pretrain.checkpoint.uploader import Rounds, Uploader
-from pretrain.cli import app
+from pretrain.checkpoint.store import Rounds, Store, StoreError, Uploader
+from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.lock import Attempt, RunBusy

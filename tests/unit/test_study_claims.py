@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from pretrain.evaluate.blocks import with_blocks
 from pretrain.evaluate.curves import make_curves
-from pretrain.study import beside, claims, published
-from pretrain.study.evidence import Evidence, Gap, Row, Verdict, combined
+from pretrain.evaluate.records import with_blocks
+from pretrain.study import claims, published
+from pretrain.study.claims import Evidence, Gap, Row, Verdict, combined
 from pretrain.study.unigram import Unigram
 from tests.unit.study_files import (
     MEMORY,
@@ -312,7 +312,7 @@ def test_no_claim_is_judged_on_masked_tokens():
     ]
     found = verdicts(records)
     assert {found[name] for name in OF_CURVES} == {Verdict.MISSING}
-    rows_beside = beside.perplexities(make_curves(records), "wikitext103")
+    rows_beside = published.perplexities_beside(make_curves(records), "wikitext103")
     assert {(row.same, row.at_multiple) for row in rows_beside} == {(None, None)}
 
 

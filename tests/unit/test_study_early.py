@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrain.evaluate.blocks import BlockLosses, block_key, with_blocks
-from pretrain.evaluate.curves import make_curves
-from pretrain.evaluate.positions import Binned
-from pretrain.evaluate.records import PositionLosses
-from pretrain.study.early import CONTEXT, EARLY, TOTAL, gains
+from pretrain.evaluate.curves import Binned, make_curves
+from pretrain.evaluate.records import BlockLosses, PositionLosses, block_key, with_blocks
+from pretrain.study.reading import CONTEXT, EARLY, TOTAL, gains
 from tests.unit.report_records import make_record
 
 L, LENGTHS, TOKENS, BLOCKS = 64, (64, 128, 1024), 65_536, 64

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.bench.methods import check_contestants
 from pretrain.config import ConfigError, dump_config, load_config
 from pretrain.processes import Processes, Stopped
-from pretrain.rundir.states import ExitCode
-from pretrain.study import evaluation
+from pretrain.rundir.paths import ExitCode
+from pretrain.study import command
 from pretrain.study.command import Request, duration, run_study
-from pretrain.study.efficiency import check_contestants
-from pretrain.study.progress import states_of, table, write_study
 from pretrain.study.reading import read_study
 from pretrain.study.runs import (
     Study,
@@ -28,6 +27,9 @@ from pretrain.study.runs import (
     not_asked,
     other_differences,
     resolve,
+    states_of,
+    table,
+    write_study,
 )
 from pretrain.study.schema import StudyFile, load_study_file
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
@@ -346,10 +348,10 @@ def test_ranks_of_one_command_know_each_other(tmp_path: Path) -> None:
     code = "import os; print(*(os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')))"
     lines = [
         subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        for command in evaluation.ranks([sys.executable, "-c", code], 2, str(tmp_path))
+        for command in command.ranks([sys.executable, "-c", code], 2, str(tmp_path))
     ]
     assert lines == ["0 2 0\n", "1 2 1\n"]
-    assert evaluation.ranks(["true"], 1, str(tmp_path)) == [["true"]]
+    assert command.ranks(["true"], 1, str(tmp_path)) == [["true"]]
 
 
 def test_a_second_signal_interrupts_nothing_that_ends_by_the_first() -> None:
@@ -394,7 +396,7 @@ def test_a_signal_is_passed_on_once_and_ends_the_study_after_that(tmp_path: Path
     script = f"trap 'echo one >> {heard}' INT; touch {tmp_path}/ready; while [ ! -e {heard} ]; do "
     script += "sleep 0.05; done; exit 80"
     code = f"""
-from pretrain.study.efficiency import check_contestants
+from pretrain.bench.methods import check_contestants
 from pretrain.processes import Processes, Stopped
 processes = Processes()
 with processes.listening():

@@ -17,15 +17,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.schema import LoggingSection
-from pretrain.evaluate import drawing
-from pretrain.evaluate.positions import Binned, read_positions
+from pretrain.evaluate import figures as drawing
+from pretrain.evaluate.curves import Binned, read_positions
 from pretrain.rundir.attempts import Owner
-from pretrain.study import beside, claims, sections
+from pretrain.study import claims, published, report
 from pretrain.study.figures import _longest_multiple, figures
-from pretrain.study.pages import as_code, plain, to_page
 from pretrain.study.reading import read_study
-from pretrain.study.report import write_study_report
-from pretrain.study.weights_and_biases import offer
+from pretrain.study.report import as_code, plain, to_page, write_study_report
+from pretrain.study.summaries import offer
 from tests.unit.report_records import read_png
 from tests.unit.study_files import (
     LENGTHS,
@@ -193,7 +192,7 @@ def test_growth_is_shown_at_one_multiple_of_all_training_lengths(lengths, multip
 # ---- files ---------------------------------------------------------------------------------------
 def test_the_data_of_a_figure_are_the_numbers_that_are_drawn(study):
     found = read_study(study)
-    for name, figure in figures(found, beside.costs(found.evidence)).items():
+    for name, figure in figures(found, published.costs(found.evidence)).items():
         rows = iter(read_csv(study / "report" / "data" / f"{name}.csv"))
         for line in figure.lines:
             for x, value in zip(line.xs, line.values):
@@ -210,7 +209,7 @@ def test_the_data_of_a_figure_are_the_numbers_that_are_drawn(study):
 def test_lines_of_a_panel_can_be_told_apart_without_colour(study):
     """By marker and dashes together with the width of the line."""
     found = read_study(study)
-    for figure in figures(found, beside.costs(found.evidence)).values():
+    for figure in figures(found, published.costs(found.evidence)).values():
         marks, weights = drawing._marks(figure.lines), drawing._weights(figure.lines)
         looks = [
             (
@@ -241,7 +240,7 @@ def test_a_figure_says_in_words_what_it_shows(study, text):
     """For those who do not see it: its axes, its panels, and a name for each line."""
     found = read_study(study)
     page = (study / "report" / "report.html").read_text()
-    for name, figure in figures(found, beside.costs(found.evidence)).items():
+    for name, figure in figures(found, published.costs(found.evidence)).items():
         words = figure.in_words()
         assert f"![{words}](figures/{name}.png)" in text.replace("\\", "")
         assert f'alt="{html.escape(words)}"' in page
@@ -469,7 +468,7 @@ def test_a_run_that_was_evaluated_before_it_was_finished_is_said_to_be_so(tmp_pa
     content["runs"][0] |= {"state": "waiting", "reason": "step 200 of 400"}
     (directory / "study.json").write_text(json.dumps(content))
     found = read_study(directory)
-    said = "\n".join(sections._runs(found))
+    said = "\n".join(report._runs(found))
     assert "**Not finished, and evaluated as far as they had come: alibi-64.**" in said
     assert "Not in the results" not in said
 
@@ -522,14 +521,14 @@ def test_what_else_the_runs_differ_in_stands_before_the_verdicts(tmp_path):
     content = json.loads((directory / "study.json").read_text())
     content["differences"] = ["model.hidden_size: 32 in alibi-64; 64 in sinusoidal-64"]
     (directory / "study.json").write_text(json.dumps(content))
-    said = "\n".join(sections._runs(read_study(directory)))
+    said = "\n".join(report._runs(read_study(directory)))
     assert "model.hidden\\_size: 32 in alibi-64; 64 in sinusoidal-64.**" in said
 
 
 def test_a_claim_that_passes_says_what_it_passes_without(tmp_path):
     directory = make_study(tmp_path / "study", methods=("alibi", "sinusoidal"), trained=(64,))
     found = read_study(directory)
-    said = "\n".join(sections._claims(claims.judge(found.evidence), "wikitext103"))
+    said = "\n".join(report._claims(claims.judge(found.evidence), "wikitext103"))
     order = said.partition("### order_of_extrapolation")[2].partition("###")[0]
     assert "**Passes**" in order
     assert "- Not judged: the order holds no t5, rotary, L = 64, nonoverlapping" in order
@@ -548,7 +547,7 @@ def test_several_seeds_are_one_curve_with_their_range(tmp_path):
 def test_without_published_numbers_ratios_alone_stand_beside(tmp_path):
     directory = make_study(tmp_path / "study", published=None, methods=("alibi", "sinusoidal"))
     found = read_study(directory)
-    rows = beside.perplexities(found.curves, found.published)
+    rows = published.perplexities_beside(found.curves, found.published)
     assert {row.same for row in rows} == {None}
     shown = {
         (row.curve.method, row.curve.train_length, row.length): row.at_multiple
@@ -562,7 +561,7 @@ def test_without_published_numbers_ratios_alone_stand_beside(tmp_path):
     )
     # Sinusoidal positions were published beyond L with sliding windows alone.
     assert not any(method == "sinusoidal" for method, *_ in shown)
-    table = beside.perplexity_table(rows, None)
+    table = published.perplexity_table(rows, None)
     assert "published" not in table.header and "published to L" in table.header
 
 

@@ -17,17 +17,15 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.node import supervise, suspension
+from pretrain.launcher.node import supervise
 from pretrain.launcher.node.local import run_locally
-from pretrain.launcher.node.series import without_progress
 from pretrain.launcher.node.signals import Signals
 from pretrain.launcher.node.srun import _first_failure
-from pretrain.launcher.node.supervise import Supervisor
-from pretrain.launcher.node.watchdog import Watchdog
+from pretrain.launcher.node.supervise import Supervisor, Watchdog, without_progress
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
-from pretrain.rundir.states import ExitCode
+from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 from tests.unit.test_launcher_local import alive
 
@@ -567,7 +565,7 @@ def test_the_time_before_the_ranks_start_is_no_suspension(tmp_path, monkeypatch,
         looks.set()
         return now[0]
 
-    monkeypatch.setattr(suspension, "_seconds", seconds)
+    monkeypatch.setattr(supervise, "_seconds", seconds)
 
     class Refused:
         failure, nodes = "", ()
@@ -750,9 +748,9 @@ def test_what_this_process_ignores_stays_ignored():
 def test_a_slow_start_of_the_ranks_is_no_suspension(tmp_path, monkeypatch):
     """As with a preflight of half a minute, or while slurmctld is slow."""
     now = [0.0]
-    monkeypatch.setattr(suspension, "_seconds", lambda: now[0])
+    monkeypatch.setattr(supervise, "_seconds", lambda: now[0])
     attempt = Attempt.begin(tmp_path)
-    clock = suspension.SuspensionClock(attempt)
+    clock = supervise.SuspensionClock(attempt)
     for now[0] in (40.0, 41.0):
         clock()
     assert read_attempts(tmp_path)[0].suspensions == ()

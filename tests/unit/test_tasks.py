@@ -14,15 +14,21 @@ from PIL import Image
 
 from pretrain.config import ConfigError
 from pretrain.data.stream import TokenStream
-from pretrain.evaluate.tasks.report import check_out, format_tables, write_report
-from pretrain.evaluate.tasks.request import TasksRequest
-from pretrain.evaluate.tasks.results import FIELDS, interval, measure
+from pretrain.evaluate.tasks.report import (
+    FIELDS,
+    check_out,
+    format_tables,
+    interval,
+    measure,
+    write_report,
+)
 from pretrain.evaluate.tasks.rows import (
     DEPTHS,
     PLANTED,
     QUERY,
     Arm,
     Cell,
+    TasksRequest,
     Text,
     long_documents,
     make_cell,

@@ -10,7 +10,7 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.evaluate.windows import Protocol
 from pretrain.rundir.metrics import MetricsFile
-from pretrain.train.time_share import Spent, refusal
+from pretrain.train.hooks import Spent, refusal
 from tests.conftest import tiny_config
 
 PROTOCOLS = (Protocol("nonoverlapping", 32, 32), Protocol("sliding", 64, 16))

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer, train_tokenizer
-from pretrain.export.tokenizer import check_same_ids, fast_tokenizer
+from pretrain.huggingface.folder import check_same_ids, fast_tokenizer
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog, isn't it?",

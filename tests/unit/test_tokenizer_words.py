@@ -14,7 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretrain.data.tokenizer import load_tokenizer, train_tokenizer
-from pretrain.data.tokenizers import hugging_face, words
+from pretrain.data.tokenizers import base, hugging_face
 
 ALPHABETS = [
     "abcdefghijklmnopqrstuvwxyz  ",
@@ -98,8 +98,8 @@ def test_sentencepiece(name, texts, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(path)
     assert (tokenizer._words is not None) is is_local
     stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    monkeypatch.setattr(words, "PART_CHARACTERS", 100)
-    monkeypatch.setattr(words, "MAX_WORDS", 50)
+    monkeypatch.setattr(base, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(base, "MAX_WORDS", 50)
     for text in texts:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text), repr(text)
@@ -173,8 +173,8 @@ def test_byte_level(name, texts, tmp_path, monkeypatch):
     stock.encode_special_tokens = True
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     assert (tokenizer._cut is not None) is is_local
-    monkeypatch.setattr(words, "PART_CHARACTERS", 100)
-    monkeypatch.setattr(words, "MAX_WORDS", 50)
+    monkeypatch.setattr(base, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(base, "MAX_WORDS", 50)
     batch = tokenizer.encode_batch(texts)
     for text, ids in zip(texts, batch, strict=True):
         assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text).ids, repr(text)
@@ -185,7 +185,7 @@ def test_byte_level(name, texts, tmp_path, monkeypatch):
 
 
 def test_words_are_cut_without_gaps(texts):
-    for cut in (words.PIECES, words.PIECES_PLAIN, words.GPT2, words.LLAMA3):
+    for cut in (base.PIECES, base.PIECES_PLAIN, base.GPT2, base.LLAMA3):
         for text in texts:
             assert "".join(cut.words.findall(text)) == text, repr(text)
 

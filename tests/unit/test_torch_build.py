@@ -11,9 +11,8 @@ import torch
 from pretrain import platform
 from pretrain.config import ConfigError
 from pretrain.config.architectures import is_supported
-from pretrain.launcher.cluster import Site, parse_site
-from pretrain.launcher.login.build import check_build
-from pretrain.platform import hardware
+from pretrain.launcher.login.submit import check_build
+from pretrain.launcher.site import Site, parse_site
 
 SITE = {"name": "there", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 40, "gpu": "V100"}
 
@@ -98,7 +97,7 @@ def test_a_machine_with_gpus_that_torch_cannot_use_does_not_train_on_its_cpu(tmp
         pytest.skip("torch can use this machine's GPUs")
     platform.check_build()
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+    monkeypatch.setattr(platform, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ConfigError, match="cannot use this machine's NVIDIA GPUs"):
         platform.check_build()

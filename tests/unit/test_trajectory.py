@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.changes import trained_tokens
-from pretrain.checkpoint.content import Change, TrainerState
+from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.config.keys import section_keys
+from pretrain.config.load import section_keys
 from pretrain.config.trajectory import (
     EFFECTS,
     Effect,

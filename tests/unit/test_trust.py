@@ -23,7 +23,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build.folder import BuildFolder, locked
-from pretrain.launcher import evaluations, slurm_command
+from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.login import control
 from pretrain.launcher.node.local import LocalRanks
 from pretrain.rundir import trust
@@ -347,12 +347,12 @@ def test_a_module_in_the_working_directory_is_not_imported_by_a_job(tmp_path: Pa
     for path in ("", f":{os.environ.get('PYTHONPATH', '')}:"):
         # As sbatch gets it, with the empty entries that PYTHONPATH=$PYTHONPATH:... leaves.
         environment = {
-            **slurm_command.slurm_environment(),
+            **slurm.slurm_environment(),
             **({"PYTHONPATH": path} if path else {}),
         }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", environment)
-            environment = slurm_command.slurm_environment()
+            environment = slurm.slurm_environment()
         done = subprocess.run(
             ["bash", "-s"], input=script, text=True, env=environment, capture_output=True
         )

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config, parse_config
-from pretrain.data.sources.locations import find
+from pretrain.data.sources.base import find
 from pretrain.data.sources.plain import parse_json
 from pretrain.data.tokenizers.base import read_tokenizer
-from pretrain.launcher.cluster import load_site
+from pretrain.launcher.site import load_site
+from pretrain.rundir.jobs import check_goes_on
 from pretrain.rundir.paths import check_apart
-from pretrain.rundir.starts import check_goes_on
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ Only scan and tokenize work in parallel. What a task writes depends on the plan 
 alone, so the data set is the same for any number of processes, whatever was interrupted.
 """
 
-from pretrain.data.build.command import build, build_on_cluster
-from pretrain.data.build.estimate import estimate
+from pretrain.data.build.command import build, build_on_cluster, estimate
 
 __all__ = ["build", "build_on_cluster", "estimate"]

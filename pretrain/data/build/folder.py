@@ -21,20 +21,32 @@ import fcntl
 import json
 import os
 import shutil
+import sys
+import threading
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import xxhash
 
 from pretrain.config import ConfigError
+from pretrain.data.manifest import Split
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import (
     PARTIAL,
+    Json,
     flush_directory,
+    flush_file,
     from_json,
     make_directory,
     read_json,
+    replace_json,
 )
-from pretrain.rundir.holds import UNSUPPORTED
+from pretrain.rundir.lineage import UNSUPPORTED
 from pretrain.rundir.trust import check_own_directory
 
 LOCK, FINISH, PLAN, TASKS = "lock", "finish.json", "plan.json", "tasks.jsonl"
@@ -198,3 +210,250 @@ def own_files(folder: BuildFolder) -> list[Path]:
 def is_leftover(folder: BuildFolder) -> bool:
     """Return True if the folder holds nothing that a build could go on with."""
     return folder.finish.exists() or not folder.plan.exists()
+
+
+# ---- Publish a task's output as one folder, and prove later that it is still what was written ----
+# A task writes into a folder of its own, hidden and unique, so that two processes that happen to do
+# the same task do not meet. It writes record.json last, with the size and the XXH3-128 of every
+# file, flushes everything to the disk and gives the folder its name in one rename. Whether a task
+# is done is answered by the record and by the files themselves.
+
+
+RECORD = "record.json"
+_SEAL = "xxh3_128"
+_HIDDEN = ".partial"
+_CHUNK = 1 << 22
+
+
+class Output:
+    """The folder that a task writes to, before it is published."""
+
+    def __init__(self, final: Path) -> None:
+        """Make a hidden folder beside `final`."""
+        self.final = final
+        self.path = final.with_name(f".{final.name}.{uuid.uuid4().hex}{_HIDDEN}")
+        final.parent.mkdir(exist_ok=True)
+        self.path.mkdir()
+
+    def publish(self, record: Json) -> None:
+        """Write the record and give the folder its final name.
+
+        Whoever published the same task before has written the same bytes: then this one is removed.
+        """
+        files = sorted(p for p in self.path.rglob("*") if p.is_file())
+        described = {
+            str(path.relative_to(self.path)): [path.stat().st_size, digest(path)] for path in files
+        }
+        for path in files:
+            flush_file(path)
+        for directory in {path.parent for path in files} - {self.path}:
+            flush_directory(directory)
+        content = record | {"files": described}
+        replace_json(self.path / RECORD, content | {_SEAL: _seal(content)}, durable=True)
+        flush_directory(self.path)
+        try:
+            self.path.rename(self.final)
+        except OSError:
+            if not is_done(self.final):
+                raise
+            self.discard()
+        flush_directory(self.final.parent)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def output(final: Path) -> Iterator[Output]:
+    """Yield the folder of a task's output, which is removed unless the block publishes it."""
+    made = Output(final)
+    try:
+        yield made
+    finally:
+        made.discard()
+
+
+def is_done(final: Path) -> bool:
+    """Return True if a task's output is there and every file is as it was written."""
+    record = read_json(final / RECORD, most=None)
+    if record.pop(_SEAL, None) != _seal(record):
+        return False
+    files = record["files"]
+    try:
+        return all(
+            (final / name).stat().st_size == size and digest(final / name) == expected
+            for name, (size, expected) in files.items()
+        )
+    except OSError:
+        return False
+
+
+def _seal(record: Json) -> str:
+    """Return a digest of a record, so that a damaged number is not believed."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(record).encode())
+
+
+def clear(final: Path) -> None:
+    """Remove a task's output that cannot be used, and what killed processes left of it."""
+    for path in [final, *final.parent.glob(f".{final.name}.*{_HIDDEN}")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def digest(path: Path, start: int = 0, end: int | None = None) -> str:
+    """Return the hex XXH3-128 of the bytes of a file from `start` to `end`."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        file.seek(start)
+        left = (file.seek(0, os.SEEK_END) if end is None else end) - start
+        file.seek(start)
+        while left > 0 and (chunk := file.read(min(_CHUNK, left))):
+            found.update(chunk)
+            left -= len(chunk)
+    return found.hexdigest()
+
+
+# ---- Read what the merge found out about the whole corpus ----
+
+
+HELD_OUT_SEQUENCES, HELD_OUT_HASHES = "held-out.bin", "held-out-hashes.npy"
+
+
+class TokenTask(NamedTuple):
+    """A task of the tokenize stage."""
+
+    split: Split
+    number: int
+    """Position among the tasks of the split."""
+    planned: int
+    """The task of the plan that it reads; for held-out documents the first one of their corpus."""
+    holds_out: bool
+    """Its documents are those that the merge has held out of a corpus."""
+
+
+class Cut(NamedTuple):
+    """The place at which the only document of a data set is cut into training and validation."""
+
+    task: int
+    """The task of the plan that holds it, as its first document."""
+    characters: int
+    """Those of the training part."""
+
+
+def token_tasks(merge: Json) -> list[TokenTask]:
+    """Return the tasks of the tokenize stage, those of train first."""
+    return [TokenTask(*each) for each in merge["token_tasks"]]
+
+
+def load_merge(folder: BuildFolder) -> Json:
+    """Return the record of the merge; {} before it is done."""
+    return read_json(folder.merge / RECORD, most=None)
+
+
+def load_token_task(folder: BuildFolder, rank: int) -> TokenTask:
+    """Return a task of the tokenize stage."""
+    return token_tasks(load_merge(folder))[rank]
+
+
+def cut_of(merge: Json) -> Cut | None:
+    """Return where the only document is cut, if the data set has a single one."""
+    return Cut(*merge["cut"]) if merge["cut"] else None
+
+
+# ---- progress ----
+# Show how far a stage is: one line on a terminal that is drawn anew, or a line now and then.
+
+
+TERMINAL_SECONDS, LOG_SECONDS = 0.5, 30.0
+"""From one look at the tasks to the next."""
+
+
+class Progress:
+    """Look at the small files that the tasks of a stage write, from a thread of its own."""
+
+    def __init__(self, folder: BuildFolder, stage: str, finals: list[Path], sizes: list[int]):
+        """Prepare to show a stage.
+
+        Args:
+            folder: The build.
+            stage: Its name.
+            finals: Where the output of each task will be.
+            sizes: About how many bytes each task reads.
+        """
+        self._folder, self._stage, self._finals, self._sizes = folder, stage, finals, sizes
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+        self._shown = 0
+
+    def __enter__(self) -> Progress:
+        self._folder.progress.mkdir(exist_ok=True)
+        for path in self._folder.progress.iterdir():
+            path.unlink(missing_ok=True)
+        self._before = self._done()
+        self._start = time.monotonic()
+        # The stream as it is now: a task may redirect it.
+        self._stream = sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._shown and self._is_terminal:
+            self._stream.write("\r" + " " * self._shown + "\r")
+            self._stream.flush()
+
+    def _show(self) -> None:
+        while not self._over.wait(TERMINAL_SECONDS if self._is_terminal else LOG_SECONDS):
+            line = self.line()
+            if self._is_terminal:
+                self._stream.write("\r" + line.ljust(self._shown))
+                self._shown = len(line)
+            else:
+                self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def _done(self) -> set[int]:
+        """Return the tasks whose output is there."""
+        # One listing instead of a question for each task, of which a file server gets thousands.
+        names = {
+            path
+            for parent in {path.parent for path in self._finals}
+            if parent.is_dir()
+            for path in parent.iterdir()
+        }
+        return {rank for rank, path in enumerate(self._finals) if path in names}
+
+    def line(self) -> str:
+        """Return how far the stage is, in one line."""
+        seconds = max(time.monotonic() - self._start, 1e-3)
+        done = self._done()
+        documents = size = 0
+        seen = sum(self._sizes[rank] for rank in done - self._before)
+        for path in self._folder.progress.glob(f"{self._stage}-*.json"):
+            record = read_json(path)
+            documents += record.get("documents", 0)
+            size += record.get("bytes", 0)
+            rank = int(path.stem.rpartition("-")[2])
+            if rank not in done:
+                seen += min(record.get("bytes", 0), self._sizes[rank])
+        to_do = sum(size for rank, size in enumerate(self._sizes) if rank not in self._before)
+        share = seen / max(to_do, 1)
+        left = f"{in_time(seconds * (1 - share) / share)} left" if share > 0 else "begun"
+        return (
+            f"{self._stage}: {len(done)}/{len(self._finals)} tasks, {documents:,} documents, "
+            f"{size / 1e6 / seconds:.1f} MB/s, {left}"
+        )
+
+
+def in_time(seconds: float) -> str:
+    """Return a time as people read it: 12:34 or 1:02:03."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

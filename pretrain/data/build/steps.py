@@ -16,24 +16,26 @@ from datatrove.pipeline.base import PipelineStep
 
 from pretrain.config import RunFailed, writing
 from pretrain.data import sources
-from pretrain.data.build.merged import (
+from pretrain.data.build.folder import (
     HELD_OUT_HASHES,
     HELD_OUT_SEQUENCES,
     cut_of,
+    digest,
     load_merge,
 )
-from pretrain.data.build.output import digest
-from pretrain.data.build.plan import is_url
-from pretrain.data.build.sample import Sampler
-from pretrain.data.build.work import Work, changed
-from pretrain.data.cleaning import Cleaner
-from pretrain.data.duplicates import duplicate_keys, save_keys
-from pretrain.data.heldout import Candidates
-from pretrain.data.leakage import HeldOut
+from pretrain.data.build.merge import Sampler
+from pretrain.data.build.plan import Work, changed, is_url
+from pretrain.data.clean import (
+    Candidates,
+    Cleaner,
+    HeldOut,
+    document_hash,
+    duplicate_keys,
+    save_keys,
+)
 from pretrain.data.shards import ShardWriter
-from pretrain.data.sources.locations import unreadable
+from pretrain.data.sources.base import unreadable
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
-from pretrain.data.words import document_hash
 from pretrain.rundir.files import Json
 
 Documents = Iterable[Document]

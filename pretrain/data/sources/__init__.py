@@ -4,10 +4,9 @@
 the documents of one task. Every document of a file is read exactly once, whatever the tasks.
 """
 
-from pretrain.data.document import Split
-from pretrain.data.sources.corpus import Corpus, Piece, Task, corpora
-from pretrain.data.sources.planning import plan
-from pretrain.data.sources.reading import read
+from pretrain.data.manifest import Split
+from pretrain.data.sources.base import Corpus, Piece, Task, corpora
+from pretrain.data.sources.reading import plan, read
 
 __all__ = [
     "Corpus",

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from pretrain.config import ConfigError
-from pretrain.data.sources import found
-from pretrain.data.sources.corpus import Corpus, Piece
-from pretrain.data.sources.found import Found, too_long
-from pretrain.data.sources.locations import open_stored
+from pretrain.data.sources import base
+from pretrain.data.sources.base import Corpus, Found, Piece, open_stored, too_long
 
 _ROWS = 256
 """Rows that are decoded at once."""
@@ -68,8 +66,8 @@ def _document(row: int, value: Any) -> Found:
     if text is None:
         return Found(row, "", "this row has no text (null). Remove it")
     # No character has more bytes than four.
-    if len(text) * 4 > found.MAX_DOCUMENT_BYTES < len(text.encode()):
-        return too_long(row, found.MAX_DOCUMENT_BYTES)
+    if len(text) * 4 > base.MAX_DOCUMENT_BYTES < len(text.encode()):
+        return too_long(row, base.MAX_DOCUMENT_BYTES)
     return Found(row, text)
 
 

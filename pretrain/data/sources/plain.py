@@ -11,10 +11,18 @@ import io
 import json
 from collections.abc import Iterator
 
-from pretrain.data.sources import found
-from pretrain.data.sources.corpus import Corpus, Piece
-from pretrain.data.sources.found import Found, decoded, too_long
-from pretrain.data.sources.streams import compression_of, end_of, open_piece, shrunk
+from pretrain.data.sources import base
+from pretrain.data.sources.base import (
+    Corpus,
+    Found,
+    Piece,
+    compression_of,
+    decoded,
+    end_of,
+    open_piece,
+    shrunk,
+    too_long,
+)
 
 _BLANK = b" \t\r\n"
 """A line of these bytes alone is blank."""
@@ -28,8 +36,8 @@ def read_file(piece: Piece, corpus: Corpus) -> Iterator[Found]:
         raw = bytearray()
         while chunk := stream.read(_CHUNK_BYTES):
             raw += chunk
-            if len(raw) > found.MAX_FILE_BYTES:
-                yield too_long(0, found.MAX_FILE_BYTES)
+            if len(raw) > base.MAX_FILE_BYTES:
+                yield too_long(0, base.MAX_FILE_BYTES)
                 return
         if not compression_of(piece.path) and len(raw) < piece.end:
             raise shrunk(piece, len(raw))
@@ -81,7 +89,7 @@ def read_jsonl(piece: Piece, corpus: Corpus) -> Iterator[Found]:
             if offset < piece.start:
                 continue
             if line is None:
-                yield too_long(offset, found.MAX_DOCUMENT_BYTES)
+                yield too_long(offset, base.MAX_DOCUMENT_BYTES)
             elif line and not line.isspace():
                 yield parse_json(offset, line, corpus.text_field)
 
@@ -116,7 +124,7 @@ def parse_json(offset: int, raw: bytes, field: str) -> Found:
 def _longer(held: bytearray | None, line: bytes | None) -> bytearray | None:
     """Add a line to those that are held, or give all up if they are too long."""
     # The last line break is not part of the document.
-    if held is None or line is None or len(held) + len(line) > found.MAX_DOCUMENT_BYTES + 2:
+    if held is None or line is None or len(held) + len(line) > base.MAX_DOCUMENT_BYTES + 2:
         return None
     held += line
     return held
@@ -126,8 +134,8 @@ def _document(begin: int, held: bytearray | None) -> Found:
     """Return the document whose lines were held, without its last line break."""
     if held is not None and held.endswith(b"\n"):
         del held[-2 if held.endswith(b"\r\n") else -1 :]
-    if held is None or len(held) > found.MAX_DOCUMENT_BYTES:
-        return too_long(begin, found.MAX_DOCUMENT_BYTES)
+    if held is None or len(held) > base.MAX_DOCUMENT_BYTES:
+        return too_long(begin, base.MAX_DOCUMENT_BYTES)
     return decoded(begin, held)
 
 
@@ -147,7 +155,7 @@ def _lines(
     if stream.seekable():
         stream.seek(offset)
     # One byte more than a document may have, for the line break.
-    limit = found.MAX_DOCUMENT_BYTES + 1
+    limit = base.MAX_DOCUMENT_BYTES + 1
     while line := stream.readline(limit):
         begin = offset
         offset += len(line)

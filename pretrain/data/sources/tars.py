@@ -11,11 +11,9 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, Any
 
-from pretrain.data.sources import found
-from pretrain.data.sources.corpus import Corpus, Piece
-from pretrain.data.sources.found import Found, decoded, too_long
+from pretrain.data.sources import base
+from pretrain.data.sources.base import Corpus, Damaged, Found, Piece, decoded, open_piece, too_long
 from pretrain.data.sources.plain import parse_json
-from pretrain.data.sources.streams import Damaged, open_piece
 
 _PICKLES = ("pickle", "pkl", "pyd", "pt", "pth")
 """Extensions of members that run code when they are loaded. They are refused, though no member but
@@ -144,8 +142,8 @@ def _refusal(member: tarfile.TarInfo, extension: str) -> str:
 
 
 def _document(number: int, member: tarfile.TarInfo, tar: _Tar, wanted: str) -> Found:
-    if member.size > found.MAX_DOCUMENT_BYTES:
-        return too_long(number, found.MAX_DOCUMENT_BYTES)
+    if member.size > base.MAX_DOCUMENT_BYTES:
+        return too_long(number, base.MAX_DOCUMENT_BYTES)
     raw = tar.read(member).removeprefix(codecs.BOM_UTF8)
     return parse_json(number, raw, "text") if wanted == "json" else decoded(number, raw)
 

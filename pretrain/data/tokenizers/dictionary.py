@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretrain.config import ConfigError
+from pretrain.data.clean import chunks
 from pretrain.data.tokenizers.base import DICTIONARY, Tokenizer
-from pretrain.data.words import chunks
 
 if TYPE_CHECKING:
     import tokenizers

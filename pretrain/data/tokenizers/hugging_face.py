@@ -16,8 +16,7 @@ import numpy as np
 import tokenizers
 
 from pretrain.config import ConfigError
-from pretrain.data.tokenizers.base import JSON, PROBES, Tokenizer
-from pretrain.data.tokenizers.words import GPT2, LLAMA3, Cut, WordCache
+from pretrain.data.tokenizers.base import GPT2, JSON, LLAMA3, PROBES, Cut, Tokenizer, WordCache
 
 EOS_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]",

@@ -16,22 +16,20 @@ import pretrain.topology
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretrain.config import ConfigError, RunConfig, writing
-from pretrain.config.overrides import check_beside, check_unread
+from pretrain.config.load import check_beside, check_unread
 from pretrain.data.stream import TokenStream
 from pretrain.evaluate.command import evaluation_config, open_validation
-from pretrain.evaluate.memory import check_memory
+from pretrain.evaluate.perplexity import check_memory
 from pretrain.evaluate.records import HASH_DIGITS
-from pretrain.evaluate.tasks.report import check_out, format_tables, write_report
-from pretrain.evaluate.tasks.request import TasksRequest
-from pretrain.evaluate.tasks.results import FIELDS, measure
-from pretrain.evaluate.tasks.rows import Cell, Text, long_documents, make_cell
+from pretrain.evaluate.tasks.report import FIELDS, check_out, format_tables, measure, write_report
+from pretrain.evaluate.tasks.rows import Cell, TasksRequest, Text, long_documents, make_cell
 from pretrain.evaluate.tasks.scoring import Scorer
 from pretrain.evaluate.windows import Protocol
-from pretrain.model.checks import check_positions
+from pretrain.model.attention import check_positions
 from pretrain.model.gpt import build_model
 from pretrain.rundir.checkpoints import find_checkpoint
 from pretrain.rundir.files import make_directory
-from pretrain.rundir.holds import hold
+from pretrain.rundir.lineage import hold
 
 SEED = 1234
 """Seed of all that is drawn, so that every checkpoint is asked the same."""

@@ -1,0 +1,760 @@
+"""The backward kernel for bias rows: the gradient of each head's bias at every distance."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pretrain.kernels.flash.device import (
+    LOG2E,
+    ROW,
+    ROW_END,
+    SLOPES,
+    add_bias,
+    dot,
+    dropout_keeps,
+    list_query_tiles,
+    load_starts,
+    load_tile,
+    row_skips,
+    store_tile,
+)
+
+# ---- backward dq ----
+# The backward kernel for queries, and the kernel that prepares delta for all backward kernels.
+
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+
+@triton.jit
+def delta_kernel(
+    Out,  # [queries, B, H, D], dense
+    DOut,  # [queries, B, H, D], dense
+    Delta,  # output, [B, H, queries], fp32
+    batches,
+    heads,
+    num_queries,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Compute Delta = the sum over D of out * d_out.
+
+    It equals the sum over keys of weights * d_weights, which the gradient of the softmax subtracts
+    from every d_weight of a row (FlashAttention-2, algorithm 2, line 4). It holds with dropout,
+    too, because out was made of the weights that dropout kept.
+    """
+    tiles = tl.cdiv(num_queries, BLOCK_M)
+    batch_head = tl.program_id(0) // tiles
+    start = tl.program_id(0) % tiles * BLOCK_M
+    # Dense [S, B, H, D]: batch_head numbers the vectors of one position.
+    offset = tl.cast(batch_head, tl.int64) * D
+    stride = batches * heads * D
+    out = load_tile(Out + offset, start, stride, num_queries, BLOCK_M, D, BLOCK_D, True)
+    d_out = load_tile(DOut + offset, start, stride, num_queries, BLOCK_M, D, BLOCK_D, True)
+    queries = start + tl.arange(0, BLOCK_M)
+    pointers = Delta + tl.cast(batch_head, tl.int64) * num_queries + queries
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1)
+    tl.store(pointers, delta, mask=queries < num_queries)
+
+
+@triton.jit
+def dq_kernel(
+    Q,  # [queries, B, H, D], any strides but a dense D
+    K,  # [keys, B, G, D], likewise
+    V,  # [keys, B, G, D], likewise
+    DOut,  # [queries, B, H, D], dense
+    Lse,  # [B, H, queries], fp32, base 2
+    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Slopes,  # [H], fp32; read if BIAS is SLOPES
+    BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
+    Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
+    HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
+    KeyNorms,  # [B, G, key tiles], fp32
+    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
+    Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
+    KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
+    DQ,  # output, [queries, B, H, D], any strides but a dense D
+    BiasSums,  # output if BIAS_GRAD, [2, B, H, queries], fp32: see accumulate_over_keys;
+    # with slopes, the first half is the sum of d_score * |distance|, which the host negates
+    dq_stride_s,
+    dq_stride_b,
+    dq_stride_h,
+    scale,
+    dropout_p,
+    q_stride_s,
+    q_stride_b,
+    q_stride_h,
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    batches,
+    heads,
+    num_queries,
+    num_keys,
+    row_reach,  # distance at which the bias row ends
+    HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
+    BLOCK_M: tl.constexpr,  # queries of the program
+    BLOCK_N: tl.constexpr,  # keys of one step of the loop
+    QUERY_TILE: tl.constexpr,  # queries for which skipping is decided together
+    KEY_TILE: tl.constexpr,  # keys that are skipped together
+    BIAS_GRAD: tl.constexpr,  # slopes or bias rows want a gradient
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D padded to a power of two
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    SKIP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
+    UPCAST: tl.constexpr,  # see dot
+):
+    """Compute dq of one block of queries and, if BIAS_GRAD, its share of the gradient of the bias.
+
+    One program per (query head, batch, block of queries), ordered as in the forward kernel. dq has
+    a kernel of its own although it recomputes the scores: added up in the dkdv kernel it would need
+    atomics, whose order, and so the last bits of dq, would differ from run to run.
+    """
+    query_blocks = tl.cdiv(num_queries, BLOCK_M)
+    start = (query_blocks - 1 - tl.program_id(0) % query_blocks) * BLOCK_M
+    batch = tl.program_id(0) // query_blocks % batches
+    head = tl.program_id(0) // query_blocks // batches
+    if SKIP:
+        head = tl.load(HeadOrder + head)
+    batch_head = batch * heads + head
+    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
+    query = start + tl.arange(0, BLOCK_M)
+    group = head // HEADS_PER_GROUP
+    Q += tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
+    K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
+    V += tl.cast(batch, tl.int64) * v_stride_b + tl.cast(group, tl.int64) * v_stride_h
+    q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+    d_out = load_tile(
+        DOut + tl.cast(batch_head, tl.int64) * D, start,
+        batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
+    )  # fmt: skip
+    # An infinite logsumexp makes every weight of a query past the last one zero.
+    lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
+    delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
+    slope = 0.0
+    if BIAS == SLOPES:
+        slope = tl.load(Slopes + head) * LOG2E
+    BiasRow += head * (2 * row_reach + 1)
+
+    # The first loop has keys that no query needs a mask for: begin .. stop_whole, or those in the
+    # list if SKIP. The second has stop_whole .. stop.
+    first_position = start + num_keys - num_queries
+    stop = num_keys
+    stop_whole = stop // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        stop = tl.minimum(start + BLOCK_M, num_queries) + num_keys - num_queries
+        stop_whole = first_position // BLOCK_N * BLOCK_N
+    # Two loops and no more: with a third, ptxas serialises every wgmma (C7515). So under a causal
+    # mask the keys within reach of the bias row go through the masked loop, and the first loop has
+    # those that lie beyond its end for every query, which need no lookup.
+    WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
+    if WHOLE_BIAS == ROW_END:
+        stop_far = tl.maximum(first_position - row_reach + 1, 0) // BLOCK_N * BLOCK_N
+        stop_whole = tl.minimum(stop_far, stop_whole)
+    begin = 0
+    doc_starts = load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS)
+    # The keys of the first loop: along the list if SKIP, from key 0 if not.
+    count = stop_whole
+    row_floor = lse
+    norm_reach = lse
+    if SKIP:
+        # The own tiles of the query tile that this block belongs to: see forward_kernel.
+        query_tile = start // QUERY_TILE
+        tile_position = query_tile * QUERY_TILE + num_keys - num_queries
+        tile_end = tl.minimum((query_tile + 1) * QUERY_TILE, num_queries) - 1
+        own_end = tl.maximum(tile_end + num_keys - num_queries, 0) // KEY_TILE + 1
+        stop_whole = tl.maximum(tile_position, 0) // KEY_TILE * KEY_TILE
+        stop = tl.minimum(stop, own_end * KEY_TILE)
+        key_tiles = tl.cdiv(num_keys, KEY_TILE)
+        KeyNorms += (batch * (heads // HEADS_PER_GROUP) + group) * key_tiles
+        pair = tl.cast(batch_head * tl.cdiv(num_queries, QUERY_TILE) + query_tile, tl.int64)
+        Thresholds += pair * key_tiles
+        KeyTiles += pair * (key_tiles + 1)
+        count = tl.load(KeyTiles) * KEY_TILE
+        if CAUSAL:
+            bounds = RowBounds + lse_offset + query
+            reaches = tl.cast(batches * heads, tl.int64) * num_queries
+            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
+            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
+    begin_masked = stop_whole
+    if DOCUMENTS:
+        # As in forward_kernel.
+        first_start = tl.load(DocumentStarts + tl.cast(batch, tl.int64) * num_queries + start)
+        begin_masked = tl.maximum(stop_whole, first_start // BLOCK_N * BLOCK_N)
+        if not SKIP:
+            begin = first_start // BLOCK_N * BLOCK_N
+    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
+    sums_after = tl.zeros([BLOCK_M], dtype=tl.float32)
+    mean_distance = tl.zeros([BLOCK_M], dtype=tl.float32)
+    dq, sums, sums_after, mean_distance = accumulate_over_keys(
+        dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        begin, count,
+        query, doc_starts, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        SKIP and not CAUSAL, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
+        CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
+    )  # fmt: skip
+    # stop_whole is never below 0. The maximum keeps ptxas from merging the counters of the loops,
+    # after which it would serialise every wgmma (C7515).
+    dq, sums, sums_after, mean_distance = accumulate_over_keys(
+        dq, sums, sums_after, mean_distance, q, d_out, lse, delta, K, V, k_stride_s, v_stride_s,
+        tl.maximum(begin_masked, 0), stop,
+        query, doc_starts, batch_head, slope, BiasRow, row_reach, Seed, scale * LOG2E, dropout_p,
+        num_queries, num_keys, KeyNorms, Thresholds, KeyTiles, row_floor, norm_reach,
+        True, BLOCK_N, KEY_TILE, BIAS_GRAD, D, BLOCK_D,
+        CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
+    )  # fmt: skip
+
+    DQ += tl.cast(batch, tl.int64) * dq_stride_b + tl.cast(head, tl.int64) * dq_stride_h
+    store_tile(DQ, dq * scale, start, dq_stride_s, num_queries, BLOCK_M, D, BLOCK_D)
+    if BIAS_GRAD:
+        if BIAS == SLOPES:
+            # A query's score gradients sum to zero but for the error of its delta, which was made
+            # of an output rounded to the dtype of q: every d_score is off by weight * error. Times
+            # the distance, that would exceed the rounding of everything else, so it is taken out.
+            sums -= sums_after * mean_distance
+        tl.store(BiasSums + lse_offset + query, sums, mask=query < num_queries)
+        second = tl.cast(batches * heads, tl.int64) * num_queries
+        tl.store(BiasSums + second + lse_offset + query, sums_after, mask=query < num_queries)
+
+
+@triton.jit
+def accumulate_over_keys(
+    dq,  # [BLOCK_M, BLOCK_D], fp32
+    sums,  # [BLOCK_M], fp32
+    sums_after,  # [BLOCK_M], fp32
+    mean_distance,  # [BLOCK_M], fp32
+    q,  # [BLOCK_M, BLOCK_D]
+    d_out,  # [BLOCK_M, BLOCK_D]
+    lse,  # [BLOCK_M], fp32, base 2
+    delta,  # [BLOCK_M], fp32
+    K,  # keys of this batch and head
+    V,
+    k_stride_s,
+    v_stride_s,
+    begin,  # first key, a multiple of BLOCK_N; if LISTED, counted along the list of tiles
+    stop,
+    query,  # [BLOCK_M]
+    doc_starts,  # [BLOCK_M], int32: position of the first token of each query's document
+    batch_head,
+    slope,  # times log2(e)
+    BiasRow,  # of this head
+    row_reach,
+    Seed,
+    score_scale,  # scale * log2(e)
+    dropout_p,
+    num_queries,
+    num_keys,
+    KeyNorms,  # [key tiles]; this and the next four are read if LISTED
+    Thresholds,  # [key tiles]
+    KeyTiles,  # [key tiles + 1]
+    row_floor,  # [BLOCK_M], see row_skips
+    norm_reach,  # [BLOCK_M]
+    MASKED: tl.constexpr,  # some keys of the range do not exist or are hidden from some queries
+    BLOCK_N: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    LISTED: tl.constexpr,  # go through the tiles in KeyTiles
+    DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add the contributions of keys begin .. stop and return (dq, sums, sums_after, mean_distance).
+
+    The sums are each query's share of the gradient of the bias. For slopes, `sums` is the sum of
+    d_score * |distance|, `sums_after` that of d_score and `mean_distance` that of weight *
+    |distance|, from which dq_kernel makes the query's share. For bias rows, `sums` is the gradient
+    of the last entry, for distances of row_reach and more, and `sums_after` that of the first
+    entry, for distances of -row_reach and less. `backward_row.py` covers the entries between.
+    """
+    position = (query + num_keys - num_queries)[:, None]
+    for step in range(begin, stop, BLOCK_N):
+        key_start = step
+        row_lse = lse
+        if LISTED:
+            key_tile = tl.load(KeyTiles + 1 + step // KEY_TILE)
+            key_start = key_tile * KEY_TILE + step % KEY_TILE
+            if CAUSAL:
+                skips = row_skips(
+                    row_floor, norm_reach,
+                    tl.load(KeyNorms + key_tile), tl.load(Thresholds + key_tile),
+                )  # fmt: skip
+                row_lse = tl.where(skips, float("inf"), lse)
+        key = (key_start + tl.arange(0, BLOCK_N))[None, :]
+        k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
+        v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, MASKED)
+        d_scores, weights = score_gradients(
+            q, k, v, d_out, row_lse, delta, position, key, query[:, None], doc_starts[:, None],
+            batch_head, slope, BiasRow, row_reach, Seed, score_scale, dropout_p, num_keys,
+            MASKED, CAUSAL, BIAS, DROPOUT, DOCUMENTS, UPCAST,
+        )  # fmt: skip
+        dq += dot(d_scores.to(k.dtype), k, UPCAST)
+        if BIAS_GRAD:
+            if BIAS == SLOPES:
+                distance = tl.abs((position - key).to(tl.float32))
+                sums += tl.sum(d_scores * distance, axis=1)
+                sums_after += tl.sum(d_scores, axis=1)
+                mean_distance += tl.sum(weights * distance, axis=1)
+            else:
+                sums += tl.sum(tl.where(position - key >= row_reach, d_scores, 0.0), axis=1)
+                if not CAUSAL:
+                    before = position - key <= -row_reach
+                    sums_after += tl.sum(tl.where(before, d_scores, 0.0), axis=1)
+    return dq, sums, sums_after, mean_distance
+
+
+@triton.jit
+def score_gradients(
+    q,  # [queries, BLOCK_D]
+    k,  # [keys, BLOCK_D]
+    v,  # [keys, BLOCK_D]
+    d_out,  # [queries, BLOCK_D]
+    lse,  # [queries], fp32, base 2
+    delta,  # [queries], fp32
+    position,  # [queries, 1]
+    key,  # [1, keys]
+    query,  # [queries, 1]
+    doc_starts,  # [queries, 1]
+    batch_head,
+    slope,
+    BiasRow,
+    row_reach,
+    Seed,
+    score_scale,
+    dropout_p,
+    num_keys,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return (d loss / d score, weights), both [queries, keys] in fp32.
+
+    The weights are recomputed from lse, and are those before dropout.
+    """
+    scores = dot(q, tl.trans(k), UPCAST) * score_scale
+    scores = add_bias(scores, position, key, slope, BiasRow, row_reach, CAUSAL, BIAS)
+    weights = tl.math.exp2(scores - lse[:, None])
+    if MASKED:
+        seen = (key >= 0) & (key < num_keys)
+        if CAUSAL:
+            seen &= position >= key
+        weights = tl.where(seen, weights, 0.0)
+    if DOCUMENTS:
+        weights = tl.where(key >= doc_starts, weights, 0.0)
+    d_weights = dot(d_out, tl.trans(v), UPCAST)
+    if DROPOUT:
+        keep = dropout_keeps(Seed, batch_head, query, key, dropout_p)
+        d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
+    return weights * (d_weights - delta[:, None]), weights
+
+
+# ---- backward dkdv ----
+# The backward kernel for keys and values: one program per block of keys loops over queries.
+
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+
+@triton.jit
+def dkdv_kernel(
+    Q,  # [queries, B, H, D], any strides but a dense D
+    K,  # [keys, B, G, D], likewise
+    V,  # [keys, B, G, D], likewise
+    DOut,  # [queries, B, H, D], dense
+    Lse,  # [B, H, queries], fp32, base 2
+    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Slopes,  # [H], fp32; read if BIAS is SLOPES
+    BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e); read if BIAS is ROW
+    Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
+    HeadOrder,  # [H + G], int32; this and the next four are read if SKIP
+    KeyNorms,  # [B, G, key tiles], fp32
+    RowBounds,  # [2, B, H, queries], fp32, from the forward kernel
+    Thresholds,  # [B, H, query tiles, key tiles], fp32, likewise
+    KeyTiles,  # [B, H, query tiles, key tiles + 1], int32, likewise
+    DK,  # output, [keys, B, G, D], any strides but a dense D
+    DV,  # output, [keys, B, G, D], the strides of DK
+    QueryTiles,  # scratch if SKIP, [B, H, key blocks, query tiles], int32: see list_query_tiles
+    dk_stride_s,
+    dk_stride_b,
+    dk_stride_h,
+    scale,
+    dropout_p,
+    q_stride_s,
+    q_stride_b,
+    q_stride_h,
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    batches,
+    heads,
+    num_queries,
+    num_keys,
+    row_reach,  # distance at which the bias row ends
+    HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
+    BLOCK_M: tl.constexpr,  # queries of one step of the loop
+    BLOCK_N: tl.constexpr,  # keys of the program
+    QUERY_TILE: tl.constexpr,  # queries for which skipping is decided together
+    KEY_TILE: tl.constexpr,  # keys that are skipped together
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D padded to a power of two
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,  # NO_BIAS, SLOPES or ROW
+    SKIP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
+    UPCAST: tl.constexpr,  # see dot
+):
+    """Compute dk and dv of one block of keys, summed over all query heads that share them.
+
+    One program per (key head, batch, block of keys). One program serves all heads of a group in
+    turn, so that their sum needs neither atomics nor a second pass and has a fixed order. Early
+    keys come first: under a causal mask they have the most queries after them.
+    """
+    key_blocks = tl.cdiv(num_keys, BLOCK_N)
+    key_start = tl.program_id(0) % key_blocks * BLOCK_N
+    batch = tl.program_id(0) // key_blocks % batches
+    group = tl.program_id(0) // key_blocks // batches
+    groups = heads // HEADS_PER_GROUP
+    if SKIP:
+        # The order of the key heads stands behind that of the query heads.
+        group = tl.load(HeadOrder + heads + group)
+    K += tl.cast(batch, tl.int64) * k_stride_b + tl.cast(group, tl.int64) * k_stride_h
+    V += tl.cast(batch, tl.int64) * v_stride_b + tl.cast(group, tl.int64) * v_stride_h
+    k = load_tile(K, key_start, k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, True)
+    v = load_tile(V, key_start, v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    query_tiles = tl.cdiv(num_queries, QUERY_TILE)
+    # Keys before the first query: query i stands at position i + earlier_keys.
+    earlier_keys = num_keys - num_queries
+    # Queries before this one: those after it belong to documents that begin after these keys.
+    last_query = num_queries
+    if DOCUMENTS:
+        DocumentStarts += tl.cast(batch, tl.int64) * num_queries
+        last_query = count_starts(DocumentStarts, key_start + BLOCK_N - 1, num_queries)
+
+    for member in range(0, HEADS_PER_GROUP):
+        head = group * HEADS_PER_GROUP + member
+        batch_head = batch * heads + head
+        slope = 0.0
+        if BIAS == SLOPES:
+            slope = tl.load(Slopes + head) * LOG2E
+
+        # The first loop has the queries that stand among the keys of the block, begin ..
+        # begin_whole, for which the causal mask cuts it. Every later query sees the whole block.
+        # With a bias row, begin_whole is where all of the block lies beyond the end of the row, and
+        # no lookup is needed. The second loop has the others: begin_whole .. stop, or those in the
+        # list if SKIP.
+        WHOLE_BIAS: tl.constexpr = ROW_END if BIAS == ROW and CAUSAL else BIAS
+        begin = 0
+        stop = last_query
+        begin_whole = 0
+        if CAUSAL:
+            begin = tl.maximum(key_start - earlier_keys, 0) // BLOCK_M * BLOCK_M
+            last_key = key_start + BLOCK_N - 1
+            if WHOLE_BIAS == ROW_END:
+                last_key += row_reach
+            begin_whole = tl.cdiv(tl.maximum(last_key - earlier_keys, 0), BLOCK_M) * BLOCK_M
+            begin_whole = tl.minimum(tl.maximum(begin_whole, begin), stop)
+        begin_listed = begin_whole
+        if SKIP:
+            first = 0
+            key_tile = key_start // KEY_TILE
+            key_tiles = tl.cdiv(num_keys, KEY_TILE)
+            if CAUSAL:
+                # The first tile of queries that does not have these keys among its own tiles.
+                first = tl.cdiv(tl.maximum((key_tile + 1) * KEY_TILE - earlier_keys, 0), QUERY_TILE)
+                begin_whole = tl.minimum(first * QUERY_TILE, last_query)
+            thresholds = tl.cast(batch_head, tl.int64) * query_tiles * key_tiles
+            lists = tl.cast(batch_head * key_blocks + key_start // BLOCK_N, tl.int64)
+            stop = QUERY_TILE * list_query_tiles(
+                QueryTiles + lists * query_tiles, Thresholds + thresholds,
+                key_tile, first, query_tiles, key_tiles,
+            )  # fmt: skip
+            begin_listed = 0
+        QHead = Q + tl.cast(batch, tl.int64) * q_stride_b + tl.cast(head, tl.int64) * q_stride_h
+        DOutHead = DOut + tl.cast(batch_head, tl.int64) * D
+        d_out_stride_s = batches * heads * D
+        BiasRowHead = BiasRow + head * (2 * row_reach + 1)
+        lists_at = QueryTiles
+        thresholds_at = Thresholds
+        key_norm = 0.0
+        if SKIP:
+            lists_at += lists * query_tiles
+            thresholds_at += thresholds + key_tile
+            key_norm = tl.load(KeyNorms + (batch * groups + group) * key_tiles + key_tile)
+        if CAUSAL:
+            dk, dv = accumulate_over_queries(
+                dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+                DocumentStarts, RowBounds, thresholds_at, lists_at, key_norm,
+                begin, begin_whole, key_start, batch_head, slope, BiasRowHead,
+                row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
+                True, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+                CAUSAL, BIAS, False, DROPOUT, DOCUMENTS, UPCAST,
+            )  # fmt: skip
+        dk, dv = accumulate_over_queries(
+            dk, dv, k, v, QHead, q_stride_s, DOutHead, d_out_stride_s, Lse, Delta,
+            DocumentStarts, RowBounds, thresholds_at, lists_at, key_norm,
+            begin_listed, stop, key_start, batch_head, slope, BiasRowHead,
+            row_reach, Seed, scale * LOG2E, dropout_p, batches * heads, num_queries, num_keys,
+            False, BLOCK_M, BLOCK_N, QUERY_TILE, KEY_TILE, D, BLOCK_D,
+            CAUSAL, WHOLE_BIAS, SKIP, DROPOUT, DOCUMENTS, UPCAST,
+        )  # fmt: skip
+
+    # d score / d k is scale * q: the scale is applied once, to the sum.
+    offset = tl.cast(batch, tl.int64) * dk_stride_b + tl.cast(group, tl.int64) * dk_stride_h
+    store_tile(DK + offset, dk * scale, key_start, dk_stride_s, num_keys, BLOCK_N, D, BLOCK_D)
+    store_tile(DV + offset, dv, key_start, dk_stride_s, num_keys, BLOCK_N, D, BLOCK_D)
+
+
+@triton.jit
+def count_starts(DocumentStarts, position, num_queries):
+    """Return how many queries of a sequence belong to documents that begin at or before a position.
+
+    These are the first queries, because the starts never fall from one query to the next.
+    """
+    count = 0
+    for chunk in range(0, num_queries, 1024):
+        query = chunk + tl.arange(0, 1024)
+        starts = load_starts(DocumentStarts, 0, query, num_queries, True)
+        seen = (query < num_queries) & (starts <= position)
+        count += tl.sum(seen.to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
+def accumulate_over_queries(
+    dk,  # [BLOCK_N, BLOCK_D], fp32
+    dv,  # [BLOCK_N, BLOCK_D], fp32
+    k,  # [BLOCK_N, BLOCK_D]
+    v,  # [BLOCK_N, BLOCK_D]
+    Q,  # queries of this batch and head
+    q_stride_s,
+    DOut,  # gradient of the output of this batch and head
+    d_out_stride_s,
+    Lse,
+    Delta,
+    DocumentStarts,  # [queries], of this batch; read if DOCUMENTS
+    RowBounds,  # this and the next three are read if LISTED
+    Thresholds,  # those of this tile of keys: one for every key_tiles elements
+    QueryTiles,
+    key_norm,  # the largest norm of the keys of this tile
+    begin,  # first query, a multiple of BLOCK_M; if LISTED, counted along the list of tiles
+    stop,
+    key_start,
+    batch_head,
+    slope,  # times log2(e)
+    BiasRow,  # of this head
+    row_reach,
+    Seed,
+    score_scale,  # scale * log2(e)
+    dropout_p,
+    batch_heads,
+    num_queries,
+    num_keys,
+    MASKED: tl.constexpr,  # the causal mask hides some keys of the block from some of the queries
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    LISTED: tl.constexpr,  # go through the tiles in QueryTiles
+    DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add the contributions of queries begin .. stop to dk and dv, and return (dk, dv).
+
+    Scores are computed transposed, [keys, queries], so that their products with q and d_out have
+    the keys as rows and need no transposition of their own.
+    """
+    key = key_start + tl.arange(0, BLOCK_N)
+    lse_offset = tl.cast(batch_head, tl.int64) * num_queries
+    for step in range(begin, stop, BLOCK_M):
+        start = step
+        if LISTED:
+            query_tile = tl.load(QueryTiles + step // QUERY_TILE)
+            start = query_tile * QUERY_TILE + step % QUERY_TILE
+        query = start + tl.arange(0, BLOCK_M)
+        position = query + num_keys - num_queries
+        q = load_tile(Q, start, q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+        # An infinite logsumexp makes every weight of a query zero. That is the mask for queries
+        # past the last one, and for queries that skip these keys.
+        lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
+        if LISTED and CAUSAL:
+            bounds = RowBounds + lse_offset + query
+            reaches = tl.cast(batch_heads, tl.int64) * num_queries
+            row_floor = tl.load(bounds, mask=query < num_queries, other=0.0)
+            norm_reach = tl.load(bounds + reaches, mask=query < num_queries, other=0.0)
+            threshold = tl.load(
+                Thresholds + tl.cast(query_tile, tl.int64) * tl.cdiv(num_keys, KEY_TILE)
+            )
+            skips = row_skips(row_floor, norm_reach, key_norm, threshold)
+            lse = tl.where(skips, float("inf"), lse)
+        scores = dot(k, tl.trans(q), UPCAST) * score_scale
+        scores = add_bias(
+            scores, position[None, :], key[:, None], slope, BiasRow, row_reach, CAUSAL, BIAS
+        )
+        weights = tl.math.exp2(scores - lse[None, :])
+        if MASKED:
+            weights = tl.where(position[None, :] >= key[:, None], weights, 0.0)
+        if DOCUMENTS:
+            doc_starts = load_starts(DocumentStarts, 0, query, num_queries, DOCUMENTS)
+            weights = tl.where(key[:, None] >= doc_starts[None, :], weights, 0.0)
+        d_out = load_tile(DOut, start, d_out_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True)
+        d_weights = dot(v, tl.trans(d_out), UPCAST)
+        kept = weights
+        if DROPOUT:
+            keep = dropout_keeps(Seed, batch_head, query[None, :], key[:, None], dropout_p)
+            kept = tl.where(keep, weights * (1 / (1 - dropout_p)), 0.0)
+            d_weights = tl.where(keep, d_weights * (1 / (1 - dropout_p)), 0.0)
+        dv += dot(kept.to(d_out.dtype), d_out, UPCAST)
+        # The gradient of the softmax. Delta is the sum over keys of weights * d_weights.
+        delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
+        d_scores = weights * (d_weights - delta[None, :])
+        dk += dot(d_scores.to(q.dtype), q, UPCAST)
+    return dk, dv
+
+
+# Triton compiles these functions from their source; see device.py on annotations.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+
+@triton.jit
+def row_gradient_kernel(
+    Q,  # [queries, B, H, D], any strides but a dense D
+    K,  # [keys, B, G, D], likewise
+    V,  # [keys, B, G, D], likewise
+    DOut,  # [queries, B, H, D], dense
+    Lse,  # [B, H, queries], fp32, base 2
+    Delta,  # [B, H, queries], fp32, from delta_kernel
+    Slopes,  # not read: the first fifteen arguments are those of all backward kernels
+    BiasRow,  # [H, 2 * row_reach + 1], fp32, times log2(e)
+    Seed,  # [1], int64; read if DROPOUT
+    DocumentStarts,  # [B, queries], int32; read if DOCUMENTS
+    HeadOrder,  # not read
+    KeyNorms,  # not read
+    RowBounds,  # not read
+    Thresholds,  # not read
+    KeyTiles,  # not read
+    Sheared,  # output, [H, diagonals, splits, BLOCK_M, 2 * BLOCK_N], fp32, zeroed by the host
+    scale,
+    dropout_p,
+    q_stride_s,
+    q_stride_b,
+    q_stride_h,
+    k_stride_s,
+    k_stride_b,
+    k_stride_h,
+    v_stride_s,
+    v_stride_b,
+    v_stride_h,
+    batches,
+    heads,
+    num_queries,
+    num_keys,
+    row_reach,  # distance at which the bias row ends
+    first_diagonal,
+    diagonals,
+    splits,  # programs that share one diagonal
+    HEADS_PER_GROUP: tl.constexpr,  # query heads that share a key head
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D padded to a power of two
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    SKIP: tl.constexpr,  # not read: only slopes skip
+    DROPOUT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,  # queries see no key before DocumentStarts
+    UPCAST: tl.constexpr,  # see dot
+):
+    """Sum d_score over all queries, for every distance below row_reach.
+
+    The matrix of scores is cut along its diagonals. A program owns one diagonal of blocks: for
+    every block of queries, the block of keys that lies diagonal * BLOCK_N before it. Element (r, c)
+    of such a block has the same distance, diagonal * BLOCK_N + r - c, wherever on the diagonal the
+    block is. So the blocks are added up as they are, in registers, and no scatter by distance is
+    needed.
+
+    What is stored is sheared: row r is shifted by r, which puts equal distances into equal columns
+    (column BLOCK_N - 1 + r - c). The host then sums over rows and splits.
+    """
+    split = tl.program_id(0) % splits
+    diagonal = tl.program_id(0) // splits % diagonals + first_diagonal
+    head = tl.program_id(0) // splits // diagonals
+    BiasRow += head * (2 * row_reach + 1)
+    query_tiles = tl.cdiv(num_queries, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for item in range(split, batches * query_tiles, splits):
+        batch = tl.cast(item // query_tiles, tl.int64)
+        start = item % query_tiles * BLOCK_M
+        batch_head = item // query_tiles * heads + head
+        query = start + rows
+        position = query + num_keys - num_queries
+        # This may begin before the first key or end after the last: load_tile and MASKED check.
+        key_start = start + num_keys - num_queries - diagonal * BLOCK_N
+        key = key_start + columns
+        lse_offset = tl.cast(batch_head, tl.int64) * num_queries
+        q = load_tile(
+            Q + batch * q_stride_b + head * q_stride_h, start,
+            q_stride_s, num_queries, BLOCK_M, D, BLOCK_D, True,
+        )  # fmt: skip
+        k = load_tile(
+            K + batch * k_stride_b + head // HEADS_PER_GROUP * k_stride_h, key_start,
+            k_stride_s, num_keys, BLOCK_N, D, BLOCK_D, True,
+        )  # fmt: skip
+        v = load_tile(
+            V + batch * v_stride_b + head // HEADS_PER_GROUP * v_stride_h, key_start,
+            v_stride_s, num_keys, BLOCK_N, D, BLOCK_D, True,
+        )  # fmt: skip
+        d_out = load_tile(
+            DOut + tl.cast(batch_head, tl.int64) * D, start,
+            batches * heads * D, num_queries, BLOCK_M, D, BLOCK_D, True,
+        )  # fmt: skip
+        lse = tl.load(Lse + lse_offset + query, mask=query < num_queries, other=float("inf"))
+        delta = tl.load(Delta + lse_offset + query, mask=query < num_queries, other=0.0)
+        doc_starts = load_starts(DocumentStarts, batch, query, num_queries, DOCUMENTS)
+        d_scores, _ = score_gradients(
+            q, k, v, d_out, lse, delta, position[:, None], key[None, :], query[:, None],
+            doc_starts[:, None], batch_head, 0.0, BiasRow, row_reach, Seed, scale * LOG2E,
+            dropout_p, num_keys, True, CAUSAL, BIAS, DROPOUT, DOCUMENTS, UPCAST,
+        )  # fmt: skip
+        acc += d_scores
+
+    distance = diagonal * BLOCK_N + rows[:, None] - columns[None, :]
+    block = (head * diagonals + diagonal - first_diagonal) * splits + split
+    Sheared += tl.cast(block, tl.int64) * (BLOCK_M * 2 * BLOCK_N)
+    pointers = (
+        Sheared + rows[:, None] * (2 * BLOCK_N) + (BLOCK_N - 1 - columns)[None, :] + rows[:, None]
+    )
+    # Distances at or beyond row_reach belong to the ends of the row, which dq_kernel sums.
+    tl.store(pointers, acc, mask=tl.abs(distance) < row_reach)

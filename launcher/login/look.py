@@ -1,0 +1,702 @@
+"""Print what a run's ranks print: the log of an attempt, or follow all attempts until the run ends.
+
+Under Slurm all ranks of an attempt share one log, in which srun --label begins each line with the
+rank. `launcher local` writes a log for each rank, to which all attempts append.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from pretrain.config import ConfigError
+from pretrain.launcher import terminal
+from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
+from pretrain.launcher.login.status import (
+    WAITING,
+    Records,
+    Repeated,
+    RunStatus,
+    check_run,
+    find_runs,
+    read_num_steps,
+    read_statuses,
+)
+from pretrain.launcher.terminal import failing_nodes, plain, plain_output
+from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
+from pretrain.rundir.files import open_regular
+from pretrain.rundir.history import steps_lost
+from pretrain.rundir.jobs import read_jobs, read_local_launch
+from pretrain.rundir.paths import ENDED_WELL, STARTED_AGAIN, ExitCode, JobKind, RunPaths, in_words
+
+# ---- Format what `launcher status` prints: a table of runs that fits the terminal, or one run ----
+# A terminal may be narrow and a table may have long paths and reasons, so columns are first
+# shortened and then left out, the least important one first.
+
+
+WATCH_SECONDS = 5.0
+"""Between two pages of --watch. Each page calls squeue once."""
+WIDTH = 120
+"""Columns of the output when it does not go to a terminal."""
+GAP = "  "
+COLUMNS = (
+    "run",
+    "job",
+    "state",
+    "reason",
+    "nodes",
+    "restarts",
+    "step",
+    "tokens/s",
+    "loss",
+    "ends",
+    "checkpoint",
+    "goodput",
+)
+RIGHT = {"restarts", "step", "tokens/s", "loss", "checkpoint", "goodput"}
+"""Columns that are aligned to the right."""
+SHORTENED = {"reason": 8, "nodes": 8, "run": 14}
+"""Columns that are shortened to fit the terminal, in this order, and the least width of each."""
+DROPPED = ("nodes", "job", "reason", "ends", "checkpoint", "restarts", "tokens/s")
+"""Columns that are left out, in this order, when shortening was not enough."""
+
+
+def terminal_width() -> int:
+    """Return the width to print for: $COLUMNS, else the terminal's, else `WIDTH`."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
+def show_status(given: Sequence[Path], watch: bool) -> None:
+    """Run `launcher status`, with `watch` again and again until Ctrl-C.
+
+    Args:
+        given: The runs; with none given, all below runs/. A single one is printed in detail.
+        watch: Print it every `WATCH_SECONDS`, on a terminal in place of the previous page.
+
+    Raises:
+        ConfigError: One of `given` is not a run's directory, or there are no runs.
+    """
+    records = Records()
+    # Called once and not for each page, because it prints which folders are no runs.
+    given = find_runs(given) if given else given
+    text = _page(given, records)
+    if not watch:
+        print(text)
+        return
+    in_place = sys.stdout.isatty()
+    try:
+        while True:
+            text = f"{time.strftime('%H:%M:%S')}\n{text}"
+            if in_place:
+                # Cursor to the top left, then overwrite line by line, clearing the rest of each
+                # line and of the screen. Clearing the whole screen first would flicker.
+                text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
+            print(text, end="" if in_place else "\n\n", flush=True)
+            time.sleep(WATCH_SECONDS)
+            text = _page(given, records)
+    except KeyboardInterrupt:
+        print()
+
+
+def _page(given: Sequence[Path], records: Records | None = None) -> str:
+    """Return what `launcher status` prints once; `records` is the same for all pages of --watch."""
+    now = time.time()
+    statuses, away = read_statuses(given or find_runs([]), now, records)
+    text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
+    # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
+    live = ("running", WAITING, "unknown")
+    if away is None or not any(status.state in live for status in statuses):
+        return text
+    note = f"Slurm gave no answer, so job states are missing ({plain(away)})"
+    return f"{note[: terminal_width()]}\n{text}"
+
+
+def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
+    """Return a table with one line per run.
+
+    Args:
+        statuses: The runs.
+        now: Unix seconds.
+        width: Columns to fit into. The columns that cannot be shortened or dropped may exceed it.
+    """
+    rows = [dict(zip(COLUMNS, _row(status, now))) for status in statuses]
+    columns = list(COLUMNS)
+    widths = {c: max(len(c), *(len(row[c]) for row in rows)) for c in columns}
+    # Shorten: each column gives what is missing, or as much as its least width and its head allow.
+    for column, least in SHORTENED.items():
+        excess = sum(widths.values()) + len(GAP) * (len(columns) - 1) - width
+        widths[column] -= max(0, min(excess, widths[column] - max(least, len(column))))
+    for column in DROPPED:
+        if sum(widths[c] for c in columns) + len(GAP) * (len(columns) - 1) > width:
+            columns.remove(column)
+    lines = [dict(zip(COLUMNS, (c.upper() for c in COLUMNS))), *rows]
+    return "\n".join(
+        GAP.join(_cell(line[c], widths[c], c) for c in columns).rstrip() for line in lines
+    )
+
+
+def detail(status: RunStatus, now: float) -> str:
+    """Return all about one run: its state, its progress, its attempts and where their time went."""
+    lines = [plain(str(status.run))]
+    lines += _field("state", ", ".join([status.state, *_job_and_nodes(status, now)]))
+    lines += _field("reason", status.reason)
+    lines += _field("started by", _started_by(status))
+    lines += _field("step", _progress(status, now))
+    if status.checkpoint is not None:
+        lines += _field("checkpoint", checkpoint_name(status.checkpoint))
+    for line in status.passed_over:
+        lines += _field("passed over", line)
+    lines += _field("evaluations", _evaluations(status))
+    if status.splits:
+        attempts = _attempts(status.attempts, status.splits, now)
+        lines += ["", *attempts, "", *_failures(status.attempts)]
+        lines += [goodput_line(total(status.splits))]
+    return "\n".join(lines)
+
+
+def summary(run: Path) -> str:
+    """Return three lines on a run that has ended: its progress, its time split and its goodput."""
+    attempts = read_attempts(run)
+    splits = time_splits(attempts)
+    if not attempts:
+        return f"{plain(str(run))}: no attempt yet"
+    newest, num_steps, checkpoint = attempts[-1], read_num_steps(run), newest_checkpoint_step(run)
+    outcome = in_words(newest.ended.outcome) if newest.ended else "not ended"
+    step = str(newest.ended.step if newest.ended else newest.step)
+    if num_steps:
+        step += f" of {num_steps}"
+    plural = "" if len(attempts) == 1 else "s"
+    saved = "no checkpoint"
+    if checkpoint is not None:
+        saved = f"newest checkpoint {checkpoint_name(checkpoint)}"
+    whole = total(splits)
+    spent = ", ".join(
+        f"{part} {duration(whole.parts[part])}" for part in PARTS if whole.parts[part]
+    )
+    return "\n".join(
+        [
+            plain(f"{run}: {outcome} at step {step}, {len(attempts)} attempt{plural}, {saved}"),
+            f"time: {spent or '0s'}; {duration(whole.wall)} in total",
+            goodput_line(whole),
+        ]
+    )
+
+
+def print_summary(run: Path, code: int) -> None:
+    """Print what the time of a run was spent on.
+
+    Nothing is printed for a run that failed: the error should be the last thing on the terminal.
+
+    Args:
+        run: The run's directory.
+        code: The exit code of its last attempt.
+    """
+    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
+        print(summary(run), file=sys.stderr, flush=True)
+
+
+def stopped(run: Path) -> str:
+    """Return one line on what a run that was stopped has saved and what it has lost."""
+    saved = newest_checkpoint_step(run)
+    attempts = read_attempts(run)
+    ended = attempts[-1].ended if attempts else None
+    lost = steps_lost(ended.step, saved) if ended else ""
+    words = "nothing is saved" if saved is None else f"{checkpoint_name(saved)} is saved"
+    return plain(f"{run}: {words}" + (f", and {lost} lost" if lost else ""))
+
+
+def goodput_line(whole: TimeSplit) -> str:
+    """Return "goodput: 91.2 % of the time it held its nodes, 60.3 % of the wall time"."""
+    held, wall = percent(whole.goodput, 1), percent(whole.goodput_of_wall, 1)
+    return f"goodput: {held} of the time it held its nodes, {wall} of the wall time"
+
+
+# ---- the table's cells ----
+def _row(status: RunStatus, now: float) -> tuple[str, ...]:
+    """Return the cells of a run, in the order of `COLUMNS`."""
+    rates = status.rates
+    step = "" if status.step is None else str(status.step)
+    if step and status.num_steps:
+        step += f"/{status.num_steps}"
+    return (
+        plain(str(status.run)),
+        status.job.job_id if status.job else "",
+        plain(status.state),
+        plain(status.reason),
+        plain(status.nodes),
+        str(status.restarts),
+        step,
+        thousands(rates.tokens_per_second) if rates else "",
+        _loss(rates.loss_nats) if rates else "",
+        moment(status.ends_at, now) if status.ends_at else "",
+        "" if status.checkpoint is None else str(status.checkpoint),
+        percent(total(status.splits).goodput) if status.splits else "",
+    )
+
+
+def _cell(text: str, width: int, column: str) -> str:
+    """Return text shortened and padded to `width`."""
+    if len(text) > width:
+        # The end of a path distinguishes it from others, the beginning of a reason says the most.
+        text = "…" + text[-width + 1 :] if column == "run" else text[: width - 1] + "…"
+    return text.rjust(width) if column in RIGHT else text.ljust(width)
+
+
+# ---- the details of one run ----
+def _field(name: str, text: str) -> list[str]:
+    """Return a line with a name and its value; no line if there is no value."""
+    return [f"  {name:<12}{plain(text)}"] if text else []
+
+
+def _started_by(status: RunStatus) -> str:
+    """Return the command that last started the run on a single machine, and where it was given."""
+    attempts = [each for each in status.attempts if each.owner.slurm_job_id is None]
+    launch = read_local_launch(status.run) if attempts else None
+    return f"{shlex.join(launch.command)} (in {launch.directory})" if launch else ""
+
+
+def _job_and_nodes(status: RunStatus, now: float) -> list[str]:
+    """Return the job, its nodes, and when it will end or start, as far as they are known."""
+    job, words = status.job, []
+    if job:
+        words.append(f"job {job.job_id}")
+    if status.nodes:
+        words.append(f"on {status.nodes}")
+    if job and job.state == "RUNNING" and job.ends_at:
+        words.append(f"time limit at {moment(job.ends_at, now)}")
+    # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
+    if job and job.state == "PENDING" and job.started_at:
+        words.append(f"estimated start {moment(job.started_at, now)}")
+    return words
+
+
+def _progress(status: RunStatus, now: float) -> str:
+    """Return the steps done, the rates, and what the run does now."""
+    if status.step is None:
+        return f"none of {status.num_steps} yet" if status.num_steps else ""
+    words = [str(status.step)]
+    if status.num_steps:
+        percentage = f"{100 * status.step / status.num_steps:.1f} %"
+        words = [f"{status.step} of {status.num_steps} ({percentage})"]
+    if status.rates:
+        words.append(f"{thousands(status.rates.tokens_per_second)} tokens/s")
+        words.append(f"loss {_loss(status.rates.loss_nats)}")
+    if status.attempts and status.ends_at and status.attempts[-1].phases:
+        words.append(f"now {status.attempts[-1].phases[-1].phase}")
+        words.append(f"estimated end {moment(status.ends_at, now)}")
+    return ", ".join(words)
+
+
+def _evaluations(status: RunStatus) -> str:
+    """Return how many checkpoints --evaluate-checkpoints has evaluated, and the jobs for others."""
+    paths = RunPaths(status.run)
+    if not paths.evaluation_plan.exists():
+        return ""
+    results = named_by_step(paths.evaluations)
+    done = sum((result / "curve.json").exists() for result in results)
+    jobs = [f"job {job.job_id} {job.state}" for job in status.evaluations]
+    return ", ".join([f"{done} done", *jobs])
+
+
+def _attempts(
+    attempts: Sequence[AttemptRecord], splits: Sequence[TimeSplit], now: float
+) -> list[str]:
+    """Return a table of attempts with their time splits, and the sum if there are several."""
+    heads = ["attempt", "began", "end", *PARTS, "sum"]
+    rows = []
+    for attempt, split in zip(attempts, splits):
+        outcome = plain(in_words(attempt.ended.outcome)) if attempt.ended else ""
+        began = moment(attempt.owner.began_at, now)
+        rows.append([str(attempt.number), began, outcome, *_split(split)])
+    if len(rows) > 1:
+        rows.append(["all", "", "", *_split(total(splits))])
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    lines = []
+    for row in ([head.upper() for head in heads], *rows):
+        cells = [
+            cell.ljust(width) if head in ("began", "end") else cell.rjust(width)
+            for head, cell, width in zip(heads, row, widths)
+        ]
+        lines.append("  " + " ".join(cells))
+    return lines
+
+
+def _split(split: TimeSplit) -> list[str]:
+    """Return the cells of a time split, in the order of `PARTS`, and their sum."""
+    return [
+        *(duration(split.parts[part]) if split.parts[part] else "-" for part in PARTS),
+        duration(split.wall),
+    ]
+
+
+def _failures(attempts: Sequence[AttemptRecord]) -> list[str]:
+    """Return why attempts failed and which nodes are excluded, a line each, then an empty line."""
+    lines = [
+        f"  attempt {attempt.number}: {plain(attempt.ended.reason)}"
+        for attempt in attempts
+        if attempt.ended and attempt.ended.outcome not in ENDED_WELL
+    ]
+    # Of the newest job alone: another one may be given these nodes again.
+    job = attempts[-1].owner.slurm_job_id if attempts else None
+    excluded = failing_nodes([each for each in attempts if each.owner.slurm_job_id == job])
+    lines += [
+        f"  node {node}: not used any more if Slurm has others: {why}"
+        for node, why in excluded.items()
+    ]
+    return [*lines, ""] if lines else []
+
+
+# ---- numbers and times ----
+def duration(milliseconds: int) -> str:
+    """Return a duration in its two largest units: 0.4s, 42s, 12m05s, 3h59m, 12d04h."""
+    # Up to 9.9s one digit is significant after the point; 9.95 would be rounded to 10.0.
+    if milliseconds < 9_950:
+        return f"{milliseconds / 1000:.1f}s"
+    seconds = round(milliseconds / 1000)
+    # Limit of the form, seconds in its larger and its smaller unit, and their letters.
+    for limit, big, small, letters in (
+        (3600, 60, 1, "ms"),
+        (86400, 3600, 60, "hm"),
+        (math.inf, 86400, 3600, "dh"),
+    ):
+        if seconds < 60:
+            return f"{seconds}s"
+        if seconds < limit:
+            return f"{seconds // big}{letters[0]}{seconds % big // small:02d}{letters[1]}"
+    raise AssertionError(milliseconds)
+
+
+def moment(at: float, now: float) -> str:
+    """Return a local time: 14:05:33 today, Nov 22 14:05 within 300 days, Nov 2027 beyond.
+
+    "never" for a time that no calendar has, as in a damaged file.
+    """
+    try:
+        then, today = time.localtime(at), time.localtime(now)
+    except (OverflowError, ValueError, OSError):
+        return "never"
+    if then[:3] == today[:3]:
+        return time.strftime("%H:%M:%S", then)
+    return time.strftime("%b %d %H:%M" if abs(at - now) < 300 * 86400 else "%b %Y", then)
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """Return a share as text: "91 %" for 0.912, "-" for None."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def thousands(value: float) -> str:
+    """Return a number with a unit: 21.3k for 21300, 1.25M for 1250000."""
+    for size, unit, digits in ((1e6, "M", 2), (1e3, "k", 1)):
+        if value >= size:
+            return f"{value / size:.{digits}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _loss(value: float) -> str:
+    """Return a loss with three digits, or "nan" or "inf"."""
+    return f"{value:.3f}" if math.isfinite(value) else str(value)
+
+
+FIRST_LINES = 20
+"""The number of last lines that --follow prints first."""
+TAIL_BYTES = 1024 * 1024
+"""Bytes at the end of a log that are searched for these lines."""
+CHUNK_BYTES = 1024 * 1024
+"""Bytes of a log that are read at a time."""
+POLL_SECONDS = 0.3
+"""Between two looks at a log that has not grown."""
+SQUEUE_SECONDS = 5.0
+"""Between two calls of squeue that ask if the run is over."""
+LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
+"""The label of srun --label before a line: the rank, padded to the width of the largest."""
+
+
+def print_log(run: Path, rank: int | None, number: int | None, following: bool) -> None:
+    """Run `launcher logs`. Ctrl-C, or a closed pipe (to `head` or a pager), is no error.
+
+    Args:
+        run: The run's directory.
+        rank: Print only this rank's lines; None: all.
+        number: The attempt; None: the newest.
+        following: Follow the newest attempt, and those after it, until the run ends.
+
+    Raises:
+        ConfigError: There is no such log.
+    """
+    try:
+        if following:
+            print(plain(follow(run, rank)), file=sys.stderr)
+        else:
+            show_log(run, rank, number)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:
+        # Python flushes stdout at exit, and would report the closed pipe there once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show_log(run: Path, rank: int | None = None, number: int | None = None) -> None:
+    """Write the log of an attempt to stdout.
+
+    Args:
+        run: The run's directory.
+        rank: Only this rank's lines; None: all.
+        number: The attempt; None: the newest.
+
+    Raises:
+        ConfigError: There is no such attempt or rank, or it has no log yet.
+    """
+    check_run(run)
+    attempts = read_attempts(run)
+    if not attempts:
+        raise ConfigError(f"{run}: no attempt has begun, so there is no log. {_why_no_log(run)}")
+    attempt = attempts[-1]
+    if number is not None:
+        found = [a for a in attempts if a.number == number]
+        if not found:
+            raise ConfigError(
+                f"--attempt {number}: no such attempt. {run} has attempts {attempts[0].number} to "
+                f"{attempts[-1].number}"
+            )
+        attempt = found[0]
+    path, label = _find_log(run, attempt, rank)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: no such file, because the attempt's ranks have not started. "
+            f"{_why_no_log(run)}"
+        )
+    part = None if attempt.owner.slurm_job_id else terminal.find_attempt(path, attempt.number)
+    if part is None and number is not None and not attempt.owner.slurm_job_id:
+        raise ConfigError(
+            f"--attempt {number}: {path} has no line with which it begins, so the file was changed "
+            "since. Remove --attempt"
+        )
+    log = LogReader(path, label, part=part or (0, None))
+    while lines := log.read():
+        _write(lines)
+    _write(log.last_line())
+
+
+def follow(run: Path, rank: int | None = None) -> str:
+    """Write the last lines of the newest attempt's log, then all new lines until the run ends.
+
+    Later attempts are followed as well, so this goes on across restarts and requeues.
+
+    Args:
+        run: The run's directory.
+        rank: Only this rank's lines; None: all.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigError: There is no such rank, or its output goes to a terminal.
+    """
+    check_run(run)
+    records = Records()
+    end_of_run = _EndOfRun(run, records)
+    log: LogReader | None = None
+    attempt: AttemptRecord | None = None
+    if records.newest_attempt(run) is None:
+        print(
+            plain(f"{run}: no attempt has begun; waiting for the first one. {_why_no_log(run)}"),
+            file=sys.stderr,
+            flush=True,
+        )
+    while True:
+        newest = records.newest_attempt(run)
+        # Before the log is read, so that it contains all that was printed until this end.
+        end = end_of_run.reason(newest)
+        lines = log.read() if log else []
+        _write(lines)
+        # The old log is read to its end before the next attempt's is begun.
+        if newest and (attempt is None or (newest.number > attempt.number and not lines)):
+            path, label = _find_log(run, newest, rank)
+            # Without Slurm, a rank has one log of all attempts, which is simply read on.
+            if log is None or path != log.path:
+                if log is not None:
+                    _write(log.last_line())
+                log = LogReader(path, label, FIRST_LINES if log is None else None)
+            if attempt is not None:
+                print(f"attempt {newest.number}:", file=sys.stderr, flush=True)
+            attempt = newest
+        elif end and not lines:
+            if log is not None:
+                _write(log.last_line())
+            return end
+        elif not lines:
+            time.sleep(POLL_SECONDS)
+
+
+class LogReader:
+    """Read a growing log in whole lines, of all ranks or of one."""
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int | None,
+        last_lines: int | None = None,
+        part: tuple[int, int | None] = (0, None),
+    ) -> None:
+        """Prepare to read a log, which need not exist yet.
+
+        Args:
+            path: The log.
+            rank: Only lines with this rank's label are returned, without the label; None: all.
+            last_lines: Begin with this many of the last lines; None: begin with the first line.
+            part: Where to begin, and where to end; None: at the end of the file.
+        """
+        self.path, self._rank = path, rank
+        # The beginning of a line of which the end has not been written yet.
+        self._rest = b""
+        self._file: IO[bytes] | None = None
+        self._first: list[bytes] = []
+        self._begin, self._left = part[0], None if part[1] is None else part[1] - part[0]
+        if last_lines is not None and self._open():
+            self._first = list(self._last(last_lines))
+
+    def read(self) -> list[bytes]:
+        """Return new lines, about `CHUNK_BYTES` of them at most; [] at the end of the log."""
+        if self._first:
+            lines, self._first = self._first, []
+            return lines
+        # A chunk may hold lines of other ranks only: [] would be taken for the end.
+        while self._open() and (chunk := self._chunk()):
+            if lines := list(self._select(chunk)):
+                return lines
+        return []
+
+    def last_line(self) -> list[bytes]:
+        """Return the last line if it has no end, or []; call it when nothing more is written.
+
+        It may be what a rank printed just before it was killed.
+        """
+        return list(self._select(b"\n")) if self._rest else []
+
+    def _chunk(self) -> bytes:
+        assert self._file is not None
+        size = CHUNK_BYTES if self._left is None else min(CHUNK_BYTES, self._left)
+        chunk = self._file.read(size)
+        if self._left is not None:
+            self._left -= len(chunk)
+        return chunk
+
+    def _open(self) -> bool:
+        """Open the log if it exists; return True if it is open."""
+        if self._file is None and self.path.is_file():
+            self._file = open_regular(self.path)
+            self._file.seek(self._begin)
+        return self._file is not None
+
+    def _last(self, count: int) -> list[bytes]:
+        """Return the last `count` lines, and move to the end of the log."""
+        assert self._file is not None
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - TAIL_BYTES))
+        if size > TAIL_BYTES:
+            # Most likely the second part of a line.
+            self._file.readline()
+        return list(self._select(self._file.read()))[-count:]
+
+    def _select(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the complete lines of the rank, and keep the rest for the next chunk."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > CHUNK_BYTES:
+            # Not a line of text. It must not fill the memory.
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            label = LABEL.match(line)
+            if self._rank is None:
+                yield line + b"\n"
+            elif label and int(label[1]) == self._rank:
+                yield line[label.end() :] + b"\n"
+
+
+class _EndOfRun:
+    """Find out if a run is over, from its newest attempt or else from Slurm.
+
+    Slurm has to say so in two answers in a row: between an attempt and its restart there is a
+    moment in which no attempt is alive and no job is running.
+    """
+
+    def __init__(self, run: Path, records: Records) -> None:
+        self._run, self._records = run, records
+        self._status = Repeated(lambda: read_statuses([run], records=records)[0][0], SQUEUE_SECONDS)
+        self._last_answer = ""
+
+    def reason(self, newest: AttemptRecord | None) -> str:
+        """Return how the run ended; "" while it goes on."""
+        ended = newest.ended if newest else None
+        if newest and ended and ended.outcome not in STARTED_AGAIN and not self._is_sent(newest):
+            return f"{self._run}: {in_words(ended.outcome)}: {ended.reason}"
+        status = self._status.new()
+        if status is None:
+            return ""
+        answer = f"{self._run}: {status.state}: {status.reason}" if status.is_over else ""
+        confirmed = bool(answer) and answer == self._last_answer
+        self._last_answer = answer
+        return answer if confirmed else ""
+
+    def _is_sent(self, newest: AttemptRecord) -> bool:
+        """Return True if a training job was sent after the newest attempt had begun."""
+        owner = newest.owner
+        return any(
+            record.kind == JobKind.TRAIN
+            and record.job_id != owner.slurm_job_id
+            and record.submitted_at > owner.began_at
+            for record in self._records.read(read_jobs, self._run, RunPaths(self._run).jobs)
+        )
+
+
+def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path, int | None]:
+    """Find the log of an attempt.
+
+    Args:
+        run: The run's directory.
+        attempt: The attempt.
+        rank: The rank whose lines are wanted; None: all, and without Slurm those of rank 0.
+
+    Returns:
+        The log, and the rank whose label to look for in it; None if all its lines are wanted.
+
+    Raises:
+        ConfigError: The attempt has no such rank.
+    """
+    paths, num_ranks = RunPaths(run), attempt.owner.num_processes
+    if rank is not None and rank >= num_ranks:
+        raise ConfigError(
+            f"--rank {rank}: no such rank. Attempt {attempt.number} of {run} has ranks 0 to "
+            f"{num_ranks - 1}"
+        )
+    if attempt.owner.slurm_job_id is not None:
+        return paths.attempt_log(attempt.number), rank
+    return paths.rank_log(rank or 0), None
+
+
+def _why_no_log(run: Path) -> str:
+    """Return what a run without a log is waiting for, and which other log may say more."""
+    [status], away = read_statuses([run])
+    reason = status.reason or away
+    words = [f"It is {status.state} ({reason})" if reason else f"It is {status.state}"]
+    jobs = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
+    if jobs and (path := RunPaths(run).slurm_log(jobs[-1].job_id)).exists():
+        words.append(f"the output of its batch script is in {path}")
+    return "; ".join(words)
+
+
+def _write(lines: list[bytes]) -> None:
+    """Write lines to stdout: to a file or a pipe byte for byte, to a terminal what it may get."""
+    if lines:
+        is_terminal = sys.stdout.isatty()
+        sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
+        sys.stdout.buffer.flush()

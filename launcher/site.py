@@ -1,0 +1,432 @@
+"""Take what a user asks of Slurm for one command, by its options, beside the site file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from pretrain.config import ConfigError
+from pretrain.config.schema import Section
+from pretrain.config.toml import read_toml
+from pretrain.launcher.slurm import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
+from pretrain.rundir.trust import credential_among, credential_in, is_credential, refusal
+
+# ---- Read a site file: what a Slurm cluster has, and what of it the jobs may use ----
+# A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. What
+# it says is checked here in full, because sbatch would accept much of it and the job would fail
+# hours later, when it starts.
+
+
+VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
+"""Keys of a site for which a variable SBATCH_<KEY> may stand in."""
+VARIABLE_ARGUMENTS = ("reservation", "wckey")
+"""Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
+_RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PRETRAIN_ATTEMPT"}
+"""Variables that tell a process which rank it is; Slurm and the launcher set them for each rank."""
+_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<clock>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
+_MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
+
+
+class Site(Section):
+    """The content of a site file.
+
+    One rank runs on each GPU. On a site without GPUs, `tasks_per_node` says how many ranks run on a
+    node.
+    """
+
+    name: str
+    """A name for messages, also recorded in jobs.jsonl."""
+    nodes: int = Field(gt=0)
+    """The most nodes that one job may have."""
+    gpus_per_node: int = Field(default=0, ge=0)
+    """0 on a site without GPUs."""
+    tasks_per_node: int | None = Field(default=None, gt=0)
+    """Ranks per node on a site without GPUs."""
+    cpus_per_node: int = Field(gt=0)
+    """Cores of a node that its ranks share evenly."""
+    gpu: str | None = None
+    """The GPU's model, for messages."""
+    gpu_type: str | None = None
+    """The GPU's type in Slurm, for a partition that mixes several: v100 if `scontrol show node`
+    prints Gres=gpu:v100:8."""
+    precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = Field(
+        default=("fp32",), min_length=1, strict=False
+    )
+    """Values of train.precision that the hardware supports: a V100 has no bf16."""
+    memory_per_node: str | None = None
+    """Memory for a job on a whole node, such as "480G"; "0" is all of it. The default is the
+    partition's."""
+    time_limit: str | None = None
+    """As in sbatch: "1-00:00:00", "12:00:00", "90" (minutes). The default is the partition's."""
+    gpu_compute_capability: str | None = Field(default=None, pattern=r"^\d+\.\d$")
+    """Compute capability of the GPUs: "7.0" for a V100, "8.0" for an A100, "9.0" for an H100 or
+    H200. With it `launcher submit` checks before a job is sent that the ranks' torch was built for
+    them, which a job without it finds out on its nodes."""
+    partition: str | None = None
+    """The partition of the jobs, as `sinfo` lists it. The default is the cluster's."""
+    account: str | None = None
+    """The account that pays for the jobs, where the cluster asks for one."""
+    qos: str | None = None
+    """The quality of service of the jobs, where the account has several."""
+    constraint: str | None = None
+    """A feature that the nodes must have, as `sinfo -o %f` shows it: "nvlink"."""
+    modules: tuple[str, ...] = Field(default=(), strict=False)
+    """Environment modules that the job loads before anything else."""
+    container: tuple[str, ...] = Field(default=(), strict=False)
+    """A command that starts each rank's Python in a container, one string per argument:
+    ["apptainer", "exec", "--nv", "image.sif"]. Where options of srun make the container, as with
+    pyxis, they belong into `srun_arguments`."""
+    python: str | None = None
+    """The Python of the ranks. The default is the one that runs `launcher`, or `python3` in a
+    container."""
+    environment: dict[str, str] = Field(default={})
+    """Environment variables of the job. Values are used literally; nothing in them is expanded.
+    Secrets are refused, because this is written into the run's directory: export them in your
+    shell before you submit."""
+    scratch: str | None = None
+    """A directory that exists on every node. Users may share it: temporary files and compiled
+    kernels go to pretrain-UID in it, which is made for this user alone."""
+    sbatch_arguments: tuple[str, ...] = Field(default=(), strict=False)
+    """Further options of sbatch, one string each: "--reservation=night"."""
+    srun_arguments: tuple[str, ...] = Field(default=(), strict=False)
+    """Further options of srun, one string each: "--container-image=/images/pretrain.sqsh". All that
+    runs where the ranks run is started with them: ranks, evaluations and tasks of builds."""
+
+    @property
+    def max_tasks_per_node(self) -> int:
+        """Return the number of ranks on a whole node."""
+        return self.gpus_per_node or self.tasks_per_node or 1
+
+    @property
+    def ranks_python(self) -> str | None:
+        """Return the Python of the ranks, or None for the one that runs `launcher`."""
+        return self.python or ("python3" if self.is_contained else None)
+
+    @property
+    def is_contained(self) -> bool:
+        """Return True if the ranks run in a container, by a command or by options of srun."""
+        options = (option_name(argument) for argument in self.srun_arguments)
+        return bool(self.container) or "container-image" in options
+
+
+def load_site(path: str | Path) -> Site:
+    """Read and check a site file. Keys that it leaves out may come from variables SBATCH_...
+
+    Raises:
+        ConfigError: The file is missing or wrong. Every line of the message names the file, a key,
+            its value and what to do.
+    """
+    path = Path(path)
+    try:
+        values = read_toml(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such site file. `pretrain config --list` shows the example sites; copy "
+            "one and set your cluster's values"
+        ) from None
+    except (IsADirectoryError, NotADirectoryError, PermissionError, UnicodeError) as error:
+        raise ConfigError(f"{path}: not a readable site file ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return parse_site(with_variables(values, os.environ), str(path))
+
+
+def with_variables(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Add what the variables SBATCH_... say about where jobs may run to what a site leaves out.
+
+    Many clusters set these for all users. They become part of the site, because they are shown,
+    recorded and sent again with it. Other variables SBATCH_... would change the shape of a job,
+    and sbatch does not get them (pretrain.launcher.slurm).
+
+    Args:
+        values: The content of a site file, unchecked.
+        environment: The variables of this process.
+    """
+    set_here = {
+        key: value
+        for key in (*VARIABLE_KEYS, *VARIABLE_ARGUMENTS)
+        if (value := environment.get(f"SBATCH_{key.upper()}"))
+    }
+    keys = {key: set_here[key] for key in VARIABLE_KEYS if key in set_here}
+    arguments = values.get("sbatch_arguments", [])
+    if isinstance(arguments, list):
+        names = {option_name(str(argument)) for argument in arguments}
+        inherited = [
+            f"--{key}={set_here[key]}"
+            for key in VARIABLE_ARGUMENTS
+            if key in set_here and key not in names
+        ]
+        arguments = [*inherited, *arguments]
+    return keys | values | ({"sbatch_arguments": arguments} if arguments else {})
+
+
+def parse_site(values: dict[str, Any], origin: str) -> Site:
+    """Check the content of a site file.
+
+    Args:
+        values: The content.
+        origin: Where it comes from, for messages.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+    if {"model", "run"} & set(values):
+        raise ConfigError(
+            f"{origin}: the config of a run, not a site file. `pretrain config --list` shows the "
+            "example sites"
+        )
+    try:
+        site = Site.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{origin}: {_explain(e)}" for e in error.errors())) from None
+    if refusals := _refusals(site):
+        raise ConfigError("\n".join(f"{origin}: {refusal}" for refusal in refusals))
+    return site
+
+
+def seconds_of(time_limit: str) -> int | None:
+    """Convert a time limit of Slurm to seconds.
+
+    Slurm takes "MM", "MM:SS", "HH:MM:SS", "D-HH", "D-HH:MM" and "D-HH:MM:SS" (sbatch(1), --time).
+
+    Returns:
+        Seconds, or None for "UNLIMITED".
+
+    Raises:
+        ConfigError: The text is none of these, or it is no time at all, such as "0:00".
+    """
+    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    # isascii: \d also matches digits of other scripts, which sbatch does not take.
+    match = _TIME.fullmatch(time_limit) if time_limit.isascii() else None
+    if match and match["days"]:
+        # After the days come hours, which may be followed by minutes and seconds.
+        hours, minutes, seconds = ([int(part) for part in match["clock"].split(":")] + [0, 0])[:3]
+        total = ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+    elif match:
+        parts = [int(part) for part in match["plain"].split(":")]
+        # Without days one or two numbers are minutes and seconds, three begin with hours.
+        hours, minutes, seconds = parts if len(parts) == 3 else (0, *[*parts, 0][:2])
+        total = (hours * 60 + minutes) * 60 + seconds
+    if not match or not total:
+        raise ConfigError(
+            f"time limit {time_limit!r}: not a time. Write "
+            '"1-00:00:00" (days-hours:minutes:seconds), "12:00:00", or "90" for minutes'
+        )
+    return total
+
+
+def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
+    """Return sbatch's --mem for a job that uses part of a node: ("480G", 1, 8) -> "61440M".
+
+    Args:
+        memory_per_node: The memory of a whole node, such as "480G". "0", which is all memory, is
+            not divided.
+        tasks: Ranks of the job on each node.
+        of_tasks: Ranks on a whole node.
+
+    Raises:
+        ConfigError: The memory is not an amount.
+    """
+    match = _MEMORY.fullmatch(memory_per_node)
+    if not match:
+        raise ConfigError(
+            f'memory_per_node = {memory_per_node!r}: not an amount. Write it as "480G"'
+        )
+    amount, unit = int(match[1]), (match[2] or "M").upper()
+    if tasks == of_tasks or not amount:
+        return f"{amount}{unit}" if amount else "0"
+    # Slurm's units: K, M, G and T are powers of 1024, and a number alone is in M.
+    kibibytes = amount * 1024 ** "KMGT".index(unit) * tasks // of_tasks
+    return f"{max(1, kibibytes // 1024)}M"
+
+
+def is_plain(text: str) -> bool:
+    """Return True for text without control characters that can be written as UTF-8."""
+    return text.isprintable()
+
+
+def _refusals(site: Site) -> list[str]:
+    """Return what is wrong with a site beyond the types of its values, a line each."""
+    # Alone, because the others repeat the value.
+    if secrets := list(_refused_secrets(site)):
+        return secrets
+    return [
+        *_refused_text(site),
+        *_refused_variables(site),
+        *_refused_sizes(site),
+        *_refused_arguments(site),
+    ]
+
+
+def _refused_text(site: Site) -> Iterator[str]:
+    """Refuse empty and unprintable text, which could not be passed to Slurm as it is."""
+    values = {
+        key: value
+        for key, value in site.model_dump().items()
+        if key not in ("environment", "precisions")
+    }
+    for key, value in values.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not text:
+                yield f"{key} = {text!r}: is empty. Leave it out"
+            elif isinstance(text, str) and not is_plain(text):
+                yield f"{key} = {text!r}: has control characters. Use printable text"
+
+
+def _refused_variables(site: Site) -> Iterator[str]:
+    """Refuse environment variables that bash or the ranks would not get as they are written."""
+    for name, value in site.environment.items():
+        key = f"environment.{name}" if is_plain(name) else f"environment.{name!r}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
+            yield f"{key}: not a variable's name. Use letters, digits and underscores"
+        elif (
+            name in _RANK_VARIABLES
+            or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
+            or name in ("BASH_ENV", "IFS")
+        ):
+            yield f"{key}: Slurm and the launcher set this themselves. Leave it out"
+        elif "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+            yield f"{key} = {value!r}: no variable can hold this. Use printable text"
+
+
+def _refused_secrets(site: Site) -> Iterator[str]:
+    """Refuse secrets in any value, such as --env WANDB_API_KEY=... of a container."""
+    for name, value in site.environment.items():
+        if what := name if is_credential(name) else credential_in(value):
+            yield refusal(f"environment.{name}" if is_plain(name) else "environment", what)
+    for key, value in site.model_dump(exclude={"environment"}).items():
+        words = value if isinstance(value, tuple) else (value,)
+        if what := credential_among(word for word in words if isinstance(word, str)):
+            yield refusal(key, what)
+
+
+def _refused_sizes(site: Site) -> Iterator[str]:
+    """Refuse numbers that contradict each other, and amounts and times that Slurm does not take."""
+    if site.gpus_per_node and site.tasks_per_node not in (None, site.gpus_per_node):
+        yield (
+            f"tasks_per_node = {site.tasks_per_node}: one rank runs on each GPU, and "
+            f"gpus_per_node = {site.gpus_per_node}. Leave it out"
+        )
+    if not site.gpus_per_node and site.tasks_per_node is None:
+        yield (
+            "gpus_per_node: missing. Set it to the number of GPUs of a node, or on a site without "
+            "GPUs set tasks_per_node to the number of ranks"
+        )
+    if not site.gpus_per_node and site.gpu_type:
+        yield f"gpu_type = {site.gpu_type}: gpus_per_node is 0. Leave it out, or set gpus_per_node"
+    if site.cpus_per_node < site.max_tasks_per_node:
+        yield (
+            f"cpus_per_node = {site.cpus_per_node}: fewer than the {site.max_tasks_per_node} ranks "
+            "of a node. Set at least one core per rank"
+        )
+    if not site.gpus_per_node and site.gpu_compute_capability:
+        yield (
+            f"gpu_compute_capability = {site.gpu_compute_capability}: gpus_per_node is 0. Leave it "
+            "out, or set gpus_per_node"
+        )
+    if site.gpu_type and not re.fullmatch(r"[\w.+-]+", site.gpu_type):
+        yield (
+            f"gpu_type = {site.gpu_type!r}: not the name of a type. `scontrol show node` prints it "
+            "as Gres=gpu:TYPE:8"
+        )
+    try:
+        share_of_memory(site.memory_per_node or "0", 1, 1)
+        seconds_of(site.time_limit or "UNLIMITED")
+    except ConfigError as error:
+        yield str(error)
+
+
+def _refused_arguments(site: Site) -> Iterator[str]:
+    """Refuse options that the launcher sets itself, and words in the wrong place."""
+    for key, ours in (("sbatch_arguments", OUR_OPTIONS), ("srun_arguments", SRUN_OPTIONS)):
+        for argument in getattr(site, key):
+            if why := why_refused(argument, ours):
+                yield f"{key}: {argument!r}: {why}. Leave it out"
+    if site.container and site.container[0].startswith("-"):
+        yield (
+            f"container = {list(site.container)}: begins with an option, and is a command. Options "
+            f'of srun, as those of pyxis, belong into srun_arguments = ["{site.container[0]}"]'
+        )
+
+
+def _explain(error: Any) -> str:
+    """Turn one error of pydantic into a line that says what to change."""
+    key, keys = ".".join(str(part) for part in error["loc"]), list(Site.model_fields)
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, keys, 1, cutoff=0.5)
+        return f"{key}: no such key" + (
+            f", did you mean {near[0]}?" if near else f"; keys are {', '.join(keys)}"
+        )
+    if error["type"] == "missing":
+        return f"{key}: missing; it has no default"
+    got, shown = error["input"], repr(error["input"])
+    # A secret must not be repeated, and what is no single value may hold one anywhere.
+    secret = any(is_credential(str(part)) for part in error["loc"]) or credential_in(shown)
+    if secret or not isinstance(got, str | int | float):
+        shown = "..."
+    return (
+        f"{key} = {shown}: {error['msg'][:1].lower()}{error['msg'][1:]} (got {type(got).__name__})"
+    )
+
+
+OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "dependency")
+"""Options that sbatch and the launcher's commands have in common."""
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """The options of one command that say how Slurm should treat its job."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, as "exclude=n1" or "exclusive"."""
+    dependency: str | None = None
+    """As in sbatch --dependency."""
+    mail: str | None = None
+    """The address to which Slurm sends a mail when the job has finished or given up."""
+
+    def site(self, site: Site) -> Site:
+        """Return the site with what this command asks for. Raises ConfigError for wrong options."""
+        for key, value in (("--dependency", self.dependency), ("--mail", self.mail)):
+            # An address or a list of jobs has no blank, and sbatch would take it as it is.
+            if value is not None and (not value.isprintable() or " " in value or not value):
+                raise ConfigError(f"{key} {value!r}: has blanks or control characters, or is empty")
+        given = [_argument(text) for text in self.sbatch]
+        names = {option_name(argument) for argument in given}
+        kept = [a for a in site.sbatch_arguments if option_name(a) not in names]
+        chosen = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        values = site.model_dump() | {"sbatch_arguments": [*kept, *given]}
+        values |= {key: value for key, value in chosen.items() if value is not None}
+        return parse_site(values, f"site {site.name} with the options of this command")
+
+
+NO_REQUEST = SlurmRequest()
+"""A command that asks for nothing."""
+
+
+def _argument(text: str) -> str:
+    """Return the option of sbatch that a value of --sbatch is.
+
+    Raises:
+        ConfigError: It is none, one that the launcher sets itself, or a secret.
+    """
+    # First, because the other message repeats the value.
+    if what := credential_in(text):
+        raise ConfigError(refusal("--sbatch", what))
+    argument = f"--{text.removeprefix('--')}"
+    if why := why_refused(argument):
+        name = option_name(argument)
+        own = [option for option in OWN_OPTIONS if option == name]
+        remedy = f"Use --{own[0]} of this command" if own else "Leave it out"
+        raise ConfigError(f"--sbatch {text!r}: {why}. {remedy}")
+    return argument

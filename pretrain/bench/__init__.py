@@ -1,0 +1,1 @@
+"""Measure speed and memory: training, attention, data, generation, checkpoints."""

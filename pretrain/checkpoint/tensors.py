@@ -1,0 +1,577 @@
+"""`pretrain checkpoint consolidate`: plain safetensors by global name, for any program to read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.index import ITEM_BYTES
+from pretrain.checkpoint.listing import moment, size, table
+from pretrain.checkpoint.load import SLAB_BYTES, Target, read_into
+from pretrain.checkpoint.manifest import CONFIG, MASTER, Checkpoint, open_checkpoint
+from pretrain.config import ConfigError, RunFailed, dump_config, writing
+from pretrain.config.describe import describe
+from pretrain.config.trajectory import data_differences, differences
+from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
+from pretrain.rundir.files import FILE_MODE, flush_directory, new_directory, replace_file
+from pretrain.rundir.lineage import Lineage, hold
+from pretrain.rundir.provenance import printable
+
+# ---- slabs ----
+# Read the tensors of a checkpoint in slabs of bounded size, whatever the size of the model.
+
+
+class Slab(NamedTuple):
+    """Consecutive rows of a global tensor."""
+
+    name: str
+    """The global tensor: "<kind>/<parameter>"."""
+    offset: tuple[int, ...]
+    """Where the rows begin in the tensor."""
+    size: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return ITEM_BYTES * math.prod(self.size)
+
+
+def slabs(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[Slab]]:
+    """Yield tensors in order, in lists of slabs that hold about SLAB_BYTES together.
+
+    Only a single row that is larger makes a larger list.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        names: Global tensors, "<kind>/<parameter>".
+    """
+    batch: list[Slab] = []
+    room = SLAB_BYTES
+    for name in names:
+        for slab in _rows(name, checkpoint.index.tensors[name].shape):
+            if batch and slab.bytes > room:
+                yield batch
+                batch, room = [], SLAB_BYTES
+            batch.append(slab)
+            room -= slab.bytes
+    if batch:
+        yield batch
+
+
+def read_slabs(checkpoint: Checkpoint, batch: Iterable[Slab]) -> list[Tensor]:
+    """Return the values of slabs, fp32, verified.
+
+    Args:
+        checkpoint: The checkpoint, opened.
+        batch: Some of what `slabs` yields, of a checkpoint with the same shapes.
+
+    Raises:
+        DamagedCheckpoint: A block is not as it was written.
+    """
+    targets = [Target(slab.name, slab.offset, torch.empty(slab.size)) for slab in batch]
+    read_into(checkpoint, targets)
+    return [target.values for target in targets]
+
+
+def _rows(name: str, shape: tuple[int, ...]) -> Iterator[Slab]:
+    """Yield a tensor in slabs of whole rows along its first axis."""
+    if not shape:
+        yield Slab(name, (), ())
+        return
+    row_bytes = ITEM_BYTES * math.prod(shape[1:])
+    if not row_bytes:
+        # The rows have no elements.
+        return
+    at_once = max(1, SLAB_BYTES // max(1, row_bytes))
+    rest = (0,) * (len(shape) - 1)
+    for row in range(0, shape[0], at_once):
+        yield Slab(name, (row, *rest), (min(at_once, shape[0] - row), *shape[1:]))
+
+
+# ---- `pretrain checkpoint show`: what a checkpoint is, where it comes from and what is in it ----
+
+
+_OPTIMIZERS = {"adamw": "Adam", "nag": "NAG"}
+
+
+def show_source(source: Path, tensors: bool = False) -> str:
+    """Return a description of a checkpoint, or of a run's newest one.
+
+    Args:
+        source: The checkpoint or the run.
+        tensors: Also read all tensors, and describe their norms.
+
+    Raises:
+        ConfigError: It is neither, or the checkpoint is damaged.
+    """
+    path = find_checkpoint(source)
+    with hold(path):
+        checkpoint = open_checkpoint(path)
+        norms = _norms(checkpoint) if tensors else {}
+        saved_at = (path / MANIFEST).stat().st_mtime
+    blocks = [
+        _identity(checkpoint, saved_at),
+        describe(checkpoint.config).replace("# ", ""),
+        _history(checkpoint),
+        _made_with(checkpoint),
+        _tensors(checkpoint, norms),
+        _files(checkpoint),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _identity(checkpoint: Checkpoint, saved_at: float) -> str:
+    lineage, state, config = checkpoint.lineage, checkpoint.trainer_state, checkpoint.config
+    tokens = state.consumed_samples * config.data.sequence_length
+    loss = checkpoint.origin.validation_loss_nats
+    rows = [
+        ("id", lineage.id),
+        ("saved at", moment(saved_at)),
+        ("step", f"{lineage.step:,} of {config.train.num_steps:,}"),
+        ("tokens", f"{tokens:,} ({state.consumed_samples:,} samples)"),
+        (
+            "updates",
+            f"{checkpoint.adam_steps:,} by {_OPTIMIZERS[checkpoint.config.optimizer.name]}",
+        ),
+        ("validation loss", "not measured at this step" if loss is None else f"{loss:.6f} nats"),
+    ]
+    if checkpoint.loss_scaler_state:
+        scaler = ", ".join(f"{k} {v:g}" for k, v in checkpoint.loss_scaler_state.items())
+        rows.append(("loss scaler", scaler))
+    return "\n".join([str(checkpoint.path), *(f"{name:<16} {text}" for name, text in rows)])
+
+
+def _history(checkpoint: Checkpoint) -> str:
+    """Return ancestry, allowed changes and the identity of the data."""
+    lineage, origin = checkpoint.lineage, checkpoint.origin
+    lines = [f"parent           {lineage.parent or 'none: the first of its run'}"]
+    for branch in lineage.branches:
+        since = f"from step {branch.since:,}" if branch.since else "from scratch"
+        lines.append(f"branch           {branch.id} {since}")
+    for change in origin.changes:
+        lines.append(
+            f"change           after step {change.step:,}: {change.key} = {change.before} -> "
+            f"{change.after}"
+        )
+    for name, sha256 in origin.data.items():
+        lines.append(f"{name:<16} SHA-256 {sha256}")
+    return "\n".join(lines)
+
+
+def _made_with(checkpoint: Checkpoint) -> str:
+    """Return the code, versions, machine and command line of the attempt that saved it."""
+    made = checkpoint.origin.provenance
+    if made is None:
+        return "made with        not recorded"
+    rows = {
+        "started at": moment(made.at),
+        "command": shlex.join(made.command),
+        "in": made.directory,
+        **made.facts(),
+        "Slurm job": made.slurm_job_id or "none",
+    }
+    return "\n".join(f"{name:<16} {printable(text)}" for name, text in rows.items())
+
+
+def _tensors(checkpoint: Checkpoint, norms: dict[str, float]) -> str:
+    shapes = checkpoint.shapes
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    kinds = (MASTER, *checkpoint.config.moments)
+    header = ["parameter", "shape", *(f"norm of {kind}" for kind in kinds if norms)]
+    rows = [
+        [
+            name,
+            " x ".join(map(str, shape)) or "scalar",
+            *(f"{norms[f'{kind}/{name}']:.6g}" for kind in kinds if norms),
+        ]
+        for name, shape in shapes.items()
+    ]
+    kept = "both moments of Adam" if len(kinds) > 2 else "the momentum of NAG"
+    summary = (
+        f"{len(shapes)} parameters with {elements:,} elements; of each fp32 weights and {kept}"
+    )
+    return f"{summary}\n{table(header, rows, left=2)}"
+
+
+def _files(checkpoint: Checkpoint) -> str:
+    rows = [(name, size(count)) for name, count in sorted(checkpoint.files.items())]
+    total = sum(checkpoint.files.values())
+    return table(("file", "size"), [*rows, ("all", size(total))])
+
+
+def _norms(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the L2 norm of every global tensor."""
+    squares = dict.fromkeys(checkpoint.index.tensors, 0.0)
+    for batch in slabs(checkpoint, checkpoint.index.tensors):
+        for slab, values in zip(batch, read_slabs(checkpoint, batch)):
+            squares[slab.name] += float(values.double().square().sum())
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+# ---- `pretrain checkpoint diff`: what two checkpoints have in common and where they differ ----
+
+
+_WORDS = {
+    MASTER: "weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "momentum_buffer": "momentum",
+}
+
+
+@dataclass
+class TensorDifference:
+    """The differences of a tensor between two checkpoints, over all slabs compared."""
+
+    is_equal: bool = True
+    """Bit by bit."""
+    max_absolute: float = 0.0
+    square_difference: float = 0.0
+    square: float = 0.0
+    """Sum of the squares of the first checkpoint's values."""
+    problem: str = ""
+    """Why the values cannot be compared."""
+
+    @property
+    def relative(self) -> float:
+        """Return the norm of the difference over the norm of the first checkpoint's values."""
+        if not self.square_difference:
+            return 0.0
+        return math.sqrt(self.square_difference / self.square) if self.square else math.inf
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Take the same box of both checkpoints into account, fp32 each."""
+        bits_a, bits_b = (values.view(torch.int32) for values in (a, b))
+        self.square += float(a.double().square().sum())
+        if torch.equal(bits_a, bits_b):
+            return
+        self.is_equal = False
+        difference = a.double() - b.double()
+        self.max_absolute = max(self.max_absolute, float(difference.abs().max()))
+        self.square_difference += float(difference.square().sum())
+
+
+@dataclass
+class Comparison:
+    """The differences that `compare` found."""
+
+    relation: str
+    config: list[str]
+    """A line for each key that differs."""
+    data: list[str]
+    """A line for each part of the data that differs; of what a checkpoint does not know, too."""
+    state: list[str]
+    """Samples, updates and loss scale that differ."""
+    tensors: dict[str, TensorDifference] = field(default_factory=dict)
+    """Global tensor -> how it differs."""
+
+    @property
+    def is_same_training(self) -> bool:
+        """Return True if all that training goes on from is bit-equal."""
+        return not self.state and all(tensor.is_equal for tensor in self.tensors.values())
+
+
+def compare_sources(first: Path, second: Path) -> Comparison:
+    """Compare two checkpoints, or the newest ones of runs, and print a report.
+
+    Raises:
+        ConfigError: One is no checkpoint, or it is damaged.
+    """
+    paths = find_checkpoint(first), find_checkpoint(second)
+    with hold(paths[0]), hold(paths[1]):
+        a, b = (open_checkpoint(path) for path in paths)
+        found = compare(a, b)
+    print(report(a, b, found))
+    return found
+
+
+def compare(a: Checkpoint, b: Checkpoint) -> Comparison:
+    """Compare two checkpoints, with no more than a few slabs of their tensors in memory.
+
+    Raises:
+        DamagedCheckpoint: A block of one is not as it was written.
+    """
+    result = Comparison(
+        relation(a.lineage, b.lineage),
+        [f"{each.key} = {each.before} -> {each.after}" for each in differences(a.config, b.config)],
+        _data(a, b),
+        _state(a, b),
+    )
+    common = []
+    for name in sorted(a.index.tensors.keys() | b.index.tensors.keys()):
+        shapes = [c.index.tensors[name].shape if name in c.index.tensors else None for c in (a, b)]
+        found = result.tensors[name] = TensorDifference()
+        if shapes[0] == shapes[1]:
+            common.append(name)
+        else:
+            found.is_equal = False
+            found.problem = " and ".join(_shape(shape) for shape in shapes)
+    for batch in slabs(a, common):
+        for slab, x, y in zip(batch, read_slabs(a, batch), read_slabs(b, batch)):
+            result.tensors[slab.name].add(x, y)
+    return result
+
+
+def relation(a: Lineage, b: Lineage) -> str:
+    """Return in words how two checkpoints are related."""
+    if a.id == b.id:
+        return "the same checkpoint (its id is the same)"
+    if a.is_ancestor_of(b):
+        return f"A is an ancestor of B, {b.step - a.step:,} steps before it"
+    if b.is_ancestor_of(a):
+        return f"B is an ancestor of A, {a.step - b.step:,} steps before it"
+    if a.branches[0].id != b.branches[0].id:
+        return "unrelated: they come from two starts from scratch"
+    common = a.last_common_step(b)
+    if not common:
+        return "siblings: they have the start from scratch in common, and no later step"
+    return f"siblings: their line is the same up to step {common:,}"
+
+
+def report(a: Checkpoint, b: Checkpoint, found: Comparison) -> str:
+    """Return what the command prints, the summary first.
+
+    Args:
+        a: The first checkpoint.
+        b: The second one.
+        found: What `compare` found.
+    """
+    lines = [
+        f"A: {a.path}, step {a.lineage.step:,}, id {a.lineage.id}",
+        f"B: {b.path}, step {b.lineage.step:,}, id {b.lineage.id}",
+        "",
+        f"lineage  {found.relation}",
+        _summary("config", found.config, "the same", "keys differ"),
+        _summary("data", found.data, "the same", "differences"),
+        _summary("state", found.state, "the same", "differences"),
+        *_tensor_summary(found),
+    ]
+    for title, rows in (("config", found.config), ("data", found.data), ("state", found.state)):
+        if rows:
+            lines += ["", f"{title}:", *(f"  {row}" for row in rows)]
+    if differing := {name: t for name, t in found.tensors.items() if not t.is_equal}:
+        cells = [
+            (name, t.problem or f"{t.max_absolute:.3g}", "" if t.problem else f"{t.relative:.3g}")
+            for name, t in differing.items()
+        ]
+        lines += ["", table(("tensor", "largest difference", "relative to A"), cells)]
+    return "\n".join(lines)
+
+
+def _summary(name: str, rows: list[str], none: str, some: str) -> str:
+    return f"{name:<9}" + (f"{len(rows)} {some}" if rows else none)
+
+
+def _tensor_summary(found: Comparison) -> list[str]:
+    lines: list[str] = []
+    for kind, words in _WORDS.items():
+        own = [t for name, t in found.tensors.items() if name.startswith(f"{kind}/")]
+        if not own:
+            continue
+        equal = sum(t.is_equal for t in own)
+        text = f"{words}: {equal} of {len(own)} bit-equal"
+        if differing := [t for t in own if not t.is_equal and not t.problem]:
+            largest = max(t.max_absolute for t in differing)
+            relative = max(t.relative for t in differing)
+            text += f", largest difference {largest:.3g}, relative {relative:.3g}"
+        lines.append(f"{'tensors' if not lines else '':<9}{text}")
+    return lines
+
+
+def _data(a: Checkpoint, b: Checkpoint) -> list[str]:
+    before, after = a.origin.data, b.origin.data
+    directory = b.config.data.directory
+    rows = [
+        f"{each.data}: SHA-256 {each.before[:12]}... -> {each.after[:12]}..."
+        for each in data_differences(before, after, directory)
+    ]
+    for name in sorted(before.keys() ^ after.keys()):
+        rows.append(f"{name}: {'A' if name in before else 'B'} alone records what it was")
+    return rows
+
+
+def _state(a: Checkpoint, b: Checkpoint) -> list[str]:
+    values: dict[str, list[Any]] = {
+        "samples": [c.trainer_state.consumed_samples for c in (a, b)],
+        "updates": [c.adam_steps for c in (a, b)],
+        "loss scaler": [c.loss_scaler_state for c in (a, b)],
+    }
+    return [f"{name}: {x} -> {y}" for name, (x, y) in values.items() if x != y]
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))
+
+
+DTYPES = {
+    "fp32": (torch.float32, "F32"),
+    "bf16": (torch.bfloat16, "BF16"),
+    "fp16": (torch.float16, "F16"),
+}
+"""Name -> torch's dtype and safetensors' name for it."""
+MAX_SHARD_BYTES = 5 * 10**9
+"""Hugging Face's own limit. One tensor that is larger makes a larger file."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of an output file."""
+
+    key: str
+    """Its name in the file."""
+    name: str
+    """The checkpoint's tensor: "<kind>/<parameter>"."""
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def consolidate(
+    source: Path,
+    out: Path,
+    dtype: str = "fp32",
+    with_optimizer: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Write the weights of a checkpoint as plain safetensors, by global name, and its tokenizer.
+
+    Above `max_shard_bytes` there are several files and an index, laid out as Hugging Face does. No
+    more than a few slabs of the tensors are in memory at a time.
+
+    Args:
+        source: The checkpoint, or a run, which means its newest one.
+        out: The directory to make.
+        dtype: A key of DTYPES, for the weights. The moments stay fp32.
+        with_optimizer: Also write the optimizer's moments, to files named optimizer*.
+        max_shard_bytes: Most bytes of tensors in a file.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: `out` exists, the dtype is unknown, or `source` is no good checkpoint.
+        RunFailed: The disk refused, or a weight is too large for fp16.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}")
+    if os.path.lexists(out):
+        raise ConfigError(f"{out}: exists already. Remove it, or name another directory")
+    path = find_checkpoint(source)
+    if out.resolve().is_relative_to(path.resolve()):
+        # A file that the manifest does not list would make the checkpoint count as damaged.
+        raise ConfigError(f"{out}: lies in the checkpoint {path}. Name a directory elsewhere")
+    with hold(path), writing(out):
+        checkpoint = open_checkpoint(path)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with new_directory(out) as partial:
+            _write_set(checkpoint, partial, "model", [MASTER], dtype, max_shard_bytes)
+            if with_optimizer:
+                moments = checkpoint.config.moments
+                _write_set(checkpoint, partial, "optimizer", moments, "fp32", max_shard_bytes)
+            if checkpoint.tokenizer_file is not None:
+                content = (path / checkpoint.tokenizer_file).read_bytes()
+                replace_file(partial / checkpoint.tokenizer_file, content, durable=True)
+            replace_file(partial / CONFIG, dump_config(checkpoint.config), durable=True)
+            flush_directory(partial)
+    return sorted(out.iterdir())
+
+
+def _write_set(
+    checkpoint: Checkpoint,
+    directory: Path,
+    stem: str,
+    kinds: Sequence[str],
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Write one or several files with the tensors of some kinds.
+
+    Args:
+        checkpoint: The checkpoint.
+        directory: Where to.
+        stem: The files' name begins with it.
+        kinds: MASTER, or moments, whose keys name their kind.
+        dtype: A key of DTYPES.
+        max_shard_bytes: Most bytes of tensors in a file.
+    """
+    item = DTYPES[dtype][0].itemsize
+    entries = [
+        _Entry(
+            name if kind == MASTER else f"{kind}/{name}",
+            f"{kind}/{name}",
+            shape,
+            item * math.prod(shape),
+        )
+        for kind in kinds
+        for name, shape in checkpoint.shapes.items()
+    ]
+    shards = _shards(entries, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        several = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        name = f"{stem}{several}.safetensors"
+        _write_file(checkpoint, directory / name, shard, dtype)
+        weight_map |= {entry.key: name for entry in shard}
+    if len(shards) > 1:
+        total = sum(entry.bytes for entry in entries)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(content, indent=2) + "\n"
+        replace_file(directory / f"{stem}.safetensors.index.json", text, durable=True)
+
+
+def _shards(entries: Sequence[_Entry], max_bytes: int) -> list[list[_Entry]]:
+    """Split tensors, in order, so that only a single large one makes a file too large."""
+    shards: list[list[_Entry]] = [[]]
+    room = max_bytes
+    for entry in entries:
+        if shards[-1] and entry.bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(entry)
+        room -= entry.bytes
+    return shards
+
+
+def _write_file(checkpoint: Checkpoint, path: Path, entries: Sequence[_Entry], dtype: str) -> None:
+    """Write a safetensors file: the length of the header, the header, then all values."""
+    header: dict[str, object] = {
+        # Hugging Face's loaders want to be told that the tensors are torch's.
+        "__metadata__": {
+            "format": "pt",
+            "step": str(checkpoint.lineage.step),
+            "checkpoint": checkpoint.lineage.id,
+        }
+    }
+    start = 0
+    for entry in entries:
+        header[entry.key] = {
+            "dtype": DTYPES[dtype][1],
+            "shape": list(entry.shape),
+            "data_offsets": [start, start + entry.bytes],
+        }
+        start += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for batch in slabs(checkpoint, [entry.name for entry in entries]):
+            for slab, values in zip(batch, read_slabs(checkpoint, batch)):
+                file.write(_bytes(values, dtype, slab.name))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _bytes(values: Tensor, dtype: str, name: str) -> Any:
+    """Return values in another dtype, as they stand in a file."""
+    cast = values.to(DTYPES[dtype][0])
+    if dtype != "fp32" and not torch.isfinite(cast).all():
+        largest = float(values.abs().max())
+        raise RunFailed(f"{name}: holds {largest:g}, too large for {dtype}. Use --dtype fp32")
+    return cast.contiguous().view(-1).view(torch.uint8).numpy().data

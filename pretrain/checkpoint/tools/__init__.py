@@ -1,1 +1,0 @@
-"""The subcommands of `pretrain checkpoint`: list, show, verify, diff, prune and consolidate."""

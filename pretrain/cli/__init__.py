@@ -1,0 +1,1 @@
+"""The `pretrain` command: parse arguments, call, print."""

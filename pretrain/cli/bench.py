@@ -1,0 +1,379 @@
+"""Define `pretrain bench ...`: one short function per subcommand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pretrain.config import ConfigError, RunConfig, load_config, writing
+from pretrain.config.load import Config, Overrides, check_beside
+from pretrain.rundir.files import replace_file
+from pretrain.rundir.paths import RunPaths
+
+# ---- Turn the options of a comparison into configs, before anything slow is imported ----
+
+
+def with_methods(file: Path, overrides: list[str], methods: str | None) -> list[RunConfig]:
+    """Return a config for each method, alike in all else.
+
+    Args:
+        file: The config file.
+        overrides: `section.key=value` settings.
+        methods: Values of position.method, separated by commas; None for the config's own.
+
+    Raises:
+        ConfigError: The config is wrong with one of them.
+    """
+    check_beside(overrides, {"--methods": (methods, "position.method")})
+    settings = [[]] if methods is None else [[f"position.method={m}"] for m in names(methods)]
+    return [load_config(file, [*overrides, *each]) for each in settings]
+
+
+def with_lengths(
+    file: Path, overrides: list[str], methods: str, lengths: str | None
+) -> list[RunConfig]:
+    """Return a config for each method and training length, alike in all else.
+
+    A step and a micro batch keep their tokens: their sequences become fewer as they become longer.
+
+    Args:
+        file: The config file.
+        overrides: `section.key=value` settings.
+        methods: Values of position.method, separated by commas.
+        lengths: Training lengths in tokens, separated by commas; None for the config's own.
+
+    Raises:
+        ConfigError: The config is wrong, or a length does not divide the tokens of a step or of a
+            micro batch.
+    """
+    options = {
+        "--methods": (methods, "position.method"),
+        "--lengths": (lengths, "data.sequence_length"),
+    }
+    # First the config by itself, so that a wrong value is named as such.
+    given = load_config(file, overrides)
+    check_beside(overrides, options)
+    own = given.data.sequence_length
+    chosen = parse_lengths(lengths) if lengths is not None else [own]
+    configs = []
+    for method in names(methods):
+        for length in chosen:
+            settings = [f"position.method={method}", f"data.sequence_length={length}"]
+            for key in ("global_batch_size", "micro_batch_size"):
+                tokens = getattr(given.batch, key) * own
+                if tokens % length:
+                    raise ConfigError(
+                        f"--lengths {length}: does not divide the {tokens:,} tokens of "
+                        f"batch.{key} = {getattr(given.batch, key)} x {own}. Choose lengths that "
+                        f"do, or --set batch.{key}"
+                    )
+                settings.append(f"batch.{key}={tokens // length}")
+            configs.append(load_config(file, [*overrides, *settings]))
+    return configs
+
+
+def names(methods: str) -> list[str]:
+    """Return the names of --methods, each once."""
+    parsed = list(dict.fromkeys(methods.split(",")))
+    # An empty value would remove the key, and measure its default in place of what was asked.
+    if not all(parsed):
+        raise ConfigError(
+            f"--methods {methods}: expected values of position.method separated by commas, as in "
+            "--methods alibi,sinusoidal"
+        )
+    return parsed
+
+
+def parse_lengths(lengths: str) -> list[int]:
+    """Return the numbers of --lengths, each once."""
+    try:
+        parsed = list(dict.fromkeys(int(length) for length in lengths.split(",")))
+    except ValueError:
+        parsed = [0]
+    if min(parsed) < 1:
+        raise ConfigError(
+            f"--lengths {lengths}: expected numbers of tokens separated by commas, as in "
+            "--lengths 64,128"
+        )
+    return parsed
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
+
+Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant takes its turn.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+]
+
+
+@bench.command("train")
+def bench_train(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to time, after a few that warm up.")
+    ] = 20,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the result, for pretrain plan."),
+    ] = None,
+) -> None:
+    """Time training steps on random tokens.
+
+    Prints tokens/s, the time that each part of a step takes, and peak memory.
+
+    \b
+    Example:
+      pretrain bench train configs/demo.toml --steps 20
+    """
+    run = load_config(config, overrides)
+    from pretrain.bench.training import bench_training
+
+    bench_training(run, steps, json_file)
+
+
+@bench.command("methods")
+def bench_methods(
+    config: Config,
+    methods: Annotated[
+        str, typer.Option(metavar="NAME,NAME,...", help="Values of position.method to compare.")
+    ] = "alibi,sinusoidal,rotary,t5",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Training lengths in tokens, as in 64,128; batches are resized so that a step and "
+            "a micro batch keep their tokens. Default: data.sequence_length.",
+        ),
+    ] = None,
+    rounds: Rounds = 5,
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Processes of each contestant, on this machine.")
+    ] = 1,
+    json_file: JsonFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Time training and evaluation of position methods in turns, with their memory.
+
+    Each turn has processes of its own, in which a model is built and random tokens pass through
+    training steps and an evaluation. Prints a table with ratios to sinusoidal positions of the same
+    length, and their range over the rounds.
+
+    \b
+    Example:
+      pretrain bench methods configs/demo.toml --methods alibi,sinusoidal --lengths 64,128
+    """
+    configs = with_lengths(config, overrides, methods, lengths)
+    _check_folder(json_file)
+    from pretrain.bench.methods import efficiency_table, measure
+
+    result = measure(configs, rounds, nproc)
+    _show(efficiency_table(result), result, json_file)
+
+
+@bench.command("generate")
+def bench_generate(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="TOML file of a run, or a run's directory, which means its config.",
+        ),
+    ],
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Tokens of the prompt, as in 128,1024."),
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Values of position.method to compare. Default: the config's.",
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that are generated behind each prompt.")
+    ] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    rounds: Rounds = 5,
+    nproc: Annotated[
+        int,
+        typer.Option(min=1, help="Processes of each contestant: its tensor-parallel size."),
+    ] = 1,
+    json_file: JsonFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Time generation with a cache of keys and values, by length of the context and method.
+
+    Prints tokens/s of the prompt and of the tokens generated behind it, the bytes of the cache and
+    peak memory. Methods and lengths take turns in processes of their own. Weights and prompts are
+    random, so neither a checkpoint nor data is needed.
+
+    \b
+    Example:
+      pretrain bench generate configs/demo.toml --lengths 128,1024 \\
+          --methods alibi,sinusoidal,rotary,t5
+    """
+    file = RunPaths(config).config if config.is_dir() else config
+    configs = with_methods(file, overrides, methods)
+    numbers = parse_lengths(lengths)
+    _check_folder(json_file)
+    from pretrain.bench.methods import Sizes, inference_table, measure_inference
+
+    sizes = [Sizes(length, new_tokens, batch_size) for length in numbers]
+    result = measure_inference(configs, sizes, rounds, nproc)
+    _show(inference_table(result), result, json_file)
+
+
+@bench.command("step")
+def bench_step(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    count: Annotated[
+        bool,
+        typer.Option(
+            "--count", help="Count on the CPU, without a GPU, data or memory for the model."
+        ),
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write everything that was counted."),
+    ] = None,
+) -> None:
+    """Count what one optimizer step costs.
+
+    Prints kernel launches, bytes read and written, every collective and every time the host waits
+    for the device, by phase of the step, for one rank of each pipeline stage. The command is a
+    single process whatever the layout: it simulates a rank of parallel.world_size ranks (default:
+    the fewest that the layout allows).
+
+    \b
+    Example:
+      pretrain bench step configs/cc100_roberta/alibi_1024.toml --count --json step.json
+    """
+    if not count:
+        raise ConfigError(
+            "pretrain bench step: says what a step costs by counting. Add --count, or use "
+            "`pretrain bench train` to time steps"
+        )
+    run = load_config(config, overrides)
+    from pretrain.plan.simulation import bench_step_counts
+
+    counted, table = bench_step_counts(run)
+    _show(table, counted, json_file)
+
+
+@bench.command("data")
+def bench_data(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Random tokens to write and read.")
+    ] = 100_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each loader takes its turn.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=3600, help="How long a loader reads in a turn.")
+    ] = 1.0,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where to write; all is removed again. Default: the place of temporary files.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write what was measured, as JSON."),
+    ] = None,
+) -> None:
+    """Time the loader beside a plain memmap, torch's DataLoader and webdataset, in turns.
+
+    Each delivers the batches of one data-parallel rank, in random order, from files of random
+    tokens, so no data set is needed. Prints tokens/s with nothing else to do, ratios to the memmap,
+    and how long a training step of 10 ms waits for its batch. The files stay in the page cache:
+    this measures the code and not the disk.
+
+    \b
+    Example:
+      pretrain bench data configs/demo.toml --set data.sequence_length=1024 --json data.json
+    """
+    run = load_config(config, overrides)
+    _check_folder(json_file)
+    from pretrain.bench.data import loading_table, measure_loading
+
+    result = measure_loading(run, tokens, rounds, seconds, directory)
+    _show(loading_table(result), result, json_file)
+
+
+@bench.command("attention")
+def bench_attention(
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Tokens, comma-separated, the most important first; 512 to 65536."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long it may take in all, compilation included.")
+    ] = 400,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write each row there, as Markdown.")
+    ] = None,
+) -> None:
+    """Time every attention kernel that this machine has, side by side; without a GPU, the CPU's.
+
+    Example: pretrain bench attention --lengths 1024,16384 --write attention.md
+    """
+    from pretrain.bench import attention as attention_bench
+
+    try:
+        chosen = attention_bench.parse_lengths(lengths) if lengths else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with writing(write) if write is not None else contextlib.nullcontext():
+        attention_bench.bench_attention(chosen, seconds, write)
+
+
+@bench.command("checkpoint")
+def bench_checkpoint(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    rounds: Rounds = 5,
+    directory: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where to write; all is removed again.")
+    ] = Path(),
+) -> None:
+    """Time saves and loads beside torch.distributed.checkpoint and plain files.
+
+    Saves and loads the optimizer's state of the config's model, with digests of every byte, then
+    the same tensors with torch's own format, which has none, then as many bytes as plain files.
+    Also prints how long training stands still during a save, with and without
+    checkpoint.asynchronous.
+
+    \b
+    Example:
+      pretrain bench checkpoint configs/demo.toml --directory /scratch
+    """
+    run = load_config(config, overrides)
+    from pretrain.bench.checkpoint import bench_checkpoint as measure
+
+    measure(run, rounds, directory)
+
+
+def _check_folder(json_file: Path | None) -> None:
+    """Refuse a --json whose folder is missing, before minutes are spent on what goes there."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--json {json_file}: {json_file.parent} is not a directory. Make it, or choose another"
+        )
+
+
+def _show(table: str, result: dict[str, Any], json_file: Path | None) -> None:
+    """Print a table, and write what is in it to --json."""
+    print(table)
+    if json_file is not None:
+        with writing(json_file):
+            replace_file(json_file, json.dumps(result, indent=1) + "\n")

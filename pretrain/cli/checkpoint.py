@@ -1,0 +1,233 @@
+"""Define `pretrain checkpoint ...`: one short function per subcommand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pretrain.config import ConfigError
+from pretrain.rundir.paths import ExitCode
+
+checkpoint = typer.Typer(
+    no_args_is_help=True, help="List, check, compare, prune and convert checkpoints."
+)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="Directory of a run, which means its newest checkpoint, or of one checkpoint.",
+    ),
+]
+
+
+@checkpoint.command("list")
+def list_(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|URL", help="Directory of a run, or what its checkpoint.upload_to says."
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Show a run's checkpoints in a table.
+
+    Shows step, id, parent, branch, time, size and validation loss of each, and if it is damaged,
+    held by a reader, or waits for an evaluation. What the run has turned away from is listed apart.
+    Only small files are read; `pretrain checkpoint verify` reads everything.
+
+    \b
+    Example:
+      pretrain checkpoint list runs/demo/alibi
+    """
+    from pretrain.checkpoint import listing
+    from pretrain.checkpoint.store import is_url
+
+    if is_url(run):
+        from pretrain.checkpoint.listing import list_store
+
+        rows = list_store(run)
+    else:
+        rows = listing.list_run(Path(run))
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        print(listing.format_rows(run, rows))
+
+
+@checkpoint.command()
+def show(
+    source: Source,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Read all tensors and show their norms.")
+    ] = False,
+) -> None:
+    """Describe one checkpoint.
+
+    Prints its id and ancestry, the config in a few lines, changes that were allowed on the way, the
+    hashes of its data, its parameters with their shapes, and its files.
+
+    \b
+    Example:
+      pretrain checkpoint show runs/demo/alibi/checkpoints/step-00000100
+    """
+    from pretrain.checkpoint.tensors import show_source
+
+    print(show_source(source, tensors))
+
+
+@checkpoint.command()
+def verify(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|URL",
+            help="Runs, which mean all of their checkpoints, single checkpoints, or URLs as in "
+            "checkpoint.upload_to.",
+        ),
+    ],
+) -> None:
+    """Read every byte and compare it with what was written.
+
+    Names each damaged file. The exit code is 1 if there is one.
+
+    \b
+    Example:
+      pretrain checkpoint verify runs/demo/alibi
+    """
+    from pretrain.checkpoint.listing import verify_sources
+    from pretrain.checkpoint.store import is_url
+
+    good = verify_sources([Path(source) for source in sources if not is_url(source)])
+    for url in filter(is_url, sources):
+        from pretrain.checkpoint.listing import verify_store
+
+        good = verify_store(url) and good
+    if not good:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@checkpoint.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run or a checkpoint.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Compare two checkpoints.
+
+    Prints how they are related, which config keys and data differ, and for each tensor that is not
+    bit-equal the largest difference and the relative one: the norm of the difference over the norm
+    of A's tensor. Little memory is needed, whatever the size of the model.
+
+    \b
+    Example:
+      pretrain checkpoint diff runs/demo/alibi/checkpoints/step-00000100 runs/demo/alibi
+    """
+    from pretrain.checkpoint.tensors import compare_sources
+
+    compare_sources(first, second)
+
+
+@checkpoint.command()
+def prune(
+    run: Run,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Newest checkpoints to keep. Default: the run's config."
+        ),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="M", help="Also keep those whose step is a multiple of this."),
+    ] = None,
+    keep_best: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="K", help="Also keep those with the lowest validation loss."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete. Without it the command shows what it would do.")
+    ] = False,
+) -> None:
+    """Delete old checkpoints by the rules that also hold while training.
+
+    The newest one always stays, and so does one that a reader holds or that waits for an
+    evaluation. Before anything is deleted every byte of the newest is read: if it is damaged,
+    nothing is. A run that is being trained is refused.
+
+    \b
+    Example:
+      pretrain checkpoint prune runs/demo/alibi --keep 2 --keep-every 1000 --yes
+    """
+    from pretrain.checkpoint import listing as pruning
+
+    policy = pruning.policy_of(run, keep, keep_every, keep_best)
+    if not yes:
+        planned = pruning.plan(run, policy)
+        print(pruning.describe(planned))
+        if not planned.delete:
+            return
+        if not (sys.stdin.isatty() and typer.confirm("Delete them?")):
+            raise ConfigError(f"{run}: nothing was deleted. To delete, add --yes")
+    deleted = pruning.prune(run, policy)
+    print("\n".join([*(f"deleted {path}" for path in deleted), f"{len(deleted)} deleted"]))
+
+
+@checkpoint.command()
+def consolidate(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16", help="What the weights are written as.")
+    ] = "fp32",
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="Also write the optimizer's moments, as fp32.")
+    ] = False,
+) -> None:
+    """Write the weights as plain safetensors, whole and by name.
+
+    For programs that know nothing of this project. Weights of more than 5 GB become several files
+    with an index, as Hugging Face lays them out. Little memory is needed, whatever the size of the
+    model. `pretrain export` writes a model that transformers can load.
+
+    \b
+    Example:
+      pretrain checkpoint consolidate runs/demo/alibi weights --dtype bf16
+    """
+    from pretrain.checkpoint.tensors import consolidate as write
+
+    for path in write(source, out, dtype, with_optimizer):
+        print(path)
+
+
+@checkpoint.command()
+def upload(
+    run: Run,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Where to. Default: checkpoint.upload_to of the run's config."
+        ),
+    ] = None,
+) -> None:
+    """Upload the checkpoints of a run that are not in its object store yet.
+
+    Training uploads by itself when checkpoint.upload_to is set. This command makes up for what
+    could not be uploaded when the run ended. The exit code is 1 if one is still missing.
+
+    \b
+    Example:
+      pretrain checkpoint upload runs/demo/alibi --to s3://bucket/alibi
+    """
+    from pretrain.checkpoint.listing import upload_run
+
+    missing = upload_run(run, to)
+    print("\n".join(missing) or f"{run}: every checkpoint is uploaded")
+    if missing:
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,741 @@
+"""Define the `pretrain` command: one short function per subcommand, which parses, builds and calls.
+
+The docstring of such a function is the text of its --help, so it speaks to the user of the command
+and its options document themselves. torch, Megatron and DeepSpeed are imported inside the
+functions, after the config has been checked: they take seconds, and a wrong config should be
+refused at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pretrain.cli.bench import bench
+from pretrain.cli.checkpoint import checkpoint
+from pretrain.cli.exits import leave
+from pretrain.cli.preflight import preflight
+from pretrain.config import (
+    ConfigError,
+    EvaluationRequest,
+    RunConfig,
+    dump_config,
+    load_config,
+    load_with_origins,
+    writing,
+)
+from pretrain.config.load import (
+    AllowChanged,
+    Config,
+    Overrides,
+    Source,
+    Sources,
+    check_beside,
+    print_and_exit,
+    version_of,
+)
+from pretrain.config.schema import WORDS
+from pretrain.config.toml import list_shipped
+from pretrain.config.trajectory import allow_options, check_allowed
+from pretrain.rundir.paths import ExitCode
+from pretrain.train.reporter import Requests
+
+# ---- pretrain data ----
+
+
+data = typer.Typer(no_args_is_help=True, help="Build, verify and look at a data set.")
+
+
+@data.command("stats")
+def data_stats(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the statistics into this file.")
+    ] = None,
+) -> None:
+    """Show the size of each corpus, its share of training, and how long its documents are.
+
+    \b
+    Example:
+      pretrain data stats configs/demo.toml --plot stats.png
+    """
+    run = load_config(config, overrides)
+    from pretrain.data import stats
+
+    found = stats.read_stats(run)
+    for line in stats.lines(found):
+        print(line)
+    if plot is not None:
+        with writing(plot):
+            plot.write_bytes(stats.plot(found))
+        print(f"{plot}: written")
+
+
+@data.command("show")
+def data_show(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    split: Annotated[Literal["train", "validation"], typer.Option(help="The split.")] = "train",
+    corpus: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Draw from this corpus alone.")
+    ] = None,
+    num: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Other seeds draw other samples.")] = 0,
+    characters: Annotated[
+        int, typer.Option(min=20, help="Longest text that is printed of a document.")
+    ] = 400,
+) -> None:
+    """Print samples as text, with the corpus, file and offset of every document in them.
+
+    A sample is what the model sees at once: data.sequence_length tokens and one more.
+
+    \b
+    Example:
+      pretrain data show configs/demo.toml --num 5 --corpus shakespeare
+    """
+    run = load_config(config, overrides)
+    from pretrain.data.show import shown_samples
+
+    for line in shown_samples(
+        run, split, corpus=corpus, count=num, seed=seed, characters=characters
+    ):
+        print(line)
+
+
+# ---- Define `pretrain plan`: choose a layout before there are GPUs ----
+
+
+def plan(
+    config: Config,
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job.")],
+    gpu_type: Annotated[str, typer.Option(metavar="TYPE", help="v100-32, a100-80, h100 or h200.")],
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|GBIT",
+            help="Links of a node: 8x400, 8x200, 8x100 or 4xedr, or Gbit/s of all of them in one "
+            "direction. Default: what nodes with such GPUs usually have.",
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the best layout as a config on top of CONFIG."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Scale the assumed speeds by a measurement: pretrain bench train --json FILE.",
+        ),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Predict memory, time and cost of a run in every layout, and name the best.
+
+    Computes, for each legal layout (tensor, pipeline and virtual pipeline size, sequence
+    parallelism, ZeRO stage, recomputation, micro-batch size), the memory of a GPU and the time of a
+    step by part, tokens/s, MFU and GPU-hours. Prints the fastest that fit, why the others fall out,
+    and every assumption. Needs no GPU and runs nothing.
+
+    \b
+    Example:
+      pretrain plan configs/cc100_roberta/alibi_1024.toml --gpus 128 --gpu-type v100-32
+      pretrain plan configs/demo.toml --gpus 8 --gpu-type h100 --set train.precision=bf16 \\
+          --write demo_h100.toml
+    """
+    check_beside(overrides, {"--gpus": (gpus, "parallel.world_size")})
+    from pretrain.plan.command import load_for_plan, plan_run, read_target
+
+    run, refusal = load_for_plan(Path(config), overrides)
+    target = read_target(gpus, gpu_type, network, calibrate)
+    print(plan_run(run, Path(config), target, write, refusal))
+
+
+# ---- Define `pretrain study`, as pretrain/cli/commands.py does the other commands ----
+
+
+def study(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="STUDY.toml", help="The study: methods, lengths, seeds, settings."),
+    ],
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes of each run, of the evaluation and of what is measured. Default: 1.",
+        ),
+    ] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SITE.toml",
+            help="Submit the runs to this Slurm cluster, as one job array, and train none here.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the runs and what is left of each; do nothing.")
+    ] = False,
+    report_only: Annotated[
+        bool,
+        typer.Option(
+            "--report-only", help="Train and measure nothing; evaluate and report what is finished."
+        ),
+    ] = False,
+) -> None:
+    """Train methods at several lengths, evaluate them together, and report on the claims.
+
+    Builds the data if it is missing, checks every run before the first one starts, and trains one
+    after the other as `launcher local` does. Finished runs are left out, so the same command goes
+    on after Ctrl-C, which saves. A run that fails does not stop the others, and the exit code is 1
+    then. All finished runs are evaluated together, and STUDY/report has the result.
+
+    With --site the missing runs are submitted instead; the same command reports when they are done.
+
+    The runs of a study differ in what its file says and in nothing else: a study file that was
+    edited beyond what leaves the trained runs as they are is refused.
+
+    \b
+    Examples:
+      pretrain study configs/studies/demo.toml --nproc 2
+      pretrain study configs/studies/wikitext103.toml --site slurm/site.toml
+    """
+    if report_only and site is not None:
+        raise ConfigError(
+            "--report-only and --site: choose one. --report-only evaluates on this machine"
+        )
+    from pretrain.study.command import Request, print_plan, run_study
+
+    if dry_run:
+        print_plan(file, nproc)
+        return
+    raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only)))
+
+
+# ---- Define `pretrain evaluate-tasks`, as pretrain/cli/commands.py does the other commands ----
+
+
+def evaluate_tasks(
+    sources: Sources,
+    tasks: Annotated[
+        str, typer.Option(metavar="NAME,NAME,...", help="Which to measure.")
+    ] = "needle,induction,documents",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Lengths of the context in tokens. Default: evaluation.lengths of the config, "
+            "else 1, 2, 4, 8 and 16 times the training length, as far as the text reaches.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Samples of each task at each length. More make intervals narrower: half as wide "
+            "with four times as many.",
+        ),
+    ] = 64,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write the results to this file, and CSV, figures and Markdown beside it.",
+        ),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Measure what a model makes of a long context, beyond perplexity.
+
+    \b
+    needle     32 tokens of text stand somewhere in a long context and are repeated at its end
+    induction  the same with random tokens, at several distances: nothing but copying helps
+    documents  the second half of long documents, with all the context and with L tokens of it
+
+    Each says how much lower the loss is with the context that can help than without it, in nats per
+    token: 0 means that the model makes no use of it. The training length is L. Under torchrun or
+    srun all processes share the work.
+
+    \b
+    Example:
+      pretrain evaluate-tasks runs/demo/alibi runs/demo/sinusoidal \\
+          --out runs/demo/report/tasks.json
+    """
+    from pretrain.evaluate.tasks.rows import TasksRequest
+
+    request = TasksRequest.parse(tasks, lengths, samples)
+    from pretrain.evaluate.tasks.command import evaluate_tasks as run
+
+    run(sources, request, overrides, out)
+
+
+# ---- pretrain export, pretrain import ----
+
+
+def export(
+    source: Source,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write the Hugging Face model to.")
+    ],
+    curve: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Length curve for the model card, as `pretrain evaluate --out` writes it. "
+            "Default: the run's last evaluation.",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Longest sequence that the export accepts; MPT and OPT fail beyond it. Default: "
+            "16 training lengths, or the longest that the run evaluates.",
+        ),
+    ] = None,
+    split_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--split-special-tokens",
+            help="Let the exported tokenizer take </s> in a text for text, as the run's data did. "
+            "Default: it is the special token, as chat templates and trainers expect.",
+        ),
+    ] = False,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Write a Hugging Face model and verify it.
+
+    Loads the written model with stock transformers and compares its logits in fp32. The comparison
+    runs on validation text, at the training length and 16 times that or as far as memory allows.
+    When it fails, the exit code is 1. Its perplexity in bf16 and fp16 is measured too, printed and
+    written on the model card.
+
+    The folder also gets a model card, which names license, languages and data sets as [export] of
+    the run's config or --set says, and the first documents of the validation text as a task for
+    lm-eval (export.task_bytes). An earlier export in OUT is replaced if nobody has changed it.
+
+    \b
+    Example:
+      pretrain export runs/demo/alibi runs/demo/hf --set export.license=apache-2.0 \\
+          --set 'export.language=["en"]'
+    """
+    from pretrain.huggingface.export import export_source
+
+    if not export_source(
+        source,
+        out,
+        curve,
+        max_length,
+        overrides=overrides,
+        split_special_tokens=split_special_tokens,
+    ):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def import_(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="HF_FOLDER",
+            help="Directory of a Hugging Face model: config.json and safetensors.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the run to make.")],
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Make a run from a Hugging Face model and verify it.
+
+    Takes Bloom, MPT, OPT and GPT-NeoX (Pythia), exported by this program or published elsewhere.
+    What our model cannot compute is refused. The weights become the checkpoint of step 0 of a run
+    that can be evaluated, trained on and exported. Its logits are compared with those of stock
+    transformers, on random tokens at up to four times the model's length (data.sequence_length, for
+    OPT and MPT as far as their positions reach). When they differ, OUT is not made and the exit
+    code is 1.
+
+    Data for it has to be made with the model's own tokenizer. An export of this program carries it;
+    other folders do not, unless theirs is a SentencePiece model that data.tokenizer can name.
+
+    \b
+    Example:
+      pretrain import downloads/bloom-560m runs/bloom --set data.directory=data/bloom
+      pretrain evaluate runs/bloom --lengths 2048,8192
+      pretrain train runs/bloom/config.toml
+    """
+    from pretrain.huggingface.import_model import import_folder
+
+    import_folder(folder, out, overrides)
+
+
+def tokenizer_obstacles(run: RunConfig) -> list[str]:
+    """Return why the tokenizer that data.tokenizer names could not be exported with the model."""
+    from pretrain.data.tokenizer import load_tokenizer
+
+    # A file that is not there is refused by `pretrain data build`, with what to do.
+    given = run.data.tokenizer
+    if given is None or given == WORDS or not Path(given).is_file():
+        return []
+    try:
+        load_tokenizer(given).check_exportable()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+Protocols = Annotated[
+    str, typer.Option(help="nonoverlapping, sliding, or both separated by a comma.")
+]
+Harness = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.yaml|FOLDER|TASK",
+        help="Run these tasks of lm-evaluation-harness in place of all that, offline, on an export "
+        "of the checkpoint; an export that is missing is made. TASK names a task of the export, "
+        "such as pretrain_validation, or one of lm-eval's. --lengths bounds what the model is "
+        "given; default: the training length.",
+    ),
+]
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    # The subcommands inherit this from the app.
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
+app.command()(plan)
+# Runs by itself before the ranks of a Slurm job; only `launcher` reads what it prints.
+app.command(hidden=True)(preflight)
+
+
+@app.callback()
+def pretrain(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=print_and_exit(lambda: version_of("pretrain")),
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Pretrain GPTs with ALiBi attention at a short length, and test them at longer ones.
+
+    The `launcher` command starts `pretrain train` on several GPUs or on a Slurm cluster.
+
+    \b
+    Example, on a machine without a GPU:
+      pretrain data build configs/demo.toml
+      launcher local configs/demo.toml --nproc 2
+      pretrain evaluate runs/demo/alibi --out runs/demo/report/curve.json
+      pretrain export runs/demo/alibi runs/demo/hf
+    """
+
+
+@app.command()
+def config(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    list_files: Annotated[
+        bool,
+        typer.Option(
+            "--list",
+            # Eager: takes effect before CONFIG is missed.
+            is_eager=True,
+            callback=print_and_exit(list_shipped),
+            help="List the configs and example sites that are installed with this package.",
+        ),
+    ] = False,
+) -> None:
+    """Check a config and print it in full.
+
+    Prints every key with its value and where that comes from (a file, --set or the default), then
+    the parameter count, the layout, and what the trained model will export as and in which
+    precisions, or why it cannot be exported.
+
+    A config may build on another one: base = "other.toml" at its top, relative to its own folder.
+
+    A config that cannot work is refused with the key to change. The output is itself a valid config
+    file.
+
+    \b
+    Examples:
+      pretrain config --list
+      pretrain config configs/demo.toml --set model.num_layers=8
+    """
+    from pretrain.config.describe import describe, with_origins
+
+    run, origins = load_with_origins(config, overrides)
+    # The fewest processes that can hold the model. A batch that fits none of them fits no number.
+    parallel = run.parallel
+    if parallel.world_size is None:
+        run.layout(parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    print(with_origins(dump_config(run), origins))
+    print()
+    print(describe(run, tokenizer_obstacles(run)))
+
+
+@data.command("build")
+def data_build(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes. Default: as many as this process may use cores. Does not change what "
+            "is built.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Estimate tokens, bytes and time from a sample of the corpus; write nothing.",
+        ),
+    ] = False,
+    # These two are for `launcher data build`.
+    job_array: Annotated[str | None, typer.Option(hidden=True)] = None,
+    array_size: Annotated[int, typer.Option(hidden=True, min=1)] = 1,
+) -> None:
+    """Train the tokenizer and write the token shards.
+
+    Both splits, train and validation, go to data.directory, which appears complete or not at all.
+    Until then the build is in a hidden folder beside it, .building-NAME. When it is interrupted,
+    the same command goes on with what is not done. Does nothing when the data set is there already
+    and the corpus has not changed.
+
+    `launcher data build` builds the same data set on many nodes of a Slurm cluster.
+
+    \b
+    Example:
+      pretrain data build configs/demo.toml --dry-run
+      pretrain data build configs/demo.toml --workers 8
+    """
+    run = load_config(config, overrides)
+    from pretrain.data.build import build, build_on_cluster, estimate
+
+    count = workers or len(os.sched_getaffinity(0))
+    if dry_run:
+        estimate(run, count)
+    elif job_array:
+        # `launcher data build` gives a command, as a JSON list.
+        build_on_cluster(run, json.loads(job_array), count, array_size)
+    else:
+        build(run, count)
+
+
+@data.command("verify")
+def data_verify(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
+    """Read every byte of a data set and name every file that is damaged.
+
+    `pretrain data build` records the digests when it writes the shards.
+
+    \b
+    Example:
+      pretrain data verify configs/demo.toml
+    """
+    from pretrain.data.files import Cache
+    from pretrain.data.stream import verify
+
+    run = load_config(config, overrides)
+    verify(run.data.directory, Cache(run.data.cache_directory, run.data.cache_bytes))
+    print(f"{run.data.directory}: every shard is as it was written")
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = [],  # noqa: B006
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|PATH|URL",
+            help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
+            "(none), from this checkpoint, or from an object store: s3://bucket/run.",
+        ),
+    ] = "auto",
+    allow_changed: AllowChanged = [],  # noqa: B006
+) -> None:
+    """Train a run, or resume it from its newest checkpoint.
+
+    By itself this command is one process. `launcher local`, torchrun and srun start one process per
+    GPU.
+
+    A resume prints every key that differs from the checkpoint's config, and what differs in the
+    data. Layout, logging, evaluation, saving and the number of steps may change. What changes
+    training (data, seed, batch, optimizer, schedule, dropout, precision) is refused unless
+    --allow-changed names the key, and the model cannot change.
+
+    \b
+    Signals, to any of the processes:
+      SIGINT    (Ctrl-C) the same as SIGTERM while the run trains; a second one leaves at once, with
+                code 130
+      SIGTERM   save, then exit with code 80
+      SIGUSR1   save, then exit with code 75, which asks to be started again
+      SIGUSR2   write the stacks of the process's threads to stderr and go on
+
+    \b
+    Example:
+      pretrain train configs/demo.toml --set run.directory=runs/try --set train.num_steps=100
+      pretrain train configs/demo.toml --set optimizer.learning_rate=5e-4 \\
+          --allow-changed optimizer.learning_rate
+    """
+    # Before the slow imports, so that a signal that comes during them is not lost.
+    requests = Requests()
+    requests.listen()
+    settings = [word for override in overrides for word in ("--set", override)]
+    words = ["pretrain", "train", str(config), *settings, *allow_options(allow_changed)]
+    requests.command = shlex.join(words)
+    # Also before them, so that a typing mistake shows at once.
+    run = load_config(config, overrides)
+    check_allowed(allow_changed)
+    from pretrain import topology
+    from pretrain.train.loop import train as run_training
+
+    code = run_training(run, resume, requests, frozenset(allow_changed))
+    # After success all ranks are here and can close the process group together. After a failure
+    # some may never come, and whatever started the ranks ends those that wait.
+    if not code:
+        topology.finish()
+    # All files are closed. An ordinary exit would take seconds to unload the imported libraries.
+    leave(code)
+
+
+@app.command()
+def evaluate(
+    sources: Sources,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the "
+            "config, else 1, 2, 4, 8 and 16 times the training length as far as the text reaches.",
+        ),
+    ] = None,
+    protocols: Protocols = "nonoverlapping,sliding",
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
+            "config where no length is shorter, else the shortest length.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
+            "bounds the evaluations while training.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write the results to this file, and a CSV, plots and report.md beside it.",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE|PATTERN|URL",
+            help="Score this text in place of the validation split; can be repeated. Each file is "
+            "one document. Needs the run alone, and no data set.",
+        ),
+    ] = [],  # noqa: B006
+    harness: Harness = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Measure perplexity at several window lengths.
+
+    The lengths may go far beyond the training length, up to the length of the text. Every token is
+    scored exactly once by either protocol. Sliding windows that do not overlap (stride = length)
+    are measured once, as nonoverlapping. Each number has its tokens, its bits per byte and a 95 %
+    confidence interval over blocks of text. Under torchrun or srun all processes share the work.
+
+    \b
+    Example:
+      pretrain evaluate runs/demo/alibi runs/demo/sinusoidal --lengths 128,512,2048 \\
+          --out runs/demo/report/curve.json
+      pretrain evaluate runs/demo/alibi --text 'papers/*.txt'
+      pretrain evaluate runs/demo/alibi --harness tasks/hamlet.yaml --lengths 128,2048
+    """
+    from pretrain.evaluate.command import evaluate_sources
+    from pretrain.evaluate.own_text import text_data_set
+
+    request = EvaluationRequest.parse(lengths, protocols, stride, max_tokens)
+    if harness is not None:
+        from pretrain.huggingface.harness import evaluate_with_harness
+
+        evaluate_with_harness(sources, harness, request, overrides, out, text)
+        return
+    if not text:
+        evaluate_sources(sources, request, overrides, out)
+        return
+    with text_data_set(sources, text, overrides) as folder:
+        evaluate_sources(sources, request, [*overrides, f"data.directory={folder}"], out)
+
+
+app.command("evaluate-tasks")(evaluate_tasks)
+app.command()(study)
+
+
+@app.command()
+def report(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN|FILE.json",
+            help="Directories of runs whose checkpoints were evaluated, or curve.json files of "
+            "reports.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write one report of all sources to this file, and a CSV, plots and report.md "
+            "beside it. Of a run the newest evaluated checkpoint is taken.",
+        ),
+    ] = None,
+) -> None:
+    """Combine evaluations: of one run's checkpoints, or of several runs.
+
+    Of one run, shows perplexity at each length over training steps. Writes curve.json, a CSV, plots
+    and report.md to RUN/evaluations. The launcher's evaluation jobs do this after each checkpoint;
+    running it by hand is safe.
+
+    Of several runs or reports, shows them in one table. They may differ in method, training length,
+    seed, tokenizer and validation set. --out writes the report.
+
+    \b
+    Example:
+      pretrain report runs/demo/alibi
+      pretrain report runs/sweep/alibi_512 runs/sweep/alibi_1024 old/report/curve.json \\
+          --out runs/sweep/report/curve.json
+    """
+    from pretrain.evaluate.report import combine, report_run
+
+    if len(sources) == 1 and out is None and not sources[0].is_file():
+        (run,) = sources
+        with writing(run / "evaluations"):
+            print(report_run(run))
+    else:
+        with writing(out or sources[0]):
+            print(combine(sources, out))
+
+
+# Both are defined beside the conversion that they share.
+app.command()(export)
+app.command("import")(import_)

@@ -1,0 +1,713 @@
+"""Find held-out text in training documents, by sequences of 13 words."""
+
+from __future__ import annotations
+
+import json
+import re
+import tokenize
+import zipfile
+import zlib
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pretrain.config import ConfigError
+from pretrain.config.schema import CleaningSection
+
+if TYPE_CHECKING:
+    import ftfy
+
+
+# ---- Hash texts, and the sequences of words in them, the same way on every machine ----
+# Cleaning compares documents by runs of words: 5-word sequences find near duplicates, 13-word
+# sequences find held-out text in training. Words are compared in lower case and without
+# punctuation, in which editions of a text differ most: a word is a maximal run of characters that
+# are neither white space, nor ASCII other than letters and digits, nor typographic punctuation
+# (quotes, dashes).
+
+
+Hashes = npt.NDArray[np.uint64]
+
+CHUNK = 1 << 20
+"""Characters that are split into words at a time, so that a text of gigabytes is no list of all its
+words."""
+
+FACTOR = 0x9E3779B97F4A7C15
+"""Each word's hash is multiplied by this odd number once more than that of the word before it, so
+that the order of the words counts."""
+
+_SPACE = re.compile(r"\s")
+_SEPARATOR = re.compile(
+    "[\\s\xa1\xab\xb7\xbb\xbf\u200b\u2010-\u2027\u2030-\u2060\u3001-\u3003\ufeff]"
+)
+_ASCII = bytes(c if c >= 128 or chr(c).isalnum() else ord(" ") for c in range(256))
+
+
+def document_hash(text: str) -> int:
+    """Return the XXH3-64 of a text's UTF-8.
+
+    Half of a surrogate pair, which JSON can hold, is hashed as the three bytes it would take.
+    """
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
+class _WordHashes(dict[bytes, int]):
+    """A table from words to their hashes that fills itself and keeps the frequent ones."""
+
+    def __missing__(self, word: bytes) -> int:
+        value = xxhash.xxh3_64_intdigest(word)
+        # Long words are rare, and their memory has no bound.
+        if len(word) <= 32:
+            if len(self) >= 1 << 18:
+                self.clear()
+            self[word] = value
+        return value
+
+
+_known = _WordHashes()
+
+
+def word_hashes(text: str) -> Hashes:
+    """Return the 64-bit hash of each word of a text, in order."""
+    parts = [
+        np.fromiter(map(_known.__getitem__, words), np.uint64, len(words))
+        for words in map(_words, chunks(text))
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
+
+
+def _words(text: str) -> list[bytes]:
+    text = text.lower()
+    if not text.isascii():
+        text = _SEPARATOR.sub(" ", text)
+    # Separators of ASCII become spaces, in one pass over the bytes: five times as fast as re.
+    return text.encode("utf-8", "surrogatepass").translate(_ASCII).split()
+
+
+def chunks(text: str) -> Iterator[str]:
+    """Cut a text at white space into pieces of some CHUNK characters; a word is never cut."""
+    start = 0
+    while len(text) - start > CHUNK:
+        space = _SPACE.search(text, start + CHUNK)
+        if space is None:
+            break
+        yield text[start : space.start()]
+        start = space.start()
+    yield text[start:] if start else text
+
+
+def sequence_hashes(text: str, length: int) -> Hashes:
+    """Return the hash of each run of `length` words of a text, in order.
+
+    A text of fewer words counts as one sequence of all its words; a text without words has none.
+    Two different sequences have equal hashes with a probability of about 2^-60.
+    """
+    hashes = word_hashes(text)
+    length = min(length, len(hashes))
+    if not length:
+        return hashes
+    # Sequences of n words are added up from those of n/2 words: 13 takes 5 additions, not 12.
+    total = np.zeros(len(hashes) - length + 1, np.uint64)
+    power, width, done = hashes, 1, 0
+    while True:
+        if length & width:
+            total += power[done : done + len(total)] * _factor(done)
+            done += width
+        if width * 2 > length:
+            return total
+        power = power[:-width] + power[width:] * _factor(width)
+        width *= 2
+
+
+def _factor(exponent: int) -> np.uint64:
+    return np.uint64(pow(FACTOR, exponent, 1 << 64))
+
+
+# ---- Clean documents one at a time, before they are hashed, compared and tokenized ----
+
+
+# CR, vertical tab, form feed and NEL end a line; taking them out would join two words.
+_LINE_BREAK = re.compile("\r\n|[\r\v\f\x85]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Cleaner:
+    """Apply the steps of [cleaning] that look at one document, in this order:
+
+    1. `repair_unicode`: ftfy undoes wrong decoding (mojibake), line by line, and nothing else: it
+       leaves quotes, ligatures, HTML entities and normal forms as they are;
+    2. `remove_control_characters`: CR LF, CR, vertical tab, form feed and NEL become a newline;
+       the other control characters (Unicode category Cc) but tab and newline are removed;
+    3. `min_document_characters`: a document that is shorter by now is left out.
+
+    A document that no step changes is returned as the same object.
+    """
+
+    counts: Counter[str]
+    """By step: STEP.documents is how many documents the step changed or left out, STEP.characters
+    the characters of those that were repaired, the control characters that were removed or
+    replaced, and the characters of documents that were left out."""
+
+    def __init__(self, section: CleaningSection) -> None:
+        self._section = section
+        self.counts = Counter()
+
+    def clean(self, text: str) -> str | None:
+        """Return the cleaned text, or None if the document is left out."""
+        if self._section.repair_unicode:
+            text = self._repair(text)
+        if self._section.remove_control_characters and _CONTROL.search(text):
+            text = self._remove_control_characters(text)
+        if len(text) < self._section.min_document_characters:
+            self._count("min_document_characters", len(text))
+            return None
+        return text
+
+    def _repair(self, text: str) -> str:
+        # ASCII is never mojibake, and most English documents are ASCII: this costs nothing there.
+        if text.isascii():
+            return text
+        import ftfy
+
+        repaired = ftfy.fix_text(text, _repair_config())
+        if repaired == text:
+            return text
+        self._count("repair_unicode", len(text))
+        return str(repaired)
+
+    def _remove_control_characters(self, text: str) -> str:
+        text, breaks = _LINE_BREAK.subn("\n", text)
+        text, removed = _CONTROL.subn("", text)
+        self._count("remove_control_characters", breaks + removed)
+        return text
+
+    def _count(self, step: str, characters: int) -> None:
+        self.counts[f"{step}.documents"] += 1
+        self.counts[f"{step}.characters"] += characters
+
+
+def _repair_config() -> ftfy.TextFixerConfig:
+    """Return ftfy's settings with everything off but the repair of encodings."""
+    import ftfy
+
+    return ftfy.TextFixerConfig(
+        unescape_html=False,
+        remove_terminal_escapes=False,
+        fix_latin_ligatures=False,
+        fix_character_width=False,
+        uncurl_quotes=False,
+        fix_line_breaks=False,
+        remove_control_chars=False,
+        normalization=None,
+        explain=False,
+    )
+
+
+# ---- Find documents that stood before in the stream, exactly or nearly ----
+# The scan computes a few 64-bit keys for each document (`duplicate_keys`) and writes those of a
+# task to a file (`save_keys`). `find_duplicates` then compares the keys of all tasks, without any
+# text.
+
+
+Mode = Literal["exact", "near"]
+
+SHINGLE_WORDS = 5
+"""Near duplicates share most of their sequences of so many words."""
+
+BANDS, ROWS = 10, 12
+"""A document has BANDS * ROWS MinHash values. Each is equal in two documents with the probability
+J, the Jaccard similarity of their sets of sequences, and one band of ROWS equal values makes them
+near duplicates: with the probability 1 - (1 - J ** ROWS) ** BANDS.
+
+|  J |  0.5 |  0.6 | 0.7 | 0.75 | 0.8 | 0.85 | 0.9 | 0.95  |
+|----|------|------|-----|------|-----|------|-----|-------|
+|    | 0.2% | 2.2% | 13% |  28% | 51% |  78% | 96% | 99.96%|
+"""
+
+SEED = 1
+
+
+def duplicate_keys(text: str, mode: Mode) -> Hashes:
+    """Return the keys of a document: it is a duplicate of those that share one in the same column.
+
+    The keys are the same in every process and on every machine. The first is the document's hash.
+    For near duplicates BANDS further keys follow, from MinHash (rensa) over the 5-word sequences;
+    case, punctuation and white space make no difference to them (see pretrain/data/clean.py). A
+    document of fewer words counts as one sequence, and one without words is a near duplicate of
+    nothing.
+
+    Args:
+        text: The cleaned document.
+        mode: [cleaning] deduplicate.
+
+    Returns:
+        uint64[1] for "exact", uint64[1 + BANDS] for "near".
+    """
+    exact = document_hash(text)
+    if mode == "exact":
+        return np.array([exact], np.uint64)
+    sequences = sequence_hashes(text, SHINGLE_WORDS)
+    if not len(sequences):
+        return np.full(1 + BANDS, exact, np.uint64)
+    from rensa import RMinHash
+
+    document = np.array([0, len(sequences)], np.uint64)
+    minima = RMinHash.digest_matrix_from_flat_token_hashes(sequences, document, BANDS * ROWS, SEED)
+    bands = np.array(minima.to_rows()[0], "<u4").reshape(BANDS, ROWS)
+    return np.array([exact, *(xxhash.xxh3_64_intdigest(b.tobytes()) for b in bands)], np.uint64)
+
+
+def save_keys(path: Path, keys: Sequence[Hashes], mode: Mode) -> None:
+    """Write the keys of a task's documents in stream order, for `find_duplicates`.
+
+    Args:
+        path: Where to write a .npy file of uint64[documents, k], one column after the other.
+        keys: What `duplicate_keys` returned for each document. May be empty.
+        mode: The mode they were made with.
+    """
+    columns = 1 if mode == "exact" else 1 + BANDS
+    array = np.array(keys, np.uint64).reshape(len(keys), columns)
+    with path.open("wb") as file:
+        # find_duplicates reads a column at a time, which in this order is one stretch of the file.
+        np.save(file, np.asfortranarray(array))
+
+
+def find_duplicates(paths: Sequence[Path]) -> list[npt.NDArray[np.bool_]]:
+    """Return for each task and each of its documents whether an earlier document shares a key.
+
+    Earlier means in the order of the stream, over all tasks given, so the result does not depend
+    on where one task ends and the next begins. The first document of a chain of duplicates stays,
+    and every later one goes, even if it resembles only documents that go.
+
+    Memory: about 26 bytes for each document of the corpus, as one column is sorted at a time. No
+    text is compared, so different documents can share a key by chance: among 300 million
+    documents that happens with a probability of some 0.2 % for each column.
+
+    Args:
+        paths: The files of `save_keys` in stream order, all of one mode.
+
+    Returns:
+        bool[documents] of each file.
+
+    Raises:
+        ConfigError: A file is damaged or has other columns than the first.
+    """
+    if not paths:
+        return []
+    shapes = [_table(path).shape for path in paths]
+    for path, (_, columns) in zip(paths, shapes):
+        if columns != shapes[0][1]:
+            raise ConfigError(
+                f"{path}: {columns} keys a document, but {paths[0]} has {shapes[0][1]}. Delete "
+                "both and build again"
+            )
+    ends = np.cumsum([documents for documents, _ in shapes])
+    found = np.zeros(int(ends[-1]), np.bool_)
+    keys = np.empty(int(ends[-1]), np.uint64)
+    for column in range(shapes[0][1]):
+        # One file is open at a time: a corpus has more tasks than a process may have open files.
+        for path, part in zip(paths, np.split(keys, ends[:-1])):
+            part[:] = _table(path)[:, column]
+        _mark_repeated(keys, found)
+    return np.split(found, ends[:-1])
+
+
+def _mark_repeated(keys: Hashes, found: npt.NDArray[np.bool_]) -> None:
+    """Set `found` where a key stands that also stands further in front."""
+    # A stable sort puts equal keys beside each other in stream order: all but the first repeat.
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    found[order[1:][keys[1:] == keys[:-1]]] = True
+
+
+def _table(path: Path) -> Hashes:
+    try:
+        # The header of a .npy file is Python text, so damage to it can be a syntax error.
+        table = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
+        raise ConfigError(
+            f"{path}: is damaged ({error}). Delete it and build again; the task that wrote it is "
+            "done once more"
+        ) from None
+    whole = table.offset + table.nbytes == path.stat().st_size
+    if table.ndim != 2 or table.dtype != np.uint64 or not whole:
+        raise ConfigError(
+            f"{path}: holds {table.dtype} of shape {table.shape}, or more than that, not the keys "
+            "of documents. Delete it and build again; the task that wrote it is done once more"
+        )
+    return np.asarray(table)
+
+
+# ---- Choose the documents that are held out for validation, by their hashes ----
+# The rule, for each corpus: order its different texts by hash, those of more than `max_bytes` after
+# all others. Hold out texts from the front, at least one, up to `fraction` times the number of
+# documents, and end before they have more than `max_bytes` together. The last text is never held
+# out, so that one is left for training: a corpus of a single text holds out none.
+#
+# So a text is on one side whatever the order of the files, the number of tasks and how often the
+# text occurs; and the choice is even over the corpus, as the hash is.
+
+
+T = TypeVar("T")
+
+_LARGE = 1 << 64
+"""Added to the hash of a text of more than max_bytes, to place it after all others."""
+
+
+class _Front(Generic[T]):
+    """The front of an order of different texts: as many as have at most `max_bytes` together.
+
+    The first one is kept even if it is larger.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.places: list[int] = []
+        self.limit = 2 * _LARGE
+        """No text at this place or behind it fits. Lower it to keep only those before it."""
+        self._kept: dict[int, tuple[int, T]] = {}
+        self._bytes = 0
+
+    def fits(self, place: int) -> bool:
+        """Return whether a text at this place would be kept for now and is not yet."""
+        return place < self.limit and place not in self._kept
+
+    def add(self, place: int, size: int, value: T) -> None:
+        """Keep a text that `fits`, and drop those at the end that fit no longer."""
+        self.places.insert(bisect_left(self.places, place), place)
+        self._kept[place] = size, value
+        self._bytes += size
+        while self._bytes > self.max_bytes and len(self.places) > 1:
+            self.cut(self.places[-1])
+
+    def cut(self, limit: int) -> None:
+        """Drop the texts at `limit` and behind it, and take none there from now on."""
+        self.limit = min(self.limit, limit)
+        while self.places and self.places[-1] >= self.limit:
+            size, _ = self._kept.pop(self.places.pop())
+            self._bytes -= size
+
+    def kept(self) -> list[tuple[int, int, T]]:
+        """Return (place, bytes, value) of the texts that are kept, in order."""
+        return [(place, *self._kept[place]) for place in self.places]
+
+
+class Candidates:
+    """Collect the documents of one task that could be held out.
+
+    Whatever the other tasks hold, `choose_held_out` chooses no document of this task that is not
+    among those collected here: what it holds out is the front of an order and has at most
+    `max_bytes`, so this task's share of it is the front of the task's own order and has at most
+    `max_bytes`. That much text is kept in memory and written, and no more; or one document, if the
+    first in the order has more.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Start without documents.
+
+        Args:
+            max_bytes: The most bytes of UTF-8 that the corpus may hold out: its part of
+                data.validation_bytes. The same number for all tasks of the corpus.
+        """
+        self._front: _Front[bytes] = _Front(max_bytes)
+        self._documents = 0
+        self._last = -1
+
+    def add(self, text: str) -> int:
+        """Take note of a cleaned document and return its `document_hash`."""
+        data = text.encode("utf-8", "surrogatepass")
+        digest = xxhash.xxh3_64_intdigest(data)
+        place = digest + (_LARGE if len(data) > self._front.max_bytes else 0)
+        self._documents += 1
+        self._last = max(self._last, place)
+        if self._front.fits(place):
+            self._front.add(place, len(data), data)
+        return digest
+
+    def save(self, path: Path) -> None:
+        """Write the candidates to a file.
+
+        It has one line with the XXH3-64 of the following JSON, and then the texts in UTF-8 without
+        separators. Each text is proved by its hash when it is read.
+        """
+        kept = self._front.kept()
+        head = _Head(
+            max_bytes=self._front.max_bytes,
+            documents=self._documents,
+            last=self._last,
+            limit=self._front.limit,
+            places=[place for place, _, _ in kept],
+            sizes=[size for _, size, _ in kept],
+        )
+        with path.open("wb") as file:
+            line = json.dumps(head._asdict()).encode()
+            file.write(xxhash.xxh3_64_hexdigest(line).encode() + b" " + line + b"\n")
+            file.writelines(data for _, _, data in kept)
+
+
+class _Head(NamedTuple):
+    """The first line of a file of candidates."""
+
+    max_bytes: int
+    documents: int
+    last: int
+    limit: int
+    places: list[int]
+    sizes: list[int]
+
+
+class HeldOutText(NamedTuple):
+    """A text that is held out."""
+
+    hash: int
+    """Its `document_hash`. Every copy of the text has to be left out of training."""
+
+    text: str
+
+
+def choose_held_out(paths: Sequence[Path], fraction: float) -> list[HeldOutText]:
+    """Choose what one corpus holds out, from the files that `Candidates.save` wrote for its tasks.
+
+    Args:
+        paths: One file of each task of the corpus. Their order does not matter.
+        fraction: data.validation_fraction.
+
+    Returns:
+        The held-out texts, each once, in the order of their hashes. Empty if the corpus does not
+        have two different texts.
+
+    Raises:
+        ConfigError: A file is damaged, or the tasks had different `max_bytes`.
+    """
+    documents, last = 0, -1
+    front: _Front[tuple[Path, int]] | None = None
+    for path in paths:
+        with path.open("rb") as file:
+            head = _read_head(file, path)
+            offset = file.tell()
+        front = front or _Front(head.max_bytes)
+        if head.max_bytes != front.max_bytes:
+            raise _damaged(path, f"max_bytes is {head.max_bytes}, not {front.max_bytes}")
+        documents, last = documents + head.documents, max(last, head.last)
+        front.cut(head.limit)
+        for place, size in zip(head.places, head.sizes):
+            if front.fits(place):
+                front.add(place, size, (path, offset))
+            offset += size
+    if front is None:
+        return []
+    front.cut(last)
+    chosen = front.kept()[: max(1, int(fraction * documents))]
+    return [_read_text(place % _LARGE, size, *where) for place, size, where in chosen]
+
+
+def _read_head(file: BinaryIO, path: Path) -> _Head:
+    checksum, _, line = file.readline().removesuffix(b"\n").partition(b" ")
+    if xxhash.xxh3_64_hexdigest(line).encode() != checksum:
+        raise _damaged(path, "the checksum of its first line differs")
+    return _Head(**json.loads(line))
+
+
+def _read_text(digest: int, size: int, path: Path, offset: int) -> HeldOutText:
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(size)
+    if xxhash.xxh3_64_intdigest(data) != digest:
+        raise _damaged(path, f"the text at byte {offset} is not the one that was written")
+    return HeldOutText(digest, data.decode("utf-8", "surrogatepass"))
+
+
+def _damaged(path: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: is damaged ({problem}). Delete it and build again; the task that wrote it is "
+        "done once more"
+    )
+
+
+LEAK_WORDS = 13
+
+
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, EOFError, SyntaxError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+)
+"""Errors of numpy.load for a damaged .npz file: of its zip archive, its compression, and the
+headers of its arrays, which are Python text."""
+
+
+COMMON_TEXTS = 3
+"""A sequence in so many texts of a sample is common to the corpus."""
+
+
+class Overlap(NamedTuple):
+    """The overlap of a document with the held-out documents, in different 13-word sequences."""
+
+    sequences: int
+    """How many the document has."""
+
+    shared: int
+    """How many of them stand in some held-out document."""
+
+    by_document: dict[int, int]
+    """How many of them stand in each held-out document that has any of them, by its number."""
+
+
+class HeldOut:
+    """The 13-word sequences of the held-out documents, and which of them training holds.
+
+    Words are compared in lower case and without punctuation (see pretrain/data/clean.py). A
+    document of fewer than 13 words is one sequence, of all its words: short documents match whole
+    ones alone. Sequences are compared by 64-bit hashes: a sequence of training is taken for one of
+    a million held-out ones by chance with a probability of about 2^-40, and a document only if half
+    of its sequences are.
+
+    A process needs some 30 bytes for each held-out sequence.
+    """
+
+    def __init__(self, sequences: Hashes, documents: npt.NDArray[np.uint32]) -> None:
+        """Take (sequence, document) pairs. Use `from_texts` or `load`.
+
+        Args:
+            sequences: uint64[pairs], the hashes of sequences, ascending.
+            documents: uint32[pairs], the number of the held-out document with that sequence.
+        """
+        self._pairs = sequences
+        self._documents = documents
+        self._sequences, self._first = np.unique(sequences, return_index=True)
+        self._copies = np.diff(np.append(self._first, len(sequences)))
+        self._sizes = np.bincount(documents)
+        self._seen = np.zeros(len(self._sequences), np.bool_)
+        # Nearly every sequence of training is none of these, and one look at a table of flags tells
+        # so: it has 16 to 32 flags for each held-out sequence, and at most 2^28.
+        bits = min(max(4 + len(self._sequences).bit_length(), 10), 28)
+        self._shift = np.uint64(64 - bits)
+        self._maybe = np.zeros(1 << bits, np.bool_)
+        self._maybe[self._sequences >> self._shift] = True
+        self._last: tuple[str, int, npt.NDArray[np.intp]] | None = None
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str]) -> HeldOut:
+        """Take the sequences of the held-out documents, numbered in the order given."""
+        each = [np.unique(sequence_hashes(text, LEAK_WORDS)) for text in texts]
+        sequences = np.concatenate([np.empty(0, np.uint64), *each])
+        documents = np.repeat(np.arange(len(each), dtype=np.uint32), [len(e) for e in each])
+        order = np.argsort(sequences, kind="stable")
+        return cls(sequences[order], documents[order])
+
+    def save(self, path: Path) -> None:
+        """Write the held-out sequences to a .npz file, without what `note` has found."""
+        with path.open("wb") as file:
+            np.savez(file, sequences=self._pairs, documents=self._documents)
+
+    @classmethod
+    def load(cls, path: Path) -> HeldOut:
+        """Read what `save` wrote; raise ConfigError if it is damaged."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                sequences, documents = file["sequences"], file["documents"]
+        except _DAMAGE as error:
+            raise ConfigError(f"{path}: is damaged ({error}). Delete it and build again") from None
+        return cls(sequences, documents)
+
+    def common(self, sample: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """Return which held-out documents are boilerplate, such as a licence or a menu.
+
+        Half of such a document stands in COMMON_TEXTS texts of the sample or more. Held out, it
+        would take every training document with the same boilerplate out of training.
+
+        Args:
+            sample: Texts of the corpus, or parts of them.
+        """
+        texts = np.zeros(len(self._sequences), np.int64)
+        for text in sample:
+            texts[self._shared(text)[1]] += 1
+        is_common = texts[np.searchsorted(self._sequences, self._pairs)] >= COMMON_TEXTS
+        found = np.bincount(self._documents, weights=is_common, minlength=len(self._sizes))
+        return (self._sizes > 0) & (2 * found >= self._sizes)
+
+    def overlap(self, text: str) -> Overlap:
+        """Return what a document shares with the held-out ones."""
+        hashes = np.unique(sequence_hashes(text, LEAK_WORDS))
+        shared = self._find(hashes)
+        return Overlap(len(hashes), len(shared), self._by_document(shared))
+
+    def is_leaked(self, text: str) -> bool:
+        """Return whether a training document has to go.
+
+        It does if it has at least half of the different sequences of some held-out document, or if
+        at least half of its own different sequences are held-out ones.
+        """
+        own, shared = self._shared(text)
+        if not len(shared):
+            return False
+        if 2 * len(shared) >= own:
+            return True
+        return any(2 * n >= self._sizes[d] for d, n in self._by_document(shared).items())
+
+    def note(self, text: str) -> None:
+        """Take note of the held-out sequences in a document that training keeps."""
+        self._seen[self._shared(text)[1]] = True
+
+    def save_seen(self, path: Path) -> None:
+        """Write which held-out sequences `note` has found, one bit for each."""
+        path.write_bytes(np.packbits(self._seen).tobytes())
+
+    def merge_seen(self, path: Path) -> None:
+        """Add what `save_seen` wrote in another process that loaded the same held-out sequences."""
+        bits = np.frombuffer(path.read_bytes(), np.uint8)
+        size = -(-len(self._seen) // 8)
+        if len(bits) != size:
+            raise ConfigError(
+                f"{path}: is {len(bits)} bytes, not the {size} of these held-out documents. Delete "
+                "it and build again; the task that wrote it is done once more"
+            )
+        self._seen |= np.unpackbits(bits, count=len(self._seen)).astype(np.bool_)
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of different sequences in the held-out documents."""
+        return len(self._sequences)
+
+    @property
+    def leakage(self) -> float:
+        """Return the share of the held-out sequences that also stand in a noted document."""
+        return float(self._seen.mean()) if len(self._seen) else 0.0
+
+    def _shared(self, text: str) -> tuple[int, npt.NDArray[np.intp]]:
+        """Return how many sequences a document has, and the places of its held-out ones.
+
+        The number is that of different sequences, but for a document without held-out ones, where
+        nobody asks for it.
+        """
+        # A document is usually checked and then noted: the second call has the answer.
+        if self._last is None or self._last[0] is not text:
+            hashes = sequence_hashes(text, LEAK_WORDS)
+            shared = np.unique(self._find(hashes))
+            own = len(np.unique(hashes)) if len(shared) else len(hashes)
+            self._last = text, own, shared
+        return self._last[1:]
+
+    def _find(self, hashes: Hashes) -> npt.NDArray[np.intp]:
+        """Return the places in `self._sequences` of those hashes that are in it."""
+        hashes = hashes[self._maybe[hashes >> self._shift]]
+        if not len(hashes):
+            return np.empty(0, np.intp)
+        places = np.searchsorted(self._sequences, hashes)
+        places = np.minimum(places, len(self._sequences) - 1)
+        found: npt.NDArray[np.intp] = places[self._sequences[places] == hashes]
+        return found
+
+    def _by_document(self, shared: npt.NDArray[np.intp]) -> dict[int, int]:
+        """Return how many of these sequences each held-out document has that has any."""
+        first, copies = self._first[shared], self._copies[shared]
+        # The pairs of one sequence stand together: first, first + 1, ..., first + copies - 1.
+        starts = np.repeat(first - (np.cumsum(copies) - copies), copies)
+        pairs = starts + np.arange(copies.sum())
+        documents, counts = np.unique(self._documents[pairs], return_counts=True)
+        return dict(zip(documents.tolist(), counts.tolist()))

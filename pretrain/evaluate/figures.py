@@ -1,0 +1,521 @@
+"""Draw the figures of a report: by window length, by training step and by position."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import (
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    ScalarFormatter,
+    StrMethodFormatter,
+)
+
+from pretrain.evaluate.curves import (
+    PERPLEXITY,
+    TITLES,
+    Curve,
+    PositionCurve,
+    Value,
+    is_known,
+    length_label,
+    relative_length,
+    tokens_in_words,
+    train_lengths,
+)
+
+# ---- Draw lines with intervals into panels, and return the figure as PNG, SVG and PDF ----
+# Every line can be told apart without colour, by its marker and dashes. Equal lines give equal
+# bytes.
+
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart (jfly.uni-koeln.de/color),
+# without its yellow, which is too pale for a line, and with a grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (2.5, 1)))
+"""Lengths without a common factor, so that a combination comes back after 360 lines only."""
+MARKERS_OF_A_LINE = 10
+"""A longer line has a marker at every n-th value only, about this many in all."""
+NEUTRAL = "#444444"
+LOG_SPREAD = 3.0
+"""The y axis is logarithmic when the largest value exceeds this multiple of the smallest."""
+PANEL_INCHES = (4.3, 3.9)
+LEGEND_INCHES = 2.4
+FORMATS = ("png", "svg", "pdf")
+Pictures = dict[str, bytes]
+"""Format -> the figure's file."""
+
+
+class Line(NamedTuple):
+    """A line through values."""
+
+    panel: str
+    """Title of the axes that it stands in."""
+    mark: str
+    """Words in the legend for its marker and dashes."""
+    colour: str
+    """Words in the legend for its colour; the same as `mark` if that alone tells lines apart."""
+    xs: Sequence[float]
+    values: Sequence[Value]
+    """Values with the ends of their error bars, or of a band."""
+    has_band: bool = False
+    """Draw the ranges as a band, not as error bars."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The labels, axes and marks around the lines."""
+
+    x_label: str
+    y_label: str
+    title: str = ""
+    ticks: Mapping[float, str] = field(default_factory=dict)
+    """Position -> label on the x axis, which is then logarithmic to base 2."""
+    marked: Mapping[float, str] = field(default_factory=dict)
+    """Position of a dotted vertical line -> the word in the legend that has its colour."""
+    mark_label: str = ""
+    """What the dotted lines mark."""
+    counts: Sequence[tuple[float, float, int]] = ()
+    """(first, end, tokens) of ranges on the x axis, drawn as steps in a strip below the lines."""
+    panels: Sequence[str] = ()
+    """The panels in their order; by default in the order of the lines."""
+    bars: str = "95 % interval"
+    """What error bars show."""
+
+
+@matplotlib.rc_context()
+def draw(lines: Sequence[Line], frame: Frame, formats: Sequence[str] = FORMATS) -> Pictures:
+    """Draw lines, one panel for each of their titles, and a legend at the right.
+
+    Args:
+        lines: What to draw.
+        frame: What to write around it.
+        formats: The formats to return.
+    """
+    # A user's matplotlibrc changes sizes and fonts, and equal lines would not give equal bytes.
+    matplotlib.rcdefaults()
+    titles = list(dict.fromkeys([*frame.panels, *(line.panel for line in lines)]))
+    words = {word for line in lines for word in (line.mark, line.colour)}
+    figure, panels = _panels(titles, frame, legend_inches=0.21 * (len(words) + 6))
+    colours, marks = _colours(lines), _marks(lines)
+    weights = _weights(lines)
+    for line in lines:
+        mark = marks[line.mark] | weights[line.colour]
+        _draw_line(panels[line.panel], line, colours[line.colour], mark)
+    # The panels share their y axis.
+    axes = next(iter(panels.values()))
+    _scale_values(axes, [v for line in lines for value in line.values for v in value])
+    for panel in panels.values():
+        for x, word in frame.marked.items():
+            colour = colours.get(word, "#888888")
+            panel.axvline(x, color=colour, linewidth=1.2, linestyle=":", zorder=0)
+    _legend(figure, lines, (colours, weights, marks), frame)
+    # The formats share one layout, which takes longer than drawing.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return {kind: _save(figure, kind) for kind in formats}
+
+
+def _panels(
+    titles: Sequence[str], frame: Frame, legend_inches: float
+) -> tuple[Figure, dict[str, Axes]]:
+    """Return an empty figure and its axes by title, in one row or in rows of two.
+
+    Args:
+        titles: Titles of the panels.
+        frame: What stands around the lines.
+        legend_inches: Height that the legend needs; the figure is at least as high.
+    """
+    columns = min(len(titles), 2)
+    rows = -(-len(titles) // columns)
+    width, height = PANEL_INCHES
+    figure = Figure(
+        figsize=(
+            width * columns + LEGEND_INCHES,
+            max(height * rows + (1 if frame.counts else 0), legend_inches),
+        ),
+        dpi=144,
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),
+    )
+    # The canvas is chosen here and pyplot is not used, so that no display is needed, whatever
+    # backend matplotlib is configured for.
+    FigureCanvasAgg(figure)
+    ratios = [4.0, 1.0] * rows if frame.counts else [1.0] * rows
+    grid = figure.add_gridspec(len(ratios), columns, height_ratios=ratios)
+    panels: dict[str, Axes] = {}
+    for i, title in enumerate(titles):
+        row, column = divmod(i, columns)
+        first = next(iter(panels.values()), None)
+        axes = figure.add_subplot(
+            grid[2 * row if frame.counts else row, column], sharex=first, sharey=first
+        )
+        panels[title] = axes
+        axes.set_title(_plain(title), fontsize=10)
+        _style(axes, frame)
+        if column == 0:
+            axes.set_ylabel(frame.y_label)
+        below = axes
+        if frame.counts:
+            below = _strip(figure.add_subplot(grid[2 * row + 1, column], sharex=axes), frame)
+            axes.tick_params(labelbottom=False)
+        below.set_xlabel(frame.x_label)
+    if frame.title:
+        figure.suptitle(_plain(frame.title), fontsize=11)
+    return figure, panels
+
+
+def _style(axes: Axes, frame: Frame) -> None:
+    """Set the x axis, the grid and the borders."""
+    if frame.ticks:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(frame.ticks), list(frame.ticks.values()))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(y=0.08)
+    axes.grid(True, color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _strip(axes: Axes, frame: Frame) -> Axes:
+    """Draw the numbers of tokens as steps."""
+    edges = [first for first, _, _ in frame.counts] + [frame.counts[-1][1]]
+    axes.stairs([n for _, _, n in frame.counts], edges, fill=True, color="#bbbbbb")
+    axes.set_yscale("log")
+    axes.set_ylabel("Tokens", fontsize=8)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.tick_params(axis="y", labelsize=7)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _colours(lines: Iterable[Line]) -> dict[str, Any]:
+    """Return a colour for each word, in order of first appearance.
+
+    Where colours say something else than marks (training lengths), they go from dark to light in
+    ascending order, which a grayscale print keeps.
+    """
+    lines = list(lines)
+    words = list(dict.fromkeys(line.colour for line in lines))
+    if all(line.colour == line.mark for line in lines):
+        return dict(zip(words, itertools.cycle(COLOURS)))
+    scale = matplotlib.colormaps["viridis"]
+    return {word: scale(0.82 * i / max(1, len(words) - 1)) for i, word in enumerate(words)}
+
+
+def _weights(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
+    """Return the widths of lines and sizes of markers for each word of a colour.
+
+    Where colours say something else than marks, lines get wider with it, so that it can be read
+    without colour.
+    """
+    lines = list(lines)
+    words = list(dict.fromkeys(line.colour for line in lines))
+    if all(line.colour == line.mark for line in lines):
+        return {word: {"linewidth": 1.6, "markersize": 5} for word in words}
+    shares = [i / max(1, len(words) - 1) for i in range(len(words))]
+    return {
+        # The widest lines are drawn first, so that they do not hide others.
+        word: {"linewidth": 0.9 + 1.8 * share, "markersize": 4 + 3 * share, "zorder": 3 - share / 2}
+        for word, share in zip(words, shares)
+    }
+
+
+def _marks(lines: Iterable[Line]) -> dict[str, dict[str, Any]]:
+    """Return the marker and the dashes for each word."""
+    words = dict.fromkeys(line.mark for line in lines)
+    cycles = zip(words, itertools.cycle(MARKERS), itertools.cycle(DASHES))
+    return {word: {"marker": marker, "linestyle": dashes} for word, marker, dashes in cycles}
+
+
+def _draw_line(axes: Axes, line: Line, colour: Any, mark: Mapping[str, Any]) -> None:
+    """Draw one line with its intervals. What is not finite is marked at the upper edge."""
+    values = [v.value if math.isfinite(v.value) else math.nan for v in line.values]
+    low = [v.low if math.isfinite(v.low) else math.nan for v in line.values]
+    high = [v.high if math.isfinite(v.high) else math.nan for v in line.values]
+    # White edges keep markers apart that lie on each other, and few markers let dashes be seen.
+    axes.plot(
+        line.xs,
+        values,
+        color=colour,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        markevery=max(1, round(len(values) / MARKERS_OF_A_LINE)),
+        **mark,
+    )
+    if line.has_band:
+        axes.fill_between(line.xs, low, high, color=colour, alpha=0.18, linewidth=0)
+    elif not all(map(math.isnan, low)):
+        # Around its own middle: a value may lie outside its interval, as of very little text.
+        middles = [(a + b) / 2 for a, b in zip(low, high)]
+        halves = [(b - a) / 2 for a, b in zip(low, high)]
+        axes.errorbar(
+            line.xs, middles, yerr=halves, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2.5
+        )
+    lost = [x for x, v in zip(line.xs, values) if math.isnan(v)]
+    if lost:
+        axes.plot(
+            lost,
+            [1.0] * len(lost),
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            **{**mark, "linestyle": "none", "color": colour, "markerfacecolor": "white"},
+        )
+
+
+def _scale_values(axes: Axes, values: Iterable[float]) -> None:
+    """Choose the y axis: logarithmic for a wide spread, never narrower than +-10 % otherwise.
+
+    Without that minimum, matplotlib would zoom in on curves that are equal up to noise.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return
+    low, high = min(finite), max(finite)
+    if low > 0 and high > LOG_SPREAD * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 10 * low else (1, 2, 5))
+        )
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif high < 1.1 * low:
+        axes.set_ylim(0.9 * low, 1.1 * high)
+
+
+def _legend(
+    figure: Figure,
+    lines: Sequence[Line],
+    styles: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    frame: Frame,
+) -> None:
+    """Write a legend beside the panels, with the lines in the order of their right ends.
+
+    Args:
+        figure: Figure with the panels.
+        lines: What was drawn.
+        styles: Colour and weight of each colour word, and mark of each mark word.
+        frame: What stands around the lines.
+    """
+    colours, weights, marks = styles
+    ends: dict[str, float] = {}
+    for line in lines:
+        last = [v.value for v in line.values if math.isfinite(v.value)]
+        ends.setdefault(line.mark, last[-1] if last else math.inf)
+    order = sorted(ends, key=lambda word: -ends[word])
+    looks: dict[str, dict[str, Any]]
+    if all(line.colour == line.mark for line in lines):
+        looks = {word: {"color": colours[word], **weights[word], **marks[word]} for word in order}
+    else:
+        looks = {word: {"color": NEUTRAL, **marks[word]} for word in order}
+        looks |= {
+            w: {"color": c, **weights[w], "linewidth": 2 * weights[w]["linewidth"]}
+            for w, c in colours.items()
+        }
+    handles = [Line2D([], [], label=_plain(word), **look) for word, look in looks.items()]
+    if frame.marked:
+        dotted: dict[str, Any] = {"color": "#888888", "linestyle": ":", "linewidth": 1.2}
+        handles.append(Line2D([], [], label=frame.mark_label, **dotted))
+    notes = []
+    has_ranges = [any(math.isfinite(v.low) for v in line.values) for line in lines]
+    if any(found and not line.has_band for found, line in zip(has_ranges, lines)):
+        notes.append(f"bars: {frame.bars}")
+    if any(found and line.has_band for found, line in zip(has_ranges, lines)):
+        notes.append("band: least to largest\nof the seeds")
+    if any(not math.isfinite(v.value) for line in lines for v in line.values):
+        notes.append("hollow, at the upper\nedge: not finite")
+    handles += [Line2D([], [], linestyle="none", label=note) for note in notes]
+    figure.legend(
+        handles=handles,
+        loc="outside right upper",
+        frameon=False,
+        fontsize=9,
+        handlelength=3.2,
+    )
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib shows as it is, without taking $ for the start of a formula."""
+    return text.replace("$", r"\$")
+
+
+def _save(figure: Figure, kind: str) -> bytes:
+    """Return the figure in a format, without dates, versions or random ids in it."""
+    metadata: dict[str, dict[str, Any]] = {
+        "png": {"Software": None},
+        "svg": {"Date": None, "Creator": None},
+        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    }
+    picture = io.BytesIO()
+    # Type 42 fonts can be edited and are what journals ask for.
+    with matplotlib.rc_context({"svg.hashsalt": "pretrain", "pdf.fonttype": 42}):
+        figure.savefig(picture, format=kind, metadata=metadata[kind])
+    return picture.getvalue()
+
+
+TICKS = 8
+"""Labels on an x axis at most, about as many as find room."""
+
+
+def plot_by_length(
+    curves: Sequence[Curve],
+    quantity: str = PERPLEXITY,
+    relative: bool = False,
+    subject: str = "",
+) -> Pictures:
+    """Plot values against window length: see `lines_by_length`."""
+    return draw(*lines_by_length(curves, quantity, relative, subject))
+
+
+def plot_by_position(curves: Sequence[PositionCurve], subject: str = "") -> Pictures:
+    """Plot loss against the position in the window: see `lines_by_position`."""
+    return draw(*lines_by_position(curves, subject))
+
+
+def lines_by_length(
+    curves: Sequence[Curve],
+    quantity: str = PERPLEXITY,
+    relative: bool = False,
+    subject: str = "",
+) -> tuple[list[Line], Frame]:
+    """Return the lines of values against window length, with a panel for each protocol.
+
+    Of one training length each curve has its colour. Of several, colours are training lengths and
+    markers are methods, as in the paper's figures.
+
+    Args:
+        curves: Curves by window length in tokens. Perplexities must be of one tokenizer.
+        quantity: PERPLEXITY or BITS_PER_BYTE.
+        relative: Draw lengths as multiples of each curve's own training length.
+        subject: What the figure is about, if the report has several: tokenizer, validation set.
+    """
+    trained = train_lengths(curves)
+    only = trained[0] if len(trained) == 1 else None
+    # In the order of the training lengths, since colours are given in the order of the lines.
+    curves = sorted(curves, key=lambda curve: curve.train_length)
+    lines = []
+    for curve in curves:
+        unit = curve.train_length if relative else 1
+        known = [x for x in curve.records if is_known(curve, x, quantity)]
+        lines.append(
+            Line(
+                curve.protocol,
+                curve.name,
+                _colour_of(curve, trained),
+                [x / unit for x in known],
+                [curve.value(x, quantity) for x in known],
+                curve.is_mean,
+            )
+        )
+    xs = sorted({x for line in lines for x in line.xs})
+    if relative:
+        label, marked = "Evaluation length (in training lengths L)", {1.0: ""}
+        ticks = {x: relative_length(x) for x in _spread(xs)}
+    else:
+        label = "Evaluation length (tokens)"
+        marked = {float(n): _colour_word(n) for n in trained}
+        ticks = {x: length_label(int(x), only, "\n") for x in _spread(xs)}
+    title = _title(curves, subject)
+    return lines, Frame(label, TITLES[quantity], title, ticks, marked, "training length")
+
+
+def plot_by_step(curves: Sequence[Curve], subject: str = "") -> Pictures:
+    """Plot perplexity against training step: a line for each length and a panel per protocol.
+
+    Args:
+        curves: Curves by training step, of one tokenizer.
+        subject: What the figure is about, if the report has several.
+    """
+    lines = [
+        Line(
+            curve.protocol,
+            curve.name,
+            curve.name,
+            list(curve.records),
+            [curve.value(x) for x in curve.records],
+        )
+        for curve in curves
+    ]
+    return draw(lines, Frame("Training step", TITLES[PERPLEXITY], _title(curves, subject)))
+
+
+def lines_by_position(
+    curves: Sequence[PositionCurve], subject: str = ""
+) -> tuple[list[Line], Frame]:
+    """Return the lines of loss against position, above a strip with the tokens of each range.
+
+    The tokens are those of the longest window.
+
+    Args:
+        curves: Losses by position, of one tokenizer.
+        subject: What the figure is about, if the report has several.
+    """
+    trained = train_lengths(position.curve for position in curves)
+    curves = sorted(curves, key=lambda position: position.curve.train_length)
+    windows = sorted({position.length for position in curves})
+    lines = [
+        Line(
+            f"Windows of {' and '.join(map(str, windows))} tokens",
+            position.curve.name,
+            _colour_of(position.curve, trained),
+            position.binned[0].centres(),
+            position.values(),
+            len(position.binned) > 1,
+        )
+        for position in curves
+    ]
+    longest = max(curves, key=lambda position: position.length)
+    right = longest.length
+    ticks = {float(2**n): str(2**n) for n in range(0, math.ceil(math.log2(right + 1)) + 1, 2)}
+    marked = {float(n): _colour_word(n) for n in trained}
+    counts = longest.binned[0].ranges()
+    frame = Frame(
+        "Position in the window (tokens)",
+        "Loss (nats per token)",
+        subject,
+        ticks,
+        marked,
+        "training length",
+        counts,
+    )
+    return lines, frame
+
+
+def _title(curves: Sequence[Curve], subject: str) -> str:
+    """Return the title of a figure: what it is about, and how many tokens it stands on."""
+    return ", ".join(filter(None, [subject, f"{tokens_in_words(curves)} tokens scored"]))
+
+
+def _colour_word(train_length: int) -> str:
+    """Return the word in a legend for the colour of a training length."""
+    return f"L = {train_length}"
+
+
+def _colour_of(curve: Curve, trained: Sequence[int]) -> str:
+    """Return what the colour of a curve stands for: its training length if there are several."""
+    return _colour_word(curve.train_length) if len(trained) > 1 else curve.name
+
+
+def _spread(xs: Sequence[float]) -> list[float]:
+    """Return at most about TICKS of the positions, none so close that labels would overlap."""
+    if not xs:
+        return []
+    gap = math.log2(xs[-1] / xs[0]) / TICKS if xs[-1] > xs[0] else 0.0
+    chosen: list[float] = []
+    for x in xs:
+        if not chosen or math.log2(x / chosen[-1]) >= 0.95 * gap:
+            chosen.append(x)
+    return chosen

@@ -1,0 +1,389 @@
+"""Run `pretrain export`: write a checkpoint as a Hugging Face folder and verify the result."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain import platform, topology
+from pretrain.checkpoint.load import load_global_state, load_weights
+from pretrain.checkpoint.manifest import (
+    Checkpoint,
+    NoDataSet,
+    check_tokenizer,
+    open_checkpoint,
+    trained_tokens,
+    with_data_set,
+)
+from pretrain.checkpoint.save import tokenizer_of
+from pretrain.config import ConfigError, RunConfig, in_bytes, writing
+from pretrain.config.describe import EXPORT_REACH, export_length
+from pretrain.config.run import is_url
+from pretrain.data.manifest import MANIFEST, OtherFormat
+from pretrain.data.stream import TokenStream, open_stream
+from pretrain.evaluate.records import read_records
+from pretrain.huggingface.card import TEXT, ExportExtras, describe, validation_documents
+from pretrain.huggingface.folder import MadeFrom, record_files, to_huggingface
+from pretrain.huggingface.parity import PRECISIONS, ParityReport, add_precisions, check_parity
+from pretrain.model.forward import logits
+from pretrain.model.gpt import build_model
+from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint
+from pretrain.rundir.lineage import hold
+from pretrain.rundir.metrics import evaluation_records
+from pretrain.rundir.paths import RunPaths
+
+PARITY_ROWS = 4
+"""Number of validation sequences that are compared at the training length; one beyond it."""
+MOST_TOKENS = 2**31 - 1
+"""Longest sequence that an export may be made for: the largest int32."""
+SCORE_BYTES = 2**32
+"""Largest matrix of attention scores in the comparison, [heads, T, T] in fp32. It bounds T, and so
+the memory and the time of exporting a large model."""
+
+
+def export_source(
+    source: Path,
+    out: Path,
+    curve: Path | None,
+    max_length: int | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    split_special_tokens: bool = False,
+) -> bool:
+    """Export a checkpoint, compare the export with the trained model and print the comparison.
+
+    Args:
+        source: Run directory (its newest checkpoint is exported) or checkpoint directory.
+        out: Hugging Face folder to write.
+        curve: curve.json for the model card; None takes the run's last evaluation while training.
+        max_length: Longest sequence in tokens that the export accepts; None takes 16 training
+            lengths, or the longest that the run evaluates.
+        overrides: `section.key=value` settings of [export], or of where the data set is.
+        split_special_tokens: Take the name of a special token in a text for text.
+
+    Returns:
+        True if the exported model computes the same function.
+
+    Raises:
+        ConfigError: No transformers class can hold the model, a weight is not finite, or the
+            checkpoint, the data or the curve is missing or damaged.
+    """
+    checkpoint = find_checkpoint(source)
+    if out.resolve().is_relative_to(checkpoint.resolve()):
+        # A file that the manifest does not list would make the checkpoint count as damaged.
+        raise ConfigError(f"{out}: lies in the checkpoint {checkpoint}. Name a directory elsewhere")
+    _check_overrides(overrides)
+    with hold(checkpoint):
+        opened = open_checkpoint(checkpoint)
+        return _export(opened, out, curve, max_length, overrides, split_special_tokens)
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Check that settings for an export leave the model and its training as they are.
+
+    Raises:
+        ConfigError: One sets another key.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not key.startswith("export.") and key != "data.directory":
+            raise ConfigError(
+                f"--set {override}: an export holds the model as it was trained. It takes keys of "
+                "[export], and data.directory where the data set was moved"
+            )
+
+
+def _export(
+    opened: Checkpoint,
+    out: Path,
+    curve: Path | None,
+    max_length: int | None,
+    overrides: Sequence[str],
+    split_special_tokens: bool,
+) -> bool:
+    """Export an opened checkpoint and print the comparison; see `export_source`."""
+    checkpoint = opened.path
+    # Checkpoints load on any layout, so one process is enough. fp32 because the export holds the
+    # fp32 master weights, and the comparison is one of fp32 logits.
+    sections: dict[str, dict[str, Any]] = {
+        "parallel": {},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 1},
+    }
+    config = opened.load_config([*overrides, "train.precision=fp32"], sections)
+    stream, directory = _validation_split(config, opened)
+    tokenizer = tokenizer_of(opened, Path(directory))
+    max_length = checked_length(config, max_length)
+    ids = _comparison_ids(config, stream, max_length)
+    state = opened.trainer_state
+    facts = {
+        "Training steps": f"{state.step:,}",
+        "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
+    }
+    documents: tuple[str, ...] = ()
+    if stream is not None and config.export.task_bytes:
+        documents = validation_documents(stream, tokenizer, config.export.task_bytes)
+    weights = load_global_state(opened)
+    check_finite(weights, checkpoint)
+    name = to_huggingface(
+        config,
+        weights,
+        tokenizer.path,
+        out,
+        max_length=max_length,
+        extras=ExportExtras(
+            curve=_curve(config, checkpoint, curve),
+            facts=facts,
+            documents=documents,
+            split_special_tokens=split_special_tokens,
+        ),
+    )
+    print(f"{checkpoint} -> {out} ({name})")
+    if documents:
+        # Said because publishing the folder also publishes this text.
+        print(f"{out / TEXT}: {describe(documents)} of validation text (export.task_bytes)")
+    report = compare_with_folder(config, opened, out, ids, tuple(PRECISIONS))
+    with writing(out):
+        add_precisions(out, config, report, is_text=stream is not None)
+        made_from = MadeFrom(opened.lineage.id, max_length, split_special_tokens)
+        record_files(out, made_from if report.passed else None)
+    print(report.format())
+    return report.passed
+
+
+def checked_length(config: RunConfig, max_length: int | None) -> int:
+    """Return the longest sequence that an export accepts, in tokens.
+
+    Args:
+        config: The run's config.
+        max_length: What the user asks for; None takes the default.
+
+    Raises:
+        ConfigError: It is shorter than the training length, a learned table does not reach it, or
+            no memory holds it.
+    """
+    if max_length is None:
+        return export_length(config)
+    if max_length > MOST_TOKENS:
+        raise ConfigError(
+            f"--max-length {max_length}: more than the {MOST_TOKENS} tokens that programs count to"
+        )
+    length = config.data.sequence_length
+    if max_length < length:
+        raise ConfigError(
+            f"--max-length {max_length}: shorter than data.sequence_length = {length}, at which "
+            "the model was trained. Give at least that"
+        )
+    if config.position.method == "learned" and max_length != config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-length {max_length}: the trained table of positions has "
+            f"{config.max_position_embeddings} rows. Leave the option out"
+        )
+    needed, free = max_length * _bytes_a_position(config), platform.available_memory()
+    if needed > free:
+        raise ConfigError(
+            f"--max-length {max_length}: with {config.position.method} positions an export takes "
+            f"about {in_bytes(needed)} of memory for them, and {in_bytes(free)} are "
+            "free. Choose a shorter length"
+        )
+    return max_length
+
+
+def _bytes_a_position(config: RunConfig) -> int:
+    """Return the memory that a class takes for each position that it reaches, when it is made."""
+    if config.position.method == "sinusoidal":
+        # Angles and their sines and cosines in fp64, and the table in fp32, twice.
+        return 24 * config.model.hidden_size
+    # MPT makes the biases of all positions in each forward pass, and slices them.
+    return 12 * config.model.num_attention_heads if config.position.method == "alibi" else 0
+
+
+def check_finite(weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Check that all weights are finite: no model with a NaN computes anything.
+
+    Args:
+        weights: Full tensors by global name.
+        checkpoint: Where they come from.
+
+    Raises:
+        ConfigError: Some are not; names the first tensor and how many elements it is.
+    """
+    for name, tensor in weights.items():
+        bad = tensor[~tensor.isfinite()]
+        if bad.numel():
+            raise ConfigError(
+                f"{checkpoint}: {bad.numel()} of the {tensor.numel()} elements of {name} are not "
+                f"finite (the first is {float(bad[0])}). Training had failed when it was saved. "
+                "Export an earlier checkpoint, and train on from there (--resume)"
+            )
+
+
+def compare_with_folder(
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    folder: Path,
+    ids_by_length: list[Tensor],
+    precisions: Sequence[str] = (),
+) -> ParityReport:
+    """Compare stock transformers' model with our own, built and run as in training.
+
+    Args:
+        config: The checkpoint's config, for one process in fp32.
+        checkpoint: The checkpoint, opened.
+        folder: Hugging Face folder.
+        ids_by_length: Token ids [N, T] for each length.
+        precisions: 16-bit formats in which the folder's perplexity is measured too.
+    """
+    topology.initialize(config)
+    try:
+        chunks = build_model(config)
+        load_weights(checkpoint, chunks)
+        chunks[0].eval()
+        return check_parity(
+            lambda tokens: logits(chunks[0], tokens), folder, ids_by_length, precisions=precisions
+        )
+    finally:
+        topology.finish()
+
+
+def _validation_split(config: RunConfig, checkpoint: Checkpoint) -> tuple[TokenStream | None, str]:
+    """Return the validation split and the directory of its data set.
+
+    There is no split where the data set is not here, or is of another format; that is printed.
+
+    Args:
+        config: The checkpoint's config.
+        checkpoint: The checkpoint, opened.
+
+    Raises:
+        ConfigError: The data set is damaged or another tokenizer's.
+    """
+    try:
+        config = with_data_set(config, checkpoint)
+        where = f"{config.data.directory}/validation"
+        if is_url(where) or Path(where, MANIFEST).exists():
+            stream = open_stream(config, "validation")
+            check_tokenizer(stream, checkpoint)
+            return stream, config.data.directory
+        why = f"{where}: not here"
+    except NoDataSet as missing:
+        why = str(missing)
+    except OtherFormat:
+        why = f"{where}: of another format"
+    print(f"{why}, so the models are compared on random tokens")
+    return None, config.data.directory
+
+
+def _comparison_ids(config: RunConfig, stream: TokenStream | None, max_length: int) -> list[Tensor]:
+    """Return token ids [N, T] to compare the models on, at L tokens and beyond, at up to 16 L.
+
+    The tokens are the first of the validation split, or random ones where there is none.
+
+    Args:
+        config: The checkpoint's config.
+        stream: The validation split.
+        max_length: Longest sequence that the export accepts, in tokens.
+
+    Raises:
+        ConfigError: The validation split is shorter than one sequence.
+    """
+    length, heads = config.data.sequence_length, config.model.num_attention_heads
+    memory = math.isqrt(SCORE_BYTES // (4 * heads))
+    longest = max(length, min(EXPORT_REACH * length, max_length, memory))
+    if stream is None:
+        return _random_rows(config, longest)
+    if len(stream) < length:
+        raise ConfigError(
+            f"{stream.directory}: has {len(stream)} tokens, but the comparison needs {length}. "
+            "Hold out more validation text (data.validation_fraction) and build the data again"
+        )
+    longest = min(longest, len(stream))
+    rows = min(PARITY_ROWS, len(stream) // length)
+    return [
+        torch.from_numpy(stream.read(0, n * size)).view(n, size)
+        for n, size in _shapes(rows, length, longest)
+    ]
+
+
+def _random_rows(config: RunConfig, longest: int) -> list[Tensor]:
+    """Return random sequences, int64 [N, T] of each length, the longest of `longest` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = _shapes(PARITY_ROWS, config.data.sequence_length, longest)
+    return [torch.randint(config.data.vocab_size, s, generator=generator) for s in shapes]
+
+
+def _shapes(rows: int, length: int, longest: int) -> list[tuple[int, int]]:
+    """Return [N, T] of the sequences: some of the training length, and one of the longest."""
+    return [(rows, length), (1, longest)] if longest > length else [(rows, length)]
+
+
+def _of_one_checkpoint(
+    records: list[dict[str, Any]], checkpoint: Path, curve: Path
+) -> list[dict[str, Any]]:
+    """Return the records of a checkpoint, where a report has several runs of one method.
+
+    Records of a single checkpoint are returned whatever its path: the run may have been moved.
+
+    Args:
+        records: Evaluation records.
+        checkpoint: Checkpoint that is exported.
+        curve: Where the records are from.
+
+    Raises:
+        ConfigError: They are of several checkpoints, and not of this one.
+    """
+    paths = dict.fromkeys(record["checkpoint"] for record in records)
+    if len(paths) <= 1:
+        return records
+    own = [r for r in records if os.path.realpath(r["checkpoint"]) == os.path.realpath(checkpoint)]
+    if not own:
+        raise ConfigError(
+            f"--curve {curve}: has records of {', '.join(paths)}, and none of {checkpoint}. Give a "
+            "report with that checkpoint: `pretrain evaluate` it with --out"
+        )
+    return own
+
+
+def _curve(config: RunConfig, checkpoint: Path, curve: Path | None) -> list[dict[str, Any]]:
+    """Return the evaluation records for the model card.
+
+    Args:
+        config: The checkpoint's config.
+        checkpoint: Checkpoint that is exported.
+        curve: A curve.json, of which the records of this method and checkpoint are taken; None
+            takes the evaluation after the checkpoint's step in the run's metrics.jsonl.
+
+    Returns:
+        Records of this checkpoint's position method; none where it has not been evaluated.
+
+    Raises:
+        ConfigError: `curve` is not a curve.json.
+    """
+    method = config.position.method
+    if curve is not None:
+        try:
+            records = read_records(curve)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--curve {curve}: not a curve.json that `pretrain evaluate --out` wrote ({error})"
+            ) from None
+        # RUN/evaluations/curve.json has all checkpoints of one run.
+        found = [
+            record
+            for record in records
+            if record["method"] == method and Path(record["checkpoint"]).name == checkpoint.name
+        ]
+        return _of_one_checkpoint(found, checkpoint, curve)
+    # RUN/checkpoints/step-########. A copy elsewhere has no run whose numbers would be its own, and
+    # of the run's evaluations only the one after this very step is of these weights.
+    step = checkpoint_step(checkpoint.name)
+    if step is None or checkpoint.absolute().parent.name != "checkpoints":
+        return []
+    metrics = RunPaths(checkpoint.absolute().parents[1]).metrics
+    common = {"method": method, "checkpoint": str(checkpoint)}
+    return [{**common, **record} for record in evaluation_records(metrics, step)]

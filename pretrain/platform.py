@@ -1,0 +1,687 @@
+"""Hide the difference between running on CUDA and running on the CPU.
+
+This package owns the device, the torch.distributed backend, the data types, the random generators
+and the patches that let Megatron run without CUDA. Nothing else in the project asks which of the
+two it runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import importlib.util
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pretrain.config import ConfigError, writing
+from pretrain.config.architectures import is_supported, not_supported
+from pretrain.rundir.files import from_json, parse_json
+from pretrain.rundir.trust import check_own_directory, check_place
+
+# ---- Tell which GPU a rank uses, and find ranks that share one ----
+
+
+MOST_SHARED_NAMED = 3
+"""GPUs that a message names; the rest are counted."""
+
+
+def device_index(local_rank: int, num_visible: int) -> int:
+    """Return the number of a process's GPU among those that it can see.
+
+    Where all processes of a node see all its GPUs, that is the local rank. With one GPU bound to
+    each (srun --gpus-per-task=1, --gpu-bind=single:1) every process sees one, whose number is 0.
+    That each has a GPU of its own is checked by the GPUs' ids; see `shared_gpus`.
+
+    Args:
+        local_rank: Number of the process on its machine.
+        num_visible: Number of GPUs that it can see, at least 1.
+    """
+    return local_rank % num_visible
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of one rank, as the rank sees it."""
+
+    host: str
+    uuid: str
+    """The GPU's id, which no other GPU has; empty on the CPU."""
+    visible: str | None
+    """CUDA_VISIBLE_DEVICES of the rank's process; None where it is not set."""
+
+    def to_json(self) -> str:
+        """Return the device as text for the other ranks."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of_json(text: str) -> Device:
+        """Return the device that `to_json` described."""
+        device = from_json(Device, parse_json(text))
+        assert device is not None, text
+        return device
+
+
+def shared_gpus(devices: Sequence[Device]) -> str:
+    """Return a message about ranks that use one GPU together, or "" if each has its own.
+
+    Args:
+        devices: The device of each rank, by rank.
+    """
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, device in enumerate(devices):
+        if device.uuid:
+            ranks.setdefault((device.host, device.uuid), []).append(rank)
+    shared = [(gpu, users) for gpu, users in ranks.items() if len(users) > 1]
+    if not shared:
+        return ""
+    found = [
+        f"{uuid} on {host} is used by "
+        + " and ".join(f"rank {r} (CUDA_VISIBLE_DEVICES {_value(devices[r])})" for r in users)
+        for (host, uuid), users in shared[:MOST_SHARED_NAMED]
+    ]
+    if len(shared) > MOST_SHARED_NAMED:
+        found.append(f"and {len(shared) - MOST_SHARED_NAMED} more GPUs")
+    return (
+        f"two ranks cannot use one GPU: {'; '.join(found)}. Start one rank per GPU of a node: srun "
+        "with --ntasks-per-node and --gpus-per-node of the same number, or with --gpus-per-task=1. "
+        "CUDA_VISIBLE_DEVICES= runs on the CPU"
+    )
+
+
+def _value(device: Device) -> str:
+    return "not set" if device.visible is None else f"= {device.visible}"
+
+
+# ---- Keep the directories of compiled kernels private to the user ----
+
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+"""Variables that name directories of compiled code."""
+
+
+def make_caches_private() -> None:
+    """Make the directories of compiled kernels, of which each process executes what is in them.
+
+    Also TMPDIR, where it is missing. torch's own default is a fixed name in /tmp, where another
+    user may have made it first.
+
+    Raises:
+        ConfigError: One of them belongs to another user, or others may write to it.
+    """
+    if (temporary := os.environ.get("TMPDIR")) and not os.path.lexists(temporary):
+        _make_private(Path(temporary))
+        # Forget where temporary files went while the directory was missing.
+        tempfile.tempdir = None
+    # As in torch/_inductor/runtime/cache_dir_utils.py.
+    user = re.sub(r'[\\/:*?"<>|]', "_", _user_name())
+    own = f"{tempfile.gettempdir()}/torchinductor_{user}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
+    for name in CACHES:
+        if directory := os.environ.get(name):
+            _make_private(Path(directory))
+            check_place(Path(directory).parent)
+            check_own_directory(Path(directory), entries=False)
+
+
+def _make_private(directory: Path) -> None:
+    with writing(directory):
+        directory.parent.mkdir(0o700, parents=True, exist_ok=True)
+        directory.mkdir(0o700, exist_ok=True)
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # A user id without a name, as in a container.
+        return f"uid_{os.getuid()}"
+
+
+# ---- Replace attributes of modules, classes and objects for the time of a context ----
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value in this context.
+
+    Args:
+        owner: A module, a class or an object.
+        name: Name of the attribute. It is looked up in the owner alone: what an object has from
+            its class, or a class from its base, is covered and shows again afterwards.
+        value: The value.
+    """
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def fp16_allowed_on_cpu() -> Iterator[None]:
+    """Let a run in fp16 pass on a CPU in this context, to test it or to count what it would do.
+
+    torch computes in fp16 on a CPU, slowly. DeepSpeed refuses it, as does `check_precision`.
+    `prepare` must have been called.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    with (
+        # The package, because others call it as platform.check_precision.
+        replaced(sys.modules["pretrain.platform"], "check_precision", lambda precision: None),
+        replaced(accelerator, "is_fp16_supported", lambda self: True),
+    ):
+        yield
+
+
+# ---- Say which device this process has, what it is called and what it can compute ----
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of train.precision."""
+
+DEVICES = Path("/dev")
+"""Where NVIDIA's driver shows its GPUs, as nvidia0, nvidia1 and so on."""
+
+
+def has_cuda() -> bool:
+    """Return True if the run uses NVIDIA GPUs. Every other run uses the CPU."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """Return the device of this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def backend() -> str:
+    """Return the name of the torch.distributed backend for `device()`."""
+    return "nccl" if has_cuda() else "gloo"
+
+
+def device_name() -> str:
+    """Return the vendor's name of the device, such as "NVIDIA H200", or "cpu"."""
+    return torch.cuda.get_device_name() if has_cuda() else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of torch's build, CUDA, NCCL and the driver, as far as there are any."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if has_cuda():
+        # torch does not annotate this function.
+        parts = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(map(str, parts))
+    with contextlib.suppress(OSError):
+        said = Path("/proc/driver/nvidia/version").read_text()
+        if match := re.search(r"Module.*?\s(\d+(?:\.\d+)+)", said):
+            found["driver"] = match[1]
+    return {name: version for name, version in found.items() if version}
+
+
+def check_precision(precision: str) -> None:
+    """Raise ConfigError if this device cannot train in `precision` (a key of DTYPES)."""
+    if has_cuda():
+        if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+            raise ConfigError(
+                f"train.precision = bf16: {device_name()} does not support it (compute capability "
+                "8.0 is needed). Use fp16"
+            )
+    elif precision == "fp16":
+        raise ConfigError(
+            "train.precision = fp16: DeepSpeed does not support it on a CPU. Use bf16 or fp32"
+        )
+
+
+def check_build() -> None:
+    """Check that torch was built for this process's GPU, and can use GPUs where there are any.
+
+    A build without code for the GPU fails at the first kernel, minutes into a start. A build
+    without CUDA, or one for a newer driver, would train on the CPU of a machine with GPUs.
+
+    Raises:
+        ConfigError: It was not, or cannot.
+    """
+    remedy = "Install the build of torch for this GPU (docs/v100.md for V100s)"
+    if has_cuda():
+        capability, built = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+        if not is_supported(built, capability):
+            gpu = not_supported(device_name(), capability, built)
+            raise ConfigError(f"torch {torch.__version__}: {gpu}. {remedy}")
+    elif _shows_gpus():
+        cuda = torch.version.cuda
+        why = f"CUDA {cuda} does not start, run nvidia-smi" if cuda else "built without CUDA"
+        raise ConfigError(
+            f"torch {torch.__version__}: cannot use this machine's NVIDIA GPUs ({why}). {remedy}, "
+            "start a container with its option for GPUs (apptainer --nv), or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+
+
+def _shows_gpus() -> bool:
+    """Return True if the driver shows GPUs to this process and the user has not hidden them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(
+        re.fullmatch(r"nvidia\d+", path.name) for path in DEVICES.glob("nvidia*")
+    )
+
+
+def can_compile() -> bool:
+    """Return True if torch.compile can generate code for `device()`.
+
+    It generates Triton on a GPU, which needs compute capability 8.0, and C++ on a CPU, which needs
+    a compiler.
+    """
+    if has_cuda():
+        capable = torch.cuda.get_device_capability() >= (8, 0)
+        return capable and importlib.util.find_spec("triton") is not None
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def can_accumulate_products() -> bool:
+    """Return True if one operation can add a product of 16-bit matrices to an fp32 matrix.
+
+    On a GPU that is `torch.addmm` with `out_dtype`. It accepts the fp32 matrix since torch 2.10
+    (pytorch pull request 167931), and Liger-Kernel uses it from compute capability 8.0 on
+    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return not has_cuda() or (
+        (major, minor) >= (2, 10) and torch.cuda.get_device_capability() >= (8, 0)
+    )
+
+
+# ---- Measure the memory of this process and the memory that it can still allocate ----
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated()
+    # Linux reports ru_maxrss in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still allocate on `device()`."""
+    if not has_cuda():
+        return available_memory()
+    free, _ = torch.cuda.mem_get_info()
+    # torch keeps freed memory and gives it out again.
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that can be allocated.
+
+    The least of the machine's, of what the cgroups of this process have left (those of a container
+    or of a Slurm job), and of what `ulimit -v` leaves.
+    """
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError):
+        # Only Linux has this file. Elsewhere, half of the machine's memory is taken for available.
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            available = min(available, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min([available, *_cgroup_memory()]))
+
+
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
+    """Return what each cgroup with a limit that this process is in has left, of cgroup v2.
+
+    Args:
+        root: Where the cgroups are mounted. In a container that is the container's own.
+        own: This process's cgroup below it; None reads it from /proc.
+    """
+    if own is None:
+        own = "/"
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/cgroup").read_text().splitlines():
+                # The lines of cgroup version 1 begin with other numbers.
+                own = line.removeprefix("0::") if line.startswith("0::") else own
+    folder, left = root / own.lstrip("/"), []
+    for group in (folder, *folder.parents):
+        if group != root and root not in group.parents:
+            break
+        # "max", which is no number, where there is no limit.
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            statistics = dict(
+                line.split() for line in (group / "memory.stat").read_text().splitlines()
+            )
+            # Files that were read are kept in memory as long as nothing else needs it.
+            cached = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
+            left.append(limit - used + cached)
+    return left
+
+
+# ---- Patch Megatron-core, which assumes CUDA, so that it runs on a CPU ----
+
+
+def patch_megatron_for_cpu() -> None:
+    """Replace the places where Megatron-core 0.16 assumes CUDA. Called only where there is no CUDA.
+
+    Paths in the comments are relative to megatron/core. Some patches replace functions of
+    torch.cuda: they are what Megatron calls, and without CUDA nothing else can use them.
+    """
+    cpu = torch.device("cpu")
+    # Buffers are allocated with device=torch.cuda.current_device(): for received activations in
+    # pipeline_parallel/p2p_communication.py, for gathered and scattered ones in
+    # tensor_parallel/mappings.py and layers.py, and for the frequencies in
+    # models/common/embeddings/rotary_pos_embedding.py.
+    # The type checker objects that the original returns a number.
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
+    # models/common/language_module/language_module.py moves the tied embedding with .cuda() before
+    # it is reduced between the first and the last stage.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # a patch
+
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random
+
+    # pipeline_parallel/schedules.py counts tokens in torch.zeros(..., device="cuda").
+    schedules.torch = _TorchOnCpu()
+    # tensor_parallel/random.py tracks states of the CUDA generator. Marked as initialized, because
+    # Megatron would otherwise put its own tracker back.
+    random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    # The same file saves and restores the CUDA generator around activation recomputation, beside
+    # the CPU generator, which is enough here.
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+class _TorchOnCpu(types.ModuleType):
+    """The `torch` module, except that zeros(device="cuda") allocates on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
+
+
+def _cpu_rng_tracker() -> Any:
+    """Return a tracker like Megatron's CudaRNGStatesTracker that works on the CPU generator."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    class CpuRngTracker(CudaRNGStatesTracker):  # type: ignore[misc]  # Megatron ships no types
+        """Keep named states of torch's CPU generator, each restored while it is forked."""
+
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    return CpuRngTracker()
+
+
+# ---- Set this process up: its device, DeepSpeed, Megatron and the random generators ----
+
+
+def prepare(local_rank: int) -> None:
+    """Select this process's device, and configure DeepSpeed and Megatron for it.
+
+    Must be called before anything else imports Megatron or DeepSpeed. May be called again.
+
+    Args:
+        local_rank: Number of this process on its machine.
+
+    Raises:
+        ConfigError: if another user may write to the directories of compiled kernels.
+    """
+    make_caches_private()
+    _select_device(local_rank)
+    if has_cuda():
+        # One hardware queue, so that kernels start in the order in which they were launched.
+        # Megatron relies on it to overlap communication and computation
+        # (megatron/core/tensor_parallel/layers.py).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    # Imported here because DeepSpeed chooses its accelerator from the environment on import.
+    import deepspeed.ops
+
+    for name in ("DeepSpeed", "torch.distributed", "megatron"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not has_cuda():
+        # deepspeed/comm/torch.py would compile this extension when communication starts, which
+        # takes 70 s and needs a compiler. It goes unused when marked as incompatible.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        patch_megatron_for_cpu()
+
+
+def _select_device(local_rank: int) -> None:
+    """Make a GPU this process's own, and tell DeepSpeed which one."""
+    if has_cuda():
+        local_rank = device_index(local_rank, torch.cuda.device_count())
+        torch.cuda.set_device(local_rank)
+    # deepspeed/runtime/engine.py requires it and takes it for the number of the GPU. srun does not
+    # set it.
+    os.environ["LOCAL_RANK"] = str(local_rank)
+
+
+def own_device(host: str) -> Device:
+    """Describe this process's device for the other ranks.
+
+    Args:
+        host: The name of this process's node.
+    """
+    uuid = ""
+    if has_cuda():
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return Device(host, uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def seed_generators(seed: int, tensor_parallel_rank: int) -> None:
+    """Seed torch's default generator and Megatron's tracked generators.
+
+    The default generator gets the same seed on all tensor ranks, for dropout on replicated
+    activations. The tracked "model-parallel-rng" gets another one on each, for dropout on
+    activations that are split over tensor ranks.
+
+    Args:
+        seed: The seed; the same on all tensor ranks.
+        tensor_parallel_rank: The tensor rank of this process.
+    """
+    from megatron.core.tensor_parallel import random
+
+    if has_cuda():
+        torch.cuda.manual_seed(seed)
+        random.model_parallel_cuda_manual_seed(seed)
+        return
+    # The same names and offset as model_parallel_cuda_manual_seed
+    # (megatron/core/tensor_parallel/random.py).
+    torch.default_generator.manual_seed(seed)
+    tracker = random.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("data-parallel-rng", seed)
+    tracker.add("model-parallel-rng", seed + 2718 + tensor_parallel_rank)
+
+
+# ---- queue ----
+# Copy, wait and measure time in the device's queue of work, which the host does not wait for.
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a clock read afterwards includes the work queued before."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a CPU tensor to the device without waiting for the work queued there.
+
+    From memory that is not pinned, a copy to the GPU would wait for all kernels launched before it
+    (aten/src/ATen/native/cuda/Copy.cu).
+    """
+    return tensor.pin_memory().to(device(), non_blocking=True) if has_cuda() else tensor
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Queue the block's work beside the default queue, behind everything queued there so far.
+
+    Memory that the block allocates may be used by the default queue after it has waited for the
+    block's work, and be freed at any time: it is only given out again to other blocks, which begin
+    behind the default queue.
+    """
+    if not has_cuda():
+        yield
+        return
+    queue = _queue_beside()
+    queue.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(queue):
+        yield
+
+
+@functools.cache
+def _queue_beside() -> torch.cuda.Stream:
+    """Return the stream of `beside`, the same in every call."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch declares no types here
+
+
+class Moment:
+    """A point in the device's queue of work: it has passed when all work queued before is done."""
+
+    def __init__(self) -> None:
+        """Mark the present end of the queue. On a CPU that is now."""
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if has_cuda():
+            # torch declares no types here.
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the moment has passed. Work queued after it goes on."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Return the seconds between two moments that have passed, by the device's clock."""
+        if self._event is not None and earlier._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return self._seconds - earlier._seconds
+
+
+class Readback:
+    """Numbers on their way from the device to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Start to copy a tensor of one dimension, behind the work queued so far."""
+        self._host = tensor
+        if has_cuda():
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+        self.arrival = Moment()
+
+    def numbers(self) -> list[float]:
+        """Return the numbers, once they are here."""
+        self.arrival.wait()
+        return [float(number) for number in self._host.tolist()]
+
+
+class HostCopy:
+    """A copy of tensors into host memory, made while the device and the host go on.
+
+    The tensors must not change before `before_change` has been called.
+    """
+
+    def __init__(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        """Start to copy.
+
+        Args:
+            sources: Tensors on the device, each of one dimension.
+            targets: Host memory for each, of the same size and dtype; pinned if `pin` could.
+        """
+        self._thread: threading.Thread | None = None
+        self._event: torch.cuda.Event | None = None
+        if has_cuda():
+            with beside():
+                for source, target in zip(sources, targets, strict=True):
+                    target.copy_(source, non_blocking=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+            return
+        # NumPy copies on one core and lets other threads run; torch would start a second team of
+        # threads that competes with the model's.
+        pairs = [(s.detach().numpy(), t.numpy()) for s, t in zip(sources, targets, strict=True)]
+        self._thread = threading.Thread(target=_copy_all, args=(pairs,), daemon=True)
+        self._thread.start()
+
+    def before_change(self) -> None:
+        """Hold changes of the tensors, which are queued from now on, back until they are copied."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until the copy is complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _copy_all(pairs: list[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+    for source, target in pairs:
+        np.copyto(target, source)
+
+
+def pin(memory: torch.Tensor) -> bool:
+    """Pin host memory that another process shares, so that the device copies into it by itself.
+
+    Returns:
+        False where it could not be pinned: copies then pass through a buffer of the driver's.
+    """
+    if not has_cuda():
+        return False
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `pin`."""
+    if has_cuda():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
