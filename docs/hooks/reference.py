@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 
 from pretrain.cli.commands import app as pretrain
 from pretrain.config.run import RunConfig
-from pretrain.config.trajectory import Effect, effect_of
+from pretrain.config.schema import Effect
+from pretrain.config.trajectory import effect_of
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import Site
 from pretrain.study.schema import StudyFile
@@ -41,6 +42,7 @@ _ON_RESUME = {
     Effect.TRAJECTORY: "changes training: refused unless `--allow-changed` names it",
     Effect.CONTENT: "may change, and what lies there may not, unless `--allow-changed` names it",
     Effect.FREE: "may change",
+    Effect.OUTCOME: "may change",
 }
 
 

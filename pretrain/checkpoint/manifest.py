@@ -37,13 +37,13 @@ from pretrain.checkpoint.blocks import BlockReader, DamagedCheckpoint
 from pretrain.checkpoint.index import FILE_NAME, Index, Natural
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.run import is_url
+from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
     DIGITS,
     TOKENIZER,
     TRAINING,
     VALIDATION,
     Difference,
-    Effect,
     check_differences,
     data_differences,
     differences,

@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
 from pretrain.config.run import RunConfig
+from pretrain.config.schema import Section
 from pretrain.config.toml import expand_paths, leaves, read_layers, with_version, without_version
 
 # ---- Name the keys of a config, and guess which one was meant by a name that is none ----
@@ -70,13 +71,23 @@ def _near(name: str, names: list[str], cutoff: float) -> list[str]:
     return difflib.get_close_matches(name.lower(), names, 1, cutoff)
 
 
-def _fields(section: str) -> dict[str, Any]:
-    """Return the fields of a section by name; none if it is a value and no section."""
+def section_model(section: str) -> type[Section]:
+    """Return the class of a config's section.
+
+    Raises:
+        KeyError: There is no such section.
+    """
     annotation = RunConfig.model_fields[section].annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return dict(candidate.model_fields)
-    return {}
+    return next(
+        candidate
+        for candidate in (annotation, *get_args(annotation))
+        if isinstance(candidate, type) and issubclass(candidate, Section)
+    )
+
+
+def _fields(section: str) -> dict[str, Any]:
+    """Return the fields of a section by name."""
+    return dict(section_model(section).model_fields)
 
 
 def _kinds(annotation: Any) -> set[Any]:

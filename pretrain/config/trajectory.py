@@ -1,8 +1,8 @@
 """Say of every key what it means to change it between two starts of a run.
 
-A checkpoint goes on under a config that may differ from the one that saved it. `EFFECTS` says for
-each key whether that is possible, whether it changes what is trained, or neither. A key without an
-entry is an error in this table; tests/unit/test_trajectory.py fails until it has one.
+A checkpoint goes on under a config that may differ from the one that saved it. Each key says
+itself whether that is possible, whether it changes what is trained, or neither: see
+`pretrain.config.schema.Effect`.
 """
 
 from __future__ import annotations
@@ -12,113 +12,14 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from pretrain.config.errors import ConfigError
-from pretrain.config.load import section_keys, suggestion
+from pretrain.config.load import section_keys, section_model, suggestion
 from pretrain.config.run import RunConfig
-
-
-class Effect(StrEnum):
-    """The effect of a changed key on a run that goes on from a checkpoint."""
-
-    FIXED = "fixed"
-    """The weights or the moments would not fit, or the model would compute another function. Never
-    allowed."""
-    TRAJECTORY = "trajectory"
-    """Training goes on differently. Refused unless `--allow-changed` names the key."""
-    CONTENT = "content"
-    """A path, which may change. What lies there is known by its hash, and a change of that is
-    refused unless `--allow-changed` names the key."""
-    FREE = "free"
-    """Only where, how fast or with how much output the same training happens."""
-
+from pretrain.config.schema import Effect, Section
 
 FIXED, TRAJECTORY, CONTENT, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.CONTENT, Effect.FREE
-
-EFFECTS: dict[str, Effect] = {
-    # "section" stands for the keys of the section that have no entry of their own. A section whose
-    # keys are of several kinds has no such entry, so that a new key has to be put somewhere.
-    "run.directory": FREE,
-    # The order of the data and the dropout masks; the initial weights are in the checkpoint.
-    "run.seed": TRAJECTORY,
-    "model": FIXED,
-    "model.hidden_dropout": TRAJECTORY,
-    "model.attention_dropout": TRAJECTORY,
-    "model.adaptive_dropout": TRAJECTORY,
-    "model.activation_dropout": TRAJECTORY,
-    # Acts at step 0 only.
-    "model.init_method_std": FREE,
-    "model.embedding_init_method_std": FREE,
-    # How the same scores are computed.
-    "model.attention_backend": FREE,
-    "position": FIXED,
-    # Checkpoints do not depend on the layout.
-    "parallel.tensor_model_parallel_size": FREE,
-    "parallel.pipeline_model_parallel_size": FREE,
-    "parallel.virtual_pipeline_model_parallel_size": FREE,
-    "parallel.sequence_parallel": FREE,
-    "parallel.zero_stage": FREE,
-    "parallel.world_size": FREE,
-    "parallel.gradient_reduce_dtype": TRAJECTORY,
-    "batch.micro_batch_size": FREE,
-    "batch.global_batch_size": TRAJECTORY,
-    "batch.rampup_batch_size": TRAJECTORY,
-    "data.directory": CONTENT,
-    "data.tokenizer": CONTENT,
-    "data.sequence_length": TRAJECTORY,
-    "data.vocab_size": FIXED,
-    # Read by `pretrain data build` alone; what it made of them is known by its hash.
-    "data.source": FREE,
-    "data.paths": FREE,
-    "data.text_field": FREE,
-    "data.validation_bytes": FREE,
-    "data.bytes_per_task": FREE,
-    "cleaning": FREE,
-    # The shares of the corpora decide which samples follow. Their paths are as free as data.paths.
-    "data.corpora": TRAJECTORY,
-    "data.validation_paths": FREE,
-    "data.validation_fraction": FREE,
-    "data.tokenizer_training_bytes": FREE,
-    "data.tokens_per_block": FREE,
-    "data.tokens_per_shard": FREE,
-    "data.cache_directory": FREE,
-    "data.cache_bytes": FREE,
-    # What a sample shows the model. The weights fit either way, and an exported or evaluated model
-    # computes the same function of a text.
-    "data.per_document_attention": TRAJECTORY,
-    "data.num_workers": FREE,
-    "optimizer": TRAJECTORY,
-    # A checkpoint has the moments of one optimizer.
-    "optimizer.name": FIXED,
-    # The scale at step 0; the present one is in the checkpoint.
-    "optimizer.initial_loss_scale_power": FREE,
-    "schedule": TRAJECTORY,
-    # More steps are the usual reason to go on. `Difference.line` says what becomes of the schedule.
-    "train.num_steps": FREE,
-    # Attention looks both ways or back.
-    "train.objective": FIXED,
-    "train.precision": TRAJECTORY,
-    "train.spike_policy": TRAJECTORY,
-    "train.spike_threshold": TRAJECTORY,
-    "train.spike_window_steps": TRAJECTORY,
-    "train.spike_max_rollbacks": TRAJECTORY,
-    "train.consistency_interval_steps": FREE,
-    "train.recompute_granularity": FREE,
-    "train.fusion": FREE,
-    "train.profile_steps": FREE,
-    "checkpoint": FREE,
-    "evaluation": FREE,
-    "logging": FREE,
-    "recovery.hang_seconds": FREE,
-    "recovery.startup_seconds": FREE,
-    "recovery.max_restarts": FREE,
-    "recovery.spare_nodes": FREE,
-    "recovery.preflight_seconds": FREE,
-    "export": FREE,
-}
-"""Key, or section -> what a change of it does."""
 
 _DERIVED = {
     "model.num_query_groups",
@@ -145,7 +46,7 @@ class Difference:
     after: Any
     """The present value."""
     effect: Effect
-    """FIXED, TRAJECTORY or FREE."""
+    """FIXED, TRAJECTORY, OUTCOME or FREE."""
     data: str = ""
     """Of data: what differs."""
     directory: str = ""
@@ -189,12 +90,22 @@ class Difference:
 
 
 def effect_of(key: str) -> Effect:
-    """Return what a change of a key does.
+    """Return what a change of "section.key" does."""
+    section, _, name = key.partition(".")
+    return field_effect(section_model(section), name)
+
+
+def field_effect(section: type[Section], name: str) -> Effect:
+    """Return what a change of a section's key does, as the key or else the section says.
 
     Raises:
-        KeyError: The key has no entry in `EFFECTS`.
+        TypeError: Neither says it.
     """
-    return EFFECTS[key] if key in EFFECTS else EFFECTS[key.partition(".")[0]]
+    own = [each for each in section.model_fields[name].metadata if isinstance(each, Effect)]
+    effect = own[0] if own else section.EFFECT
+    if effect is None:
+        raise TypeError(f"{section.__name__}.{name}: say what its change means, as in Free[int]")
+    return effect
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
@@ -211,10 +122,6 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
     return found
 
 
-AT_STEP_0 = {"model.init_method_std", "model.embedding_init_method_std", "train.num_steps"}
-"""Keys that a checkpoint does not mind, and that yet decide what a run becomes."""
-
-
 def settings_hash(config: RunConfig, training: str | None) -> str:
     """Return a hash of all that training depends on but the seed, the same for runs that agree.
 
@@ -225,7 +132,7 @@ def settings_hash(config: RunConfig, training: str | None) -> str:
     values: dict[str, Any] = {TRAINING: training}
     for section, keys in section_keys().items():
         for key in (f"{section}.{name}" for name in keys):
-            counts = effect_of(key) in (FIXED, TRAJECTORY) or key in AT_STEP_0
+            counts = effect_of(key) in (FIXED, TRAJECTORY, Effect.OUTCOME)
             value = _value(config, section, key.partition(".")[2])
             if counts and key != "run.seed":
                 values[key] = value
@@ -308,7 +215,7 @@ def check_allowed(keys: Sequence[str]) -> None:
             raise ConfigError(
                 f"{given}cannot be changed: {why}. Train anew in another run.directory"
             )
-        if effect is FREE:
+        if effect in (FREE, Effect.OUTCOME):
             raise ConfigError(f"{given}may change without this option. Leave it out")
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from pretrain.checkpoint.blocks import DamagedCheckpoint
 from pretrain.checkpoint.manifest import data_hashes, open_checkpoint
 from pretrain.config import ConfigError, RunConfig, load_config
-from pretrain.config.trajectory import AT_STEP_0, Difference, Effect, data_differences, differences
+from pretrain.config.schema import Effect
+from pretrain.config.trajectory import Difference, data_differences, differences
 from pretrain.data.stream import open_stream
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints, newest_checkpoint_step
@@ -231,7 +232,7 @@ def other_differences(study: Study) -> list[str]:
         each.key: None
         for run in study.runs
         for each in differences(first, run.config)
-        if each.effect in (Effect.FIXED, Effect.TRAJECTORY) or each.key in AT_STEP_0
+        if each.effect is not Effect.FREE
     }
     lines = []
     for key in keys:
@@ -356,9 +357,8 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
         f"remove {run.config.run.directory}"
     )
     for each in found:
-        changes_training = each.effect in (Effect.FIXED, Effect.TRAJECTORY)
         # Another validation text: losses while training could not be compared.
-        if changes_training or each.key in AT_STEP_0 or each.data:
+        if each.effect is not Effect.FREE or each.data:
             yield (
                 f"{_difference_shown(each)}: {checkpoint.path} was trained with {each.before}. "
                 f"{remedy}"
