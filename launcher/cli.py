@@ -18,33 +18,151 @@ import typer
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.config.load import AllowChanged, Config, Overrides, print_and_exit, version_of
 from pretrain.config.trajectory import allow_options, check_allowed
-from pretrain.launcher.login.accounting import GOODPUT
-from pretrain.launcher.options import (
-    BOTH_PROTOCOLS,
-    Account,
-    After,
-    Dependency,
-    DryRun,
-    EvaluateCheckpoints,
-    EvaluationTasks,
-    EvaluationTime,
-    Lengths,
-    Mail,
-    MaxTokens,
-    Nodes,
-    OptionalSiteFile,
-    Partition,
-    Protocols,
-    Qos,
-    Resume,
-    Run,
-    SaveBefore,
-    Sbatch,
-    SiteFile,
-    Stride,
-    TimeLimit,
-)
+from pretrain.launcher.status import GOODPUT
 from pretrain.rundir.paths import ExitCode
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
+SiteFile = Annotated[
+    Path,
+    typer.Option(
+        metavar="SITE",
+        help="TOML file that describes your cluster. Copy one of the examples slurm/site.*.toml.",
+    ),
+]
+OptionalSiteFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="SITE",
+        help="TOML file that describes your Slurm cluster. Copy one of the examples "
+        "slurm/site.*.toml.",
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Number of nodes of each run. Default: as many as parallel.world_size needs, else 1.",
+    ),
+]
+TimeLimit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIMIT",
+        help="Time limit of the job, as in 1-00:00:00, 12:00:00 or 90 (minutes). Default: the "
+        "site's time_limit.",
+    ),
+]
+SaveBefore = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="SECONDS",
+        help="Save a checkpoint this long before the time limit. Default: the time of two "
+        "checkpoints and one step, plus a minute.",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Window lengths of evaluations in tokens, as in 128,512,2048. Default: "
+        "evaluation.lengths of the config, else 1, 2, 4, 8 and 16 times the training length as "
+        "far as the text reaches.",
+    ),
+]
+Protocols = Annotated[
+    str,
+    typer.Option(
+        help="Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma."
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens from one sliding window to the next. Default: evaluation.stride of the "
+        "config where no length is shorter, else the shortest length.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Score at most this many validation tokens. Default: all; evaluation.max_tokens "
+        "bounds the evaluations while training.",
+    ),
+]
+BOTH_PROTOCOLS = "nonoverlapping,sliding"
+"""The default of --protocols."""
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|none|PATH",
+        help="Start from the run's newest checkpoint if there is one (auto), from step 0 "
+        "(none), or from this checkpoint. Default: auto.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the job and when it could start, and submit nothing."),
+]
+EvaluationTasks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="GPUs of an evaluation, on one node. Default: as many as training uses per node.",
+    ),
+]
+EvaluationTime = Annotated[
+    str | None,
+    typer.Option(metavar="LIMIT", help="Time limit of an evaluation. Default: that of training."),
+]
+Partition = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Partition of the job. Default: the site's.")
+]
+Account = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Account that pays. Default: the site's.")
+]
+Qos = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Quality of service. Default: the site's.")
+]
+Sbatch = Annotated[
+    list[str],
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Another option of sbatch, as in exclude=node07. Can be repeated; comes before the "
+        "site's sbatch_arguments.",
+    ),
+]
+Dependency = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE:JOB", help="Jobs to wait for, as sbatch --dependency takes them: afterok:123."
+    ),
+]
+Mail = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Have Slurm send a mail when the job has finished or given up, and when a node dies.",
+    ),
+]
+EvaluateCheckpoints = Annotated[
+    bool,
+    typer.Option(
+        "--evaluate-checkpoints",
+        help="Evaluate each checkpoint when it is complete, in a job of its own.",
+    ),
+]
+After = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Start when this run's job has ended well, whatever its restarts."
+    ),
+]
+
 
 # ---- Define the `launcher data` commands, which build a data set on a Slurm cluster ----
 
@@ -89,7 +207,7 @@ def data_build(
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
     """
-    from pretrain.launcher.login import data as builds
+    from pretrain.launcher import experiment as builds
     from pretrain.launcher.site import load_site
 
     run = load_config(config, overrides)
@@ -110,7 +228,7 @@ def data_array(
 
     `launcher data build` has this command run by the process that builds.
     """
-    from pretrain.launcher.login import data as builds
+    from pretrain.launcher import experiment as builds
     from pretrain.launcher.site import load_site
 
     builds.run_array(builds.data_job(load_site(site), name, pickle, tasks, concurrent, time), stop)
@@ -155,8 +273,8 @@ def local(
       launcher local configs/demo.toml --nproc 2 --set train.num_steps=100 \\
           --set run.directory=runs/try
     """
-    from pretrain.launcher.login.look import print_summary
-    from pretrain.launcher.node.local import run_locally
+    from pretrain.launcher.look import print_summary
+    from pretrain.launcher.ranks import run_locally
     from pretrain.rundir.jobs import LocalLaunch, already_done, check_data, is_done
 
     run = load_config(config, overrides)
@@ -188,7 +306,7 @@ def _print_goes_on(run: Path, code: int, command: Sequence[str]) -> None:
         code: The exit code of its last attempt.
         command: The command, without --resume.
     """
-    from pretrain.launcher.login.look import stopped
+    from pretrain.launcher.look import stopped
 
     if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
         print(f"{stopped(run)}; go on with:\n  {shlex.join(command)}", file=sys.stderr, flush=True)
@@ -203,8 +321,8 @@ def attempt(run: Run) -> None:
 
     The batch script of `launcher submit` runs this command.
     """
-    from pretrain.launcher.login.look import print_summary
-    from pretrain.launcher.node import job
+    from pretrain.launcher import job
+    from pretrain.launcher.look import print_summary
 
     code = job.attempt(run)
     print_summary(run, code)
@@ -216,7 +334,7 @@ def guard(run: Run) -> None:
 
     The jobs of runs with spare nodes run this command as a job step.
     """
-    from pretrain.launcher.node.job import guard
+    from pretrain.launcher.job import guard
 
     raise typer.Exit(guard(run))
 
@@ -232,7 +350,7 @@ def evaluation(
 
     The batch script of an evaluation runs this command.
     """
-    from pretrain.launcher.node.evaluation import run_job
+    from pretrain.launcher.evaluations import run_job
 
     raise typer.Exit(run_job(run, checkpoint))
 
@@ -264,7 +382,7 @@ def run(
       launcher run configs/demo.toml --site slurm/site.toml
       launcher run configs/cc100_roberta/alibi_1024.toml --site slurm/site.toml
     """
-    from pretrain.launcher.login import run as experiment
+    from pretrain.launcher import experiment
 
     request = EvaluationRequest.parse(lengths, BOTH_PROTOCOLS, None, max_tokens)
     experiment.run(config, overrides, site, nodes, time, request)
@@ -357,11 +475,11 @@ def sweep(
     }
     place = _one_place(site, nproc, slurm_options)
     if isinstance(place, int):
-        from pretrain.launcher.local_sweep import sweep_locally
+        from pretrain.launcher.sweep import sweep_locally
 
         raise typer.Exit(sweep_locally(configs, place, over, overrides, dry_run, allow_changed))
-    from pretrain.launcher.login.sweep import sweep as submit_sweep
     from pretrain.launcher.site import SlurmRequest, load_site
+    from pretrain.launcher.sweep import sweep as submit_sweep
 
     submit_sweep(
         configs,
@@ -501,8 +619,8 @@ def submit(
       launcher submit mine.toml --site slurm/site.toml --after runs/demo/alibi \\
           --mail me@example.org --sbatch exclude=node07
     """
-    from pretrain.launcher.login import evaluations
-    from pretrain.launcher.login import submit as jobs
+    from pretrain.launcher import evaluations
+    from pretrain.launcher import submit as jobs
     from pretrain.launcher.site import SlurmRequest, load_site
 
     run, plan = load_config(config, overrides), None
@@ -571,7 +689,7 @@ def evaluate_checkpoints(
     Example:
       launcher evaluate-checkpoints runs/demo/alibi --site slurm/site.toml --lengths 128,512,2048
     """
-    from pretrain.launcher.login import evaluations
+    from pretrain.launcher import evaluations
     from pretrain.launcher.site import load_site
 
     directory = Path.cwd() / run
@@ -602,7 +720,7 @@ def status(
       launcher status
       launcher status runs/demo/alibi --watch
     """
-    from pretrain.launcher.login import look
+    from pretrain.launcher import look
 
     look.show_status(runs or [], watch)
 
@@ -634,7 +752,7 @@ def logs(
     Example:
       launcher logs runs/demo/alibi --follow --rank 0
     """
-    from pretrain.launcher.login import look as texts
+    from pretrain.launcher import look as texts
 
     if follow and attempt is not None:
         raise ConfigError(
@@ -665,7 +783,7 @@ def cancel(
     Example:
       launcher cancel runs/demo/alibi --save
     """
-    from pretrain.launcher.login import control
+    from pretrain.launcher import control
 
     control.cancel(run, save)
 
@@ -681,7 +799,7 @@ def requeue(run: Run) -> None:
     Example:
       launcher requeue runs/demo/alibi
     """
-    from pretrain.launcher.login import control
+    from pretrain.launcher import control
 
     control.requeue(run)
 

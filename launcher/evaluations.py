@@ -14,21 +14,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
+from pretrain.config import (
+    ConfigError,
+    EvaluationRequest,
+    RunConfig,
+    RunFailed,
+    load_config,
+    writing,
+)
 from pretrain.launcher import slurm
-from pretrain.launcher.script import Job, launcher_command
-from pretrain.launcher.site import parse_site
+from pretrain.launcher.ranks import SrunRanks
+from pretrain.launcher.site import Site, parse_site
+from pretrain.launcher.slurm import Job, check_path, check_time, job_name, launcher_command
+from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
 from pretrain.launcher.terminal import say
-from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
+from pretrain.rundir.attempts import Owner
+from pretrain.rundir.checkpoints import (
+    checkpoint_step,
+    checkpoints_awaiting_evaluation,
+    named_by_step,
+)
 from pretrain.rundir.files import (
     DIRECTORY_MODE,
     make_directory,
@@ -38,7 +55,8 @@ from pretrain.rundir.files import (
     replace_json,
 )
 from pretrain.rundir.jobs import JobRecord, append_job, job_id_of, read_jobs
-from pretrain.rundir.paths import JobKind, RunPaths
+from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt, JobIsOver, RunBusy, unknown
+from pretrain.rundir.paths import ExitCode, JobKind, Outcome, RunPaths, check_version
 from pretrain.rundir.trust import check_trusted, read_trusted
 
 TRIES = 3
@@ -263,3 +281,329 @@ def resume(run: Path) -> None:
     paths = RunPaths(run)
     if not paths.evaluation_plan.exists() and paths.paused_evaluation_plan.exists():
         paths.paused_evaluation_plan.replace(paths.evaluation_plan)
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Hold the user's options for the evaluation of checkpoints."""
+
+    request: EvaluationRequest
+    """The lengths and protocols to measure."""
+    tasks: int | None = None
+    """GPUs of one evaluation, on one node; None: as many as training has on each of its nodes."""
+    time_limit: str | None = None
+    """Time limit of one evaluation; None: training's."""
+
+    def plan(self, config: RunConfig, run: Path, training: Job) -> str:
+        """Return the text of RUN/evaluations/plan.json for a run that the job `training` trains."""
+        return make_plan(config, run, training, self).dump()
+
+
+def check_options(
+    config: Path,
+    overrides: Sequence[str],
+    request: EvaluationRequest,
+    tasks: int | None,
+    time_limit: str | None,
+) -> EvaluationOptions:
+    """Return the options, after checking that the run's model can be evaluated so.
+
+    Args:
+        config: The config of the run whose checkpoints will be evaluated.
+        overrides: The run's settings, as --set takes them.
+        request: What is measured.
+        tasks: GPUs of one evaluation; None: as training has on each node.
+        time_limit: Time limit of one evaluation; None: training's.
+
+    Raises:
+        ConfigError: The model cannot be evaluated as `request` says, for example at a length beyond
+            its position embeddings.
+    """
+    # An evaluation does not split sequences between ranks, even where training does.
+    run = load_config(config, [*overrides, "parallel.sequence_parallel=false"])
+    request.applied_to(run, str(config))
+    return EvaluationOptions(request, tasks, time_limit)
+
+
+def make_plan(config: RunConfig, run: Path, training: Job, options: EvaluationOptions) -> Plan:
+    """Return the plan for the checkpoints of a run.
+
+    A model that training splits by tensor parallelism stays split where the evaluation's tasks
+    allow it, because it may not fit on one GPU otherwise. The remaining ranks are data-parallel.
+    Pipeline stages are not needed: weights alone are a small part of what a GPU holds in training.
+
+    Args:
+        config: The run's config.
+        run: The run's directory.
+        training: The job that trains the run. Its site, directory and, by default, its tasks per
+            node and time limit are used.
+        options: What the user asked for.
+
+    Raises:
+        ConfigError: A node of the site has fewer GPUs than were asked for, or the time limit is
+            malformed.
+    """
+    max_tasks = training.site.max_tasks_per_node
+    tasks = options.tasks or training.tasks_per_node
+    if tasks > max_tasks:
+        raise ConfigError(
+            f"evaluation tasks = {tasks}: a node of site {training.site.name} takes {max_tasks}. "
+            "Request fewer"
+        )
+    overrides: tuple[str, ...] = ()
+    tensor = config.parallel.tensor_model_parallel_size
+    if tensor > 1 and tasks % tensor == 0:
+        overrides = (f"parallel.tensor_model_parallel_size={tensor}",)
+    # The jobs are sent with --dependency=singleton, so jobs of one name wait for each other. The
+    # hash keeps runs apart whose shortened names agree.
+    name = f"eval-{training.name[:40]}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:8]}"
+    job = Job(
+        name=job_name(name),
+        site=training.site,
+        directory=training.directory,
+        logs=RunPaths(run).logs,
+        commands=(),
+        tasks_per_node=tasks,
+        time_limit=options.time_limit or training.time_limit,
+    )
+    # An evaluation saves nothing before its time limit, so it needs no time before the signal.
+    check_time(job.time_limit, 0)
+    return Plan(options.request, job, overrides)
+
+
+def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
+    """Plan the evaluation of a run that was submitted, and send jobs for the checkpoints it has.
+
+    Checkpoints that were given up after failed evaluations are tried again. The jobs start in the
+    current directory, where relative paths of the run's config must begin, as training's did.
+
+    Args:
+        run: The run's directory, absolute.
+        site: The cluster.
+        options: What the user asked for.
+
+    Raises:
+        ConfigError: `run` is not a run's directory, or the plan does not fit the site.
+        SlurmError: Slurm refused a job.
+    """
+    check_path("RUN", run)
+    check_trusted(run)
+    check_version(run)
+    config = load_config(run_config(run))
+    # The run's own job may be long over, so this stands in for it: whole nodes of the site.
+    training = Job(
+        job_name(".".join(run.parts[-2:])),
+        site,
+        Path.cwd(),
+        RunPaths(run).logs,
+        (),
+        tasks_per_node=site.max_tasks_per_node,
+        time_limit=site.time_limit,
+    )
+    plan = make_plan(config, run, training, options)
+    # Written before the jobs are sent: they read it when they start.
+    write_plan(run, plan)
+    # A folder with failed.json stands in the place of a result; without it the checkpoint counts
+    # as not evaluated again.
+    for result in named_by_step(RunPaths(run).evaluations):
+        if (result / "failed.json").exists():
+            shutil.rmtree(result)
+    if waiting := [path.name for path in checkpoints_awaiting_evaluation(run)]:
+        submit_waiting(run, plan, waiting)
+    else:
+        say(
+            f"{run}: no checkpoint is waiting for an evaluation; those that training saves from "
+            "now on will be evaluated"
+        )
+
+
+def run_config(run: Path) -> Path:
+    """Return the config that a run was submitted or started with.
+
+    Raises:
+        ConfigError: The directory has none, so it is not a run's.
+    """
+    config = RunPaths(run).newest_config()
+    if config is None:
+        raise ConfigError(
+            f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
+        )
+    return config
+
+
+POLL_SECONDS = 0.1
+"""Time between two looks at the ranks."""
+
+
+def run_job(run: Path, name: str) -> int:
+    """Evaluate a checkpoint, update the run's report, and submit evaluations that are pending.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name, step-########.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        ConfigError: No such checkpoint, no plan for evaluations, or not inside a Slurm job.
+        RunFailed: The disk refused.
+    """
+    paths = RunPaths(run)
+    checkpoint = paths.checkpoints / name
+    if checkpoint_step(name) is None or not checkpoint.is_dir():
+        raise ConfigError(
+            f"{checkpoint}: no such checkpoint. Name one of the folders step-######## in "
+            f"{paths.checkpoints}"
+        )
+    plan, job_id = read_plan(run), job_id_of(os.environ)
+    if job_id is None:
+        raise ConfigError(
+            "launcher evaluation: SLURM_JOB_ID is not set; this command runs inside a Slurm job. "
+            "Use `launcher evaluate-checkpoints`, or on this machine `pretrain evaluate`"
+        )
+    python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
+
+    def start(out: Path) -> Ranks:
+        evaluate = _evaluate_arguments(plan, checkpoint, out)
+        command = [*plan.job.step(), *python, *evaluate]
+        # The directory of this claim, which no other evaluation of the checkpoint has.
+        environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
+        return SrunRanks(command, job_id, name, environment, paths.evaluation_log(name))
+
+    # SIGUSR1 asks to save and start again: an evaluation has nothing to save, and goes on.
+    with job_signals() as signals:
+        owner = job_owner(job_id, plan.job.num_tasks)
+        code = evaluate_once(run, name, start, owner, job_is_over, signals)
+        if signals.stops:
+            return code
+        return _finish(run, name, plan, code)
+
+
+def _finish(run: Path, name: str, plan: Plan, code: int) -> int:
+    """Update the run's report, and submit evaluations that are pending.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name, step-########.
+        plan: How the run's checkpoints are evaluated.
+        code: The exit code of the evaluation.
+
+    Returns:
+        The exit code of the job.
+    """
+    python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
+    # Also when another job made the result: that job may have been killed before its report.
+    if (RunPaths(run).evaluations / name).exists():
+        report = [*plan.job.single(), *python, "report", str(run)]
+        reported = subprocess.run(report, check=False).returncode
+        code = code or reported
+    submit_pending(run, at_once=True)
+    return code
+
+
+def _evaluate_arguments(plan: Plan, checkpoint: Path, out: Path) -> list[str]:
+    """Return the arguments of `pretrain` that evaluate a checkpoint as planned.
+
+    Args:
+        plan: How the run's checkpoints are evaluated.
+        checkpoint: The checkpoint's directory.
+        out: The curve.json to write.
+    """
+    settings = [word for override in plan.overrides for word in ("--set", override)]
+    options = [*plan.request.options(), *settings, "--out", str(out)]
+    return ["evaluate", str(checkpoint), *options]
+
+
+def evaluate_once(
+    run: Path,
+    name: str,
+    start: Callable[[Path], Ranks],
+    owner: Owner | None = None,
+    job_is_over: JobIsOver = unknown,
+    signals: Signals | None = None,
+) -> int:
+    """Evaluate a checkpoint, unless that was done before or another job is doing it.
+
+    The claim on a checkpoint works like the lock of a run. The result is written in the directory
+    of the claim and published in one move, so whenever this is killed, nothing is left that could
+    be taken for a result. The next job starts from the beginning.
+
+    Args:
+        run: The run's directory.
+        name: The checkpoint's name, step-########.
+        start: Given the curve.json to write, starts the ranks that evaluate.
+        owner: Who evaluates; this process by default.
+        job_is_over: Asks Slurm about the job of another owner.
+        signals: Signals to this process. One that asks to stop ends the ranks.
+
+    Returns:
+        The exit code: 0 also when there was nothing to do.
+    """
+    paths, step = RunPaths(run), checkpoint_step(name) or 0
+    result = paths.evaluations / name
+    if result.exists():
+        say(f"{name}: evaluated before")
+        return ExitCode.FINISHED
+    try:
+        claim = Attempt.begin(paths.evaluation_claim(name), owner, job_is_over)
+    except RunBusy as busy:
+        say(f"{name}: another job is evaluating it: {busy}")
+        return ExitCode.FINISHED
+    # Another job may have published between the look above and the claim.
+    if result.exists():
+        claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated before", step)
+        say(f"{name}: evaluated before")
+        return ExitCode.FINISHED
+    out = claim.directory / "result"
+    ranks = start(out / "curve.json")
+    try:
+        code = _wait(ranks, claim, signals or Signals())
+    finally:
+        if ranks.poll() is None:
+            ranks.kill()
+    if code is None:
+        say(f"{name}: another job took over its evaluation, because this one sent no heartbeat")
+        return ExitCode.FAILED
+    if code and signals and signals.stops:
+        claim.end(Outcome.STOPPED, code, "asked to stop", step)
+        say(f"{name}: not evaluated: asked to stop")
+        return code
+    if code:
+        claim.end(Outcome.FAILED, code, ranks.failure, step)
+        say(f"{name}: not evaluated: {ranks.failure or f'exit code {code}'}")
+        return code
+    try:
+        publish_directory(out, result)
+    except OSError:
+        # Publishing fails if a result is there already, which is as good as ours.
+        if not result.exists():
+            raise
+    claim.end(Outcome.FINISHED, ExitCode.FINISHED, "evaluated", step)
+    say(f"{name}: evaluated; see {result}/report.md")
+    return ExitCode.FINISHED
+
+
+def _wait(ranks: Ranks, claim: Attempt, signals: Signals) -> int | None:
+    """Renew the claim until the ranks have ended, and end them on a signal to stop.
+
+    Args:
+        ranks: The ranks.
+        claim: The claim on the checkpoint.
+        signals: Signals to this process.
+
+    Returns:
+        Their exit code, or None when another job has taken the claim.
+    """
+    renewed = time.monotonic()
+    while (code := ranks.poll()) is None:
+        if signals.stops:
+            ranks.kill()
+            continue
+        if time.monotonic() - renewed >= HEARTBEAT_SECONDS:
+            renewed = time.monotonic()
+            if not claim.heartbeat():
+                return None
+        time.sleep(POLL_SECONDS)
+    # The claim may have been lost since the last heartbeat.
+    return None if claim.superseded() else code

@@ -15,7 +15,15 @@ from pydantic import Field, ValidationError
 from pretrain.config import ConfigError
 from pretrain.config.schema import Section
 from pretrain.config.toml import read_toml
-from pretrain.launcher.slurm import OUR_OPTIONS, SRUN_OPTIONS, option_name, why_refused
+from pretrain.launcher.slurm import (
+    OUR_OPTIONS,
+    SRUN_OPTIONS,
+    is_plain,
+    option_name,
+    seconds_of,
+    share_of_memory,
+    why_refused,
+)
 from pretrain.rundir.trust import credential_among, credential_in, is_credential, refusal
 
 # ---- Read a site file: what a Slurm cluster has, and what of it the jobs may use ----
@@ -30,8 +38,6 @@ VARIABLE_ARGUMENTS = ("reservation", "wckey")
 """Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
 _RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PRETRAIN_ATTEMPT"}
 """Variables that tell a process which rank it is; Slurm and the launcher set them for each rank."""
-_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<clock>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
-_MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 
 
 class Site(Section):
@@ -189,68 +195,6 @@ def parse_site(values: dict[str, Any], origin: str) -> Site:
     if refusals := _refusals(site):
         raise ConfigError("\n".join(f"{origin}: {refusal}" for refusal in refusals))
     return site
-
-
-def seconds_of(time_limit: str) -> int | None:
-    """Convert a time limit of Slurm to seconds.
-
-    Slurm takes "MM", "MM:SS", "HH:MM:SS", "D-HH", "D-HH:MM" and "D-HH:MM:SS" (sbatch(1), --time).
-
-    Returns:
-        Seconds, or None for "UNLIMITED".
-
-    Raises:
-        ConfigError: The text is none of these, or it is no time at all, such as "0:00".
-    """
-    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
-        return None
-    # isascii: \d also matches digits of other scripts, which sbatch does not take.
-    match = _TIME.fullmatch(time_limit) if time_limit.isascii() else None
-    if match and match["days"]:
-        # After the days come hours, which may be followed by minutes and seconds.
-        hours, minutes, seconds = ([int(part) for part in match["clock"].split(":")] + [0, 0])[:3]
-        total = ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
-    elif match:
-        parts = [int(part) for part in match["plain"].split(":")]
-        # Without days one or two numbers are minutes and seconds, three begin with hours.
-        hours, minutes, seconds = parts if len(parts) == 3 else (0, *[*parts, 0][:2])
-        total = (hours * 60 + minutes) * 60 + seconds
-    if not match or not total:
-        raise ConfigError(
-            f"time limit {time_limit!r}: not a time. Write "
-            '"1-00:00:00" (days-hours:minutes:seconds), "12:00:00", or "90" for minutes'
-        )
-    return total
-
-
-def share_of_memory(memory_per_node: str, tasks: int, of_tasks: int) -> str:
-    """Return sbatch's --mem for a job that uses part of a node: ("480G", 1, 8) -> "61440M".
-
-    Args:
-        memory_per_node: The memory of a whole node, such as "480G". "0", which is all memory, is
-            not divided.
-        tasks: Ranks of the job on each node.
-        of_tasks: Ranks on a whole node.
-
-    Raises:
-        ConfigError: The memory is not an amount.
-    """
-    match = _MEMORY.fullmatch(memory_per_node)
-    if not match:
-        raise ConfigError(
-            f'memory_per_node = {memory_per_node!r}: not an amount. Write it as "480G"'
-        )
-    amount, unit = int(match[1]), (match[2] or "M").upper()
-    if tasks == of_tasks or not amount:
-        return f"{amount}{unit}" if amount else "0"
-    # Slurm's units: K, M, G and T are powers of 1024, and a number alone is in M.
-    kibibytes = amount * 1024 ** "KMGT".index(unit) * tasks // of_tasks
-    return f"{max(1, kibibytes // 1024)}M"
-
-
-def is_plain(text: str) -> bool:
-    """Return True for text without control characters that can be written as UTF-8."""
-    return text.isprintable()
 
 
 def _refusals(site: Site) -> list[str]:

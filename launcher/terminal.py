@@ -1,16 +1,19 @@
-"""Print messages of the launcher for the user, without what would steer the terminal."""
+"""Print messages and the output of ranks, without what would steer the terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
+import selectors
 import sys
+import termios
+import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import IO
 
-from pretrain.rundir.attempts import AttemptRecord
 from pretrain.rundir.files import open_regular
 
 _STEERING = re.compile(rb"\x1b\[[\d;]*m|[\t\r\n]")
@@ -102,54 +105,186 @@ def find_attempt(log: Path, number: int) -> tuple[int, int | None] | None:
     return None if begin is None else (begin, None)
 
 
-# ---- Tell which nodes of a cluster a run should not use, from how its attempts ended ----
+# ---- Copy what rank 0 prints to the terminal and, as plain text, into its log ----
+# Rank 0 draws a progress bar where it finds a terminal, so it is given one where this process has
+# one. The log gets whole lines without what steers a terminal, and the bar now and then.
 
 
-MOST_FAILURES = 1
-"""A node from which more of a run's failures came than this is left out."""
+CHUNK_BYTES = 64 * 1024
+"""Bytes that are read at a time, and the longest line."""
+LOOK_SECONDS = 0.1
+"""From one look if the rank has ended to the next."""
+BAR_SECONDS = 10.0
+"""The least time between two states of a progress bar in the log."""
+PIPE_BYTES = 1024 * 1024
+"""The size of a pipe, which the rank may fill while this process is stopped by Ctrl-Z."""
+F_SETPIPE_SZ = 1031
+"""The command of fcntl(2), from linux/fcntl.h; Python's fcntl has the name on Linux alone."""
+STREAMS = (1, 2)
+"""The descriptors of stdout and stderr."""
+_ALL_STEERING = re.compile(
+    rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])"
+)
+"""Escape sequences of ECMA-48: colours and cursor, titles of windows, and all others."""
 
 
-def count_failures(records: Sequence[AttemptRecord]) -> Counter[str]:
-    """Return how many attempts ended by a failure that came from each node."""
-    ends = [record.ended for record in records if record.ended]
-    return Counter(node for end in ends for node in set(end.nodes))
+class RankOutput:
+    """The ends of rank 0's stdout and stderr, and the thread that copies what comes out of them."""
+
+    def __init__(self, log: IO[bytes]) -> None:
+        """Make the ends for the rank: a terminal where this process has one, else a pipe.
+
+        Args:
+            log: The rank's log, unbuffered; closed by `close`.
+        """
+        ends = [_terminal_like(stream) or _pipe() for stream in STREAMS]
+        self.ends = tuple(write for _, write in ends)
+        """The descriptors that the rank gets as stdout and stderr."""
+        self._copies = {
+            read: (stream, _PlainLines(log)) for stream, (read, _) in zip(STREAMS, ends)
+        }
+        self._log = log
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True, name="rank 0's output")
+
+    def start(self) -> None:
+        """Start to copy, once all ranks have been started: a fork copies no thread."""
+        self._close_ends()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copy what is left, when the rank has ended, and close everything.
+
+        Processes that the rank has left behind may hold its ends open; they are not waited for.
+        """
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._close_ends()
+        for read, (_, lines) in self._copies.items():
+            lines.flush()
+            os.close(read)
+        self._copies = {}
+        self._log.close()
+
+    def _close_ends(self) -> None:
+        for end in self.ends:
+            os.close(end)
+        self.ends = ()
+
+    def _copy(self) -> None:
+        """Copy until both streams have ended, or the rank has and nothing is left."""
+        # Not select(2), which refuses descriptors from 1,024 on.
+        with selectors.DefaultSelector() as left:
+            for read in self._copies:
+                left.register(read, selectors.EVENT_READ)
+            while left.get_map():
+                was_over = self._over.is_set()
+                ready = left.select(0 if was_over else LOOK_SECONDS)
+                if was_over and not ready:
+                    return
+                for key, _ in ready:
+                    if not self._copy_chunk(key.fd):
+                        left.unregister(key.fd)
+
+    def _copy_chunk(self, read: int) -> bool:
+        """Copy what one stream holds now.
+
+        Returns:
+            False if the stream has ended.
+        """
+        try:
+            chunk = os.read(read, CHUNK_BYTES)
+        except OSError:
+            # EIO: the last process with the other end of a terminal has closed it.
+            chunk = b""
+        stream, lines = self._copies[read]
+        if chunk:
+            _resize(read, stream)
+            _show(stream, chunk)
+            lines.feed(chunk)
+        return bool(chunk)
 
 
-def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
-    """Return the nodes that failed twice or that a preflight found unfit, with the last reason.
+class _PlainLines:
+    """Writes what one stream carries to a log: whole lines of plain text."""
 
-    Args:
-        records: The attempts to count, such as those of one Slurm job, oldest first.
-    """
-    ends = [record.ended for record in records if record.ended]
-    reasons = {node: end.reason for end in ends for node in end.nodes}
-    failures = count_failures(records)
-    failed = {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
-    # A preflight names a node and its cause for certain, so once is enough.
-    checks = [record.preflight for record in records if record.preflight]
-    return failed | {node: cause for check in checks for node, cause in check.faults.items()}
+    def __init__(self, log: IO[bytes]) -> None:
+        self._log, self._rest, self._bar_at = log, b"", 0.0
+        self._is_refused = False
+
+    def feed(self, chunk: bytes) -> None:
+        """Write the lines that are complete by now, and a bar that was drawn anew."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._write(line)
+        # Each state of a bar begins with a carriage return, so all but the last are complete.
+        *states, last = self._rest.split(b"\r")
+        if states:
+            self._rest = b"\r" + last
+            bars = [state for state in states if state.strip()]
+            if bars and time.monotonic() - self._bar_at >= BAR_SECONDS:
+                self._bar_at = time.monotonic()
+                self._write(bars[-1])
+        if len(self._rest) > CHUNK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rest, a line without an end."""
+        rest, self._rest = self._rest, b""
+        if rest.strip():
+            self._write(rest)
+
+    def _write(self, line: bytes) -> None:
+        # Of a progress bar, keep the last state: each one is drawn over the one before.
+        text = line.rstrip(b"\r").rpartition(b"\r")[2]
+        try:
+            self._log.write(plain_output(_ALL_STEERING.sub(b"", text).rstrip(b" ")) + b"\n")
+        except OSError as error:
+            # On a full disk the terminal still gets the line, and the run goes on.
+            if not self._is_refused:
+                say(f"{self._log.name}: cannot be written ({error.strerror}); lines are missing")
+            self._is_refused = True
 
 
-def choose_nodes(
-    nodes: Sequence[str],
-    count: int,
-    unusable: Collection[str] = (),
-    failures: Counter[str] | None = None,
-) -> list[str]:
-    """Choose the nodes for the ranks from those that a job holds.
+def _pipe() -> tuple[int, int]:
+    """Return the ends of a pipe: what is read from, and what is written to."""
+    read, write = os.pipe()
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(write, F_SETPIPE_SZ, PIPE_BYTES)
+    return read, write
 
-    Args:
-        nodes: All nodes of the job, in Slurm's order.
-        count: How many the ranks need.
-        unusable: Nodes that must not be chosen.
-        failures: How often each node failed; those that failed less often come first, so that a
-            spare node takes the place of one that failed once.
 
-    Returns:
-        The chosen nodes in Slurm's order; fewer than `count` when too few can be used.
-    """
-    failed = failures or Counter()
-    usable = [node for node in nodes if node not in unusable]
-    # A stable sort: of equals, the nodes that come first.
-    chosen = sorted(usable, key=lambda node: failed[node])[:count]
-    return [node for node in nodes if node in chosen]
+def _terminal_like(stream: int) -> tuple[int, int] | None:
+    """Return the ends of a terminal like this process's, or None if `stream` is no terminal."""
+    try:
+        if not os.isatty(stream):
+            return None
+        read, write = os.openpty()
+        attributes = termios.tcgetattr(write)
+        # The real terminal translates line ends.
+        attributes[1] &= ~termios.OPOST
+        termios.tcsetattr(write, termios.TCSANOW, attributes)
+    except OSError:
+        return None
+    _resize(read, stream)
+    return read, write
+
+
+def _resize(end: int, stream: int) -> None:
+    """Give a terminal that was made for the rank the size of this process's, if both are such."""
+    with contextlib.suppress(OSError):
+        if os.isatty(end):
+            termios.tcsetwinsize(end, termios.tcgetwinsize(stream))
+
+
+def _show(stream: int, chunk: bytes) -> None:
+    """Write to the terminal; one that was closed must not end the run, so it is lost then."""
+    with contextlib.suppress(OSError):
+        while chunk:
+            try:
+                chunk = chunk[os.write(stream, chunk) :]
+            except BlockingIOError:
+                with selectors.DefaultSelector() as writable:
+                    writable.register(stream, selectors.EVENT_WRITE)
+                    writable.select(1.0)

@@ -1,7 +1,7 @@
 """Try out the place where a rank is about to run: `pretrain preflight`, one process for each rank.
 
 `launcher` starts these processes on all nodes of a Slurm job before the ranks
-(pretrain/launcher/node/preflight.py), reads what they print, and judges. A process judges nothing:
+(pretrain/launcher/preflight.py), reads what they print, and judges. A process judges nothing:
 it prints a line of JSON after each stage, so that after a hang or a death it is known which stage
 it did not get past. It first checks what is its own (the run's directory, torch, the device, a
 product of matrices). Then it waits for lines on stdin, each of which names groups of processes that

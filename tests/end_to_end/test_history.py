@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.login.look import detail
-from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.look import detail
+from pretrain.launcher.status import read_statuses
 from pretrain.rundir.checkpoints import complete_checkpoints
 from pretrain.rundir.lineage import hold, read_lineage
 from tests.conftest import mark_torture

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.launcher.login.accounting import time_splits, total
+from pretrain.launcher.status import time_splits, total
 from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import (

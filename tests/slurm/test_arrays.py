@@ -20,9 +20,9 @@ import pytest
 
 from pretrain.config import EvaluationRequest
 from pretrain.launcher import evaluations, slurm
-from pretrain.launcher.node.job import job_is_over
-from pretrain.launcher.script import Job
 from pretrain.launcher.site import parse_site
+from pretrain.launcher.slurm import Job
+from pretrain.launcher.supervise import job_is_over
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
 from tests.end_to_end.commands import ROOT, wait_for

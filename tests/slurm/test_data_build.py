@@ -21,7 +21,7 @@ import pytest
 from pretrain.config import ConfigError, dump_config
 from pretrain.data.build import build
 from pretrain.launcher import slurm
-from pretrain.launcher.login.data import data_job
+from pretrain.launcher.experiment import data_job
 from pretrain.launcher.site import load_site
 from tests.end_to_end.commands import LAUNCHER, ON_CPU, ROOT, Done, ended, wait_for
 from tests.slurm.cluster import Cluster

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, NoSpace, load_config
-from pretrain.launcher.node.preflight import check_nodes
-from pretrain.launcher.node.signals import Signals
+from pretrain.launcher.preflight import check_nodes
+from pretrain.launcher.supervise import Signals
 from pretrain.rundir.attempts import AttemptRecord, Preflight, read_attempts
 from pretrain.rundir.jobs import LaunchRecord
 from pretrain.rundir.lock import Attempt

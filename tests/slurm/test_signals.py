@@ -13,8 +13,7 @@ import tomllib
 import pytest
 import tomli_w
 
-from pretrain.launcher.login.accounting import time_splits, total
-from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.status import read_statuses, time_splits, total
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import read_jobs

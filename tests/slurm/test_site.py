@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher import slurm
-from pretrain.launcher.login.data import data_job
+from pretrain.launcher.experiment import data_job
 from pretrain.launcher.site import load_site
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import ROOT, explained, wait_for

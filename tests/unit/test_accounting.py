@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.login.accounting import PARTS, time_splits, total
-from pretrain.launcher.login.look import summary
-from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.look import summary
+from pretrain.launcher.status import PARTS, read_statuses, time_splits, total
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.lock import Attempt
 

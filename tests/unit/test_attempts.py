@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import RunFailed
-from pretrain.launcher.node.supervise import Watchdog
+from pretrain.launcher.supervise import Watchdog
 from pretrain.rundir.attempts import Owner, is_finished, read_attempts, read_progress
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt, RunBusy

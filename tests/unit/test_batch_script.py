@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.script import Job, launcher_command
 from pretrain.launcher.site import parse_site
+from pretrain.launcher.slurm import Job, launcher_command
 from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
 from tests.unit.test_site import CPU
 
@@ -23,7 +23,7 @@ LAUNCHER = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from pretrain.launcher.node.signals import job_signals
+from pretrain.launcher.supervise import job_signals
 folder = Path(sys.argv[1])
 (folder / "started").touch()
 while not (folder / "go").exists():

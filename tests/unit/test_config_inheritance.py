@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config, load_config, load_with_origins, parse_config
 from pretrain.config.toml import leaves, merged, read_layers
-from pretrain.launcher.login.sweep import parse_axes, sweep_runs
+from pretrain.launcher.sweep import parse_axes, sweep_runs
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.launcher.login import control
+from pretrain.launcher import control
 
 NOBODY = 65534
 

@@ -24,8 +24,8 @@ from pretrain.data.build.executor import (
 )
 from pretrain.data.build.folder import BuildFolder
 from pretrain.data.build.plan import Work
+from pretrain.launcher import experiment as data
 from pretrain.launcher import slurm
-from pretrain.launcher.login import data
 from pretrain.launcher.site import load_site, parse_site
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import LAUNCHER, ROOT

@@ -18,14 +18,15 @@ from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.launcher import evaluations
 from pretrain.launcher.cli import app
 from pretrain.launcher.evaluations import (
+    EvaluationOptions,
+    evaluate_once,
+    make_plan,
     read_plan,
     submit_pending,
     write_plan,
 )
-from pretrain.launcher.login.evaluations import EvaluationOptions, make_plan
-from pretrain.launcher.node.evaluation import evaluate_once
-from pretrain.launcher.script import Job
 from pretrain.launcher.site import parse_site
+from pretrain.launcher.slurm import Job
 from pretrain.rundir.attempts import Owner, read_attempts
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.lock import Attempt

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import EvaluationRequest
-from pretrain.launcher.login import run as experiment
+from pretrain.launcher import experiment
 from pretrain.launcher.slurm import NoSlurm
 from pretrain.rundir.jobs import JobRecord, append_job
 

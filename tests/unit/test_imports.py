@@ -37,15 +37,17 @@ BESIDE = {
 LAUNCHER = "pretrain.launcher"
 LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt"}
 LAUNCHER_FLOORS = [
-    {
-        f"{LAUNCHER}.{name}"
-        for name in ("terminal", "slurm", "site", "script", "evaluations", "options")
-    },
-    {f"{LAUNCHER}.login", f"{LAUNCHER}.node"},
-    {f"{LAUNCHER}.local_sweep"},
-    {f"{LAUNCHER}.cli"},
-    {f"{LAUNCHER}.main"},
-    {f"{LAUNCHER}.__main__"},
+    {f"{LAUNCHER}.{name}" for name in names.split()}
+    for names in (
+        "terminal slurm site",
+        "supervise status",
+        "ranks look submit",
+        "evaluations preflight",
+        "job control sweep experiment",
+        "cli",
+        "main",
+        "__main__",
+    )
 ]
 LINKED = ("kernels", "launcher")  # folders at the top level, which pretrain/ links to
 READS_ENVIRONMENT = (
@@ -259,14 +261,14 @@ def write(root: Path, file: str, code: str) -> None:
             "pretrain.launcher.cli imports pretrain.model",
         ),
         (
-            "launcher/node/srun.py",
-            "from pretrain.launcher.login import submit",
-            "pretrain.launcher.node imports pretrain.launcher.login",
+            "launcher/ranks.py",
+            "from pretrain.launcher import submit",
+            "pretrain.launcher.ranks imports pretrain.launcher.submit",
         ),
         (
             "launcher/slurm.py",
-            "from pretrain.launcher.node.srun import a",
-            "pretrain.launcher.slurm imports pretrain.launcher.node",
+            "from pretrain.launcher.ranks import a",
+            "pretrain.launcher.slurm imports pretrain.launcher.ranks",
         ),
         (
             "pretrain/__init__.py",
@@ -297,7 +299,7 @@ def test_a_way_up_is_found(tmp_path, file, code, says):
         ("pretrain/cli/commands.py", "import os\nimport torch\nfrom pretrain.train import run"),
         (
             "launcher/cli.py",
-            "from pretrain.launcher.node import local\nfrom pretrain.config import load_config",
+            "from pretrain.launcher import ranks\nfrom pretrain.config import load_config",
         ),
         ("launcher/evaluations.py", "from pretrain.launcher import slurm\n"),
         ("pretrain/model/gpt.py", "from . import positions\nfrom .positions import make"),
@@ -316,9 +318,9 @@ def test_a_way_down_is_allowed(tmp_path, file, code):
             "pretrain/config/schema.py": "def layout():\n    from pretrain.config import rules",
         },
         {
-            "launcher/evaluations.py": "from pretrain.launcher.script import Job",
-            "launcher/script.py": "from pretrain.launcher import slurm",
-            "launcher/slurm.py": "import pretrain.launcher.evaluations",
+            "launcher/site.py": "from pretrain.launcher.terminal import say",
+            "launcher/terminal.py": "from pretrain.launcher import slurm",
+            "launcher/slurm.py": "import pretrain.launcher.site",
         },
     ],
     ids=["hidden in a function", "of three"],
@@ -341,7 +343,7 @@ def test_a_circle_is_found(tmp_path, files):
     ],
 )
 def test_a_read_of_the_environment_is_found(tmp_path, code):
-    write(tmp_path, "launcher/node/local.py", code)
+    write(tmp_path, "launcher/ranks.py", code)
     assert environment_reads(tmp_path) == []
     write(tmp_path, "pretrain/data/loader.py", code)
     assert len(environment_reads(tmp_path)) == 1
@@ -353,7 +355,7 @@ def test_a_read_of_the_environment_is_found(tmp_path, code):
         "pretrain.config",
         "pretrain.rundir",
         "pretrain.launcher.cli",
-        "pretrain.launcher.node.srun",
+        "pretrain.launcher.ranks",
         "pretrain.model.flops",
     ],
 )

@@ -15,20 +15,19 @@ import pytest
 import tomli_w
 
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
+from pretrain.launcher import job as node_job
+from pretrain.launcher import sweep
 from pretrain.launcher.cli import app as launcher
-from pretrain.launcher.login import sweep as sweep
-from pretrain.launcher.login.submit import (
+from pretrain.launcher.site import parse_site
+from pretrain.launcher.slurm import OUR_OPTIONS, Job, check_path, check_time, job_name
+from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
     check_runs,
     signal_seconds,
     start_seconds,
 )
-from pretrain.launcher.login.sweep import sweep as submit_sweep
-from pretrain.launcher.node import job as node_job
-from pretrain.launcher.script import Job, check_path, check_time, job_name
-from pretrain.launcher.site import parse_site
-from pretrain.launcher.slurm import OUR_OPTIONS
+from pretrain.launcher.sweep import sweep as submit_sweep
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.jobs import JobRecord, append_job, is_done, read_jobs, read_launch
@@ -221,7 +220,7 @@ def test_modules_and_scratch_stand_in_the_script():
 
 
 def test_an_install_without_the_template_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("pretrain.launcher.script.TEMPLATE", tmp_path / "job.sbatch")
+    monkeypatch.setattr("pretrain.launcher.slurm.TEMPLATE", tmp_path / "job.sbatch")
     with pytest.raises(RunFailed, match=r"job\.sbatch: not readable.*pip install -e"):
         job().script()
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, load_config
-from pretrain.launcher.node.local import RankOutput, run_locally
+from pretrain.launcher.ranks import run_locally
+from pretrain.launcher.terminal import RankOutput
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 
@@ -244,7 +245,7 @@ def test_a_rank_that_a_signal_ended_is_named(tmp_path, capfd):
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.launcher.node.local.KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr("pretrain.launcher.ranks.KILL_AFTER_SECONDS", 0.5)
     folder = str(tmp_path)
     code = f"""
 if rank == 1:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.login.look import detail
-from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher.look import detail
+from pretrain.launcher.status import read_statuses
 from pretrain.rundir.jobs import LocalLaunch, read_local_launch, write_local_launch
 from tests.end_to_end.commands import Done, ended, wait_for
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.node.job import _requeue, lead_seconds, startup_seconds
-from pretrain.launcher.node.signals import Signals
-from pretrain.launcher.node.srun import _nodes_of_ranks, _stuck_nodes
-from pretrain.launcher.terminal import choose_nodes, count_failures, failing_nodes
+from pretrain.launcher.job import _requeue, lead_seconds, startup_seconds
+from pretrain.launcher.ranks import _nodes_of_ranks, _stuck_nodes
+from pretrain.launcher.supervise import Signals, choose_nodes, count_failures, failing_nodes
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, PhaseChange
 
 

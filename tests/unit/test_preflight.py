@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.launcher.node.diagnosis import (
+from pretrain.launcher.preflight import (
     IDLE_SECONDS,
     SILENT_SECONDS,
     Diagnosis,
@@ -22,7 +22,7 @@ from pretrain.launcher.node.diagnosis import (
     diagnose,
     ring,
 )
-from pretrain.launcher.terminal import failing_nodes
+from pretrain.launcher.supervise import failing_nodes
 from pretrain.rundir.attempts import Ended, Owner, Preflight, read_attempt
 from pretrain.rundir.files import replace_json
 from tests.end_to_end.commands import TIMEOUT_SECONDS

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.login import look
-from pretrain.launcher.login.status import Records, Repeated, find_runs, read_statuses
-from pretrain.launcher.node.supervise import Watchdog
+from pretrain.launcher import look
+from pretrain.launcher.status import Records, Repeated, find_runs, read_statuses
+from pretrain.launcher.supervise import Watchdog
 from pretrain.rundir.attempts import Owner, read_attempts, read_progress, steps_done
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import wait_for

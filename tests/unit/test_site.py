@@ -6,15 +6,8 @@ import pytest
 import tomli_w
 
 from pretrain.config import ConfigError
-from pretrain.launcher.site import (
-    NO_REQUEST,
-    Site,
-    SlurmRequest,
-    load_site,
-    parse_site,
-    seconds_of,
-    share_of_memory,
-)
+from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest, load_site, parse_site
+from pretrain.launcher.slurm import seconds_of, share_of_memory
 
 ROOT = Path(__file__).parents[2]
 CPU = {"name": "here", "nodes": 2, "tasks_per_node": 4, "cpus_per_node": 8}

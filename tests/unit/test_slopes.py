@@ -14,7 +14,7 @@ from pretrain.config import ConfigError, dump_config, load_config, parse_config
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.kernels.alibi import alibi_slopes, chosen_slopes
-from pretrain.launcher.login.sweep import parse_axes, sweep_runs
+from pretrain.launcher.sweep import parse_axes, sweep_runs
 from tests.conftest import TINY, tiny_config
 
 RANGE = {"first": 0.5, "last": 2.0**-8}

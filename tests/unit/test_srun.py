@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.node import srun
-from pretrain.launcher.node.signals import Signals
-from pretrain.launcher.node.supervise import Supervisor
+from pretrain.launcher import ranks as srun
+from pretrain.launcher.supervise import Signals, Supervisor
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.lock import Attempt
 

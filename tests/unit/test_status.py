@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.launcher import terminal
-from pretrain.launcher.login import control, look
-from pretrain.launcher.login.status import TAIL_BYTES, find_runs, read_rates, read_statuses
-from pretrain.launcher.node.supervise import waiting
+from pretrain.launcher import control, look, terminal
+from pretrain.launcher.status import TAIL_BYTES, find_runs, read_rates, read_statuses
+from pretrain.launcher.supervise import waiting
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.lock import Attempt
@@ -177,7 +176,7 @@ def test_a_launcher_that_waits_between_two_attempts_says_for_what_and_since_when
 
 
 def test_who_waits_renews_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.launcher.node.supervise.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("pretrain.launcher.supervise.HEARTBEAT_SECONDS", 0.01)
     with waiting(tmp_path, "a word"):
         path = tmp_path / "waiting.json"
         os.utime(path, (0, 0))
@@ -368,7 +367,7 @@ def test_follow_goes_on_with_the_next_attempt_until_the_run_ends():
 
 def test_watch_shows_it_again_until_ctrl_c():
     make_run("a")
-    process = launcher("status", "--watch", before="tables.WATCH_SECONDS = 0.1; ")
+    process = launcher("status", "--watch", before="look.WATCH_SECONDS = 0.1; ")
     lines: list[str] = []
 
     def pages() -> bool:
@@ -385,7 +384,7 @@ def launcher(*words: str, before: str = "") -> subprocess.Popen[str]:
     """Start `launcher`, in a process of its own, after the statements `before`."""
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        f"from pretrain.launcher.login import tables; {before}"
+        f"from pretrain.launcher import look; {before}"
         "from pretrain.launcher.main import main; main()"
     )
     return subprocess.Popen(

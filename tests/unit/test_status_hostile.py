@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.launcher.login import control, look
-from pretrain.launcher.login.status import read_statuses
+from pretrain.launcher import control, look
+from pretrain.launcher.status import read_statuses
 from pretrain.launcher.terminal import plain, plain_lines, plain_output
 from pretrain.rundir.files import make_directory, read_json_lines, read_text
 from pretrain.rundir.jobs import JobRecord, append_job

@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher.node import supervise
-from pretrain.launcher.node.local import run_locally
-from pretrain.launcher.node.signals import Signals
-from pretrain.launcher.node.srun import _first_failure
-from pretrain.launcher.node.supervise import Supervisor, Watchdog, without_progress
+from pretrain.launcher import supervise
+from pretrain.launcher.ranks import _first_failure, run_locally
+from pretrain.launcher.supervise import Signals, Supervisor, Watchdog, without_progress
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.lock import Attempt
@@ -94,7 +92,7 @@ if rank == 0:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(supervise, "DUMP_SECONDS", 0.5)
-    monkeypatch.setattr("pretrain.launcher.node.local.KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr("pretrain.launcher.ranks.KILL_AFTER_SECONDS", 0.5)
 
 
 def training(step: str = "", begin: str = "") -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from pretrain import platform
 from pretrain.config import ConfigError
 from pretrain.config.architectures import is_supported
-from pretrain.launcher.login.submit import check_build
 from pretrain.launcher.site import Site, parse_site
+from pretrain.launcher.submit import check_build
 
 SITE = {"name": "there", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 40, "gpu": "V100"}
 

@@ -23,9 +23,8 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build.folder import BuildFolder, locked
-from pretrain.launcher import evaluations, slurm
-from pretrain.launcher.login import control
-from pretrain.launcher.node.local import LocalRanks
+from pretrain.launcher import control, evaluations, slurm
+from pretrain.launcher.ranks import LocalRanks
 from pretrain.rundir import trust
 from pretrain.rundir.files import append_json_line, make_directory, open_own, read_json, read_text
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs, read_launch
@@ -364,7 +363,7 @@ def test_ranks_on_this_machine_import_from_the_working_directory_only_what_the_u
 ) -> None:
     folder = planted(tmp_path / "work")
     start = (
-        "import os, sys; from pretrain.launcher.node.local import _rank_environment as e; "
+        "import os, sys; from pretrain.launcher.ranks import _rank_environment as e; "
         "print(e(0, 1).get('PYTHONSAFEPATH'))"
     )
     for flags, said in ((["-P"], "1"), ([], "None")):

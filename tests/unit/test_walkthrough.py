@@ -111,8 +111,6 @@ def test_the_walkthrough_names_code_of_every_part_of_the_project() -> None:
     assert parts >= {
         "kernels",
         "launcher",
-        "launcher/login",
-        "launcher/node",
         *(
             f"pretrain/{name}"
             for name in ("checkpoint", "config", "data", "model", "optim", "rundir", "train")

@@ -25,9 +25,16 @@ from typing import Any
 from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters, writing
 from pretrain.config.architectures import is_supported, not_supported
 from pretrain.launcher import slurm
-from pretrain.launcher.login.status import check_run, read_statuses
-from pretrain.launcher.script import Job, check_path, check_time, job_name, launcher_command
-from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest, seconds_of
+from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
+from pretrain.launcher.slurm import (
+    Job,
+    check_path,
+    check_time,
+    job_name,
+    launcher_command,
+    seconds_of,
+)
+from pretrain.launcher.status import check_run, read_statuses
 from pretrain.rundir.attempts import is_finished, read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
 from pretrain.rundir.jobs import (
@@ -490,7 +497,7 @@ def submit(
     time_limit: str | None = None,
     save_before: int | None = None,
     dry_run: bool = False,
-    plan: Callable[[TrainingRun, Job], str] | None = None,
+    plan: Callable[[RunConfig, Path, Job], str] | None = None,
     allow_changed: Sequence[str] = (),
     request: SlurmRequest = NO_REQUEST,
     after: Path | None = None,
@@ -530,7 +537,11 @@ def submit(
             if not dry_run:
                 raise
             print(f"warning: {error}", file=sys.stderr)
-    files = {RunPaths(run.directory).evaluation_plan: plan(run, job)} if plan else NO_FILES
+    files = (
+        {RunPaths(run.directory).evaluation_plan: plan(config, run.directory, job)}
+        if plan
+        else NO_FILES
+    )
     if dry_run:
         print_dry_run([run], job, files)
         return

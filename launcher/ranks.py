@@ -1,32 +1,28 @@
-"""Train on this machine: start a process per rank, end them together, and restart them on failure.
+"""Start the ranks of an attempt: as a step of this process's Slurm job, or on this machine.
 
-This is not torchrun, because torchrun turns every exit code into 1, prints a traceback of its own
-after a plain message about bad input, and imports torch, which takes seconds.
+On this machine torchrun is not used, because it turns every exit code into 1, prints a traceback of
+its own after a plain message about bad input, and imports torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import re
-import selectors
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from pretrain.config import ConfigError, RunConfig, dump_config
-from pretrain.launcher import terminal
-from pretrain.launcher.node.signals import Signals, signals_blocked
-from pretrain.launcher.node.supervise import SIGNAL_CODE, Supervisor
-from pretrain.launcher.terminal import plain_output, say
+from pretrain.config import ConfigError, RunConfig, dump_config, writing
+from pretrain.launcher import slurm, terminal
+from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
+from pretrain.launcher.terminal import RankOutput, say
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import make_directory, open_own, replace_file
@@ -35,192 +31,343 @@ from pretrain.rundir.lock import Attempt
 from pretrain.rundir.paths import ExitCode, RunPaths, check_apart, claim_version
 from pretrain.rundir.trust import check_trusted
 
-# ---- Copy what rank 0 prints to the terminal and, as plain text, into its log ----
-# Rank 0 draws a progress bar where it finds a terminal, so it is given one where this process has
-# one. The log gets whole lines without what steers a terminal, and the bar now and then.
-
-
-CHUNK_BYTES = 64 * 1024
-"""Bytes that are read at a time, and the longest line."""
-LOOK_SECONDS = 0.1
-"""From one look if the rank has ended to the next."""
-BAR_SECONDS = 10.0
-"""The least time between two states of a progress bar in the log."""
-PIPE_BYTES = 1024 * 1024
-"""The size of a pipe, which the rank may fill while this process is stopped by Ctrl-Z."""
-F_SETPIPE_SZ = 1031
-"""The command of fcntl(2), from linux/fcntl.h; Python's fcntl has the name on Linux alone."""
-STREAMS = (1, 2)
-"""The descriptors of stdout and stderr."""
-_STEERING = re.compile(
-    rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])"
+KILL_SECONDS = 60.0
+"""Time for Slurm to end the processes of a job step."""
+FORWARDED_BY_SRUN = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that srun forwards to its tasks without asking slurmctld. It acts on most others itself:
+SIGTERM, for one, makes it kill the tasks."""
+FAILED_TASK = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.*)")
+"""A line in which srun reports tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
+NO_STEP = re.compile(
+    r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: "
+    r"(?:Memory required by task is not available|Unable to contact slurm controller)"
 )
-"""Escape sequences of ECMA-48: colours and cursor, titles of windows, and all others."""
+"""A line in which srun gives up because slurmctld is away, or has just come back and does not know
+yet that the step before is over."""
+STEP_SECONDS, STEP_RETRY_SECONDS = 120.0, 5.0
+"""For how long such an srun is started again, and the time between two tries."""
+EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+"""The words of srun for a task that exited by itself."""
+LOST_NODE = re.compile(
+    r"srun: error: (?:Node failure on (?P<failed>\S+)$"
+    r"|Task launch for \S+ failed on node (?P<silent>\S+): )"
+)
+"""A line in which srun says that a node died, or that no task can be started on it."""
+IN_COLLECTIVE = b"distributed_c10d.py"
+"""The file of torch in which a rank waits for the others."""
+LABEL = re.compile(rb"\s*(\d+): ")
+"""The beginning that `srun --label` gives to each line of a task: its rank, padded with spaces."""
 
 
-class RankOutput:
-    """The ends of rank 0's stdout and stderr, and the thread that copies what comes out of them."""
+class SrunRanks:
+    """The ranks of one attempt as a step of this process's job; an implementation of `Ranks`.
 
-    def __init__(self, log: IO[bytes]) -> None:
-        """Make the ends for the rank: a terminal where this process has one, else a pipe.
+    All output of srun goes to the log. What rank 0 and srun itself print also goes to the stdout of
+    this process, which is the job's log.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        job_id: str,
+        name: str,
+        environment: Mapping[str, str],
+        log: Path,
+        nodes: Sequence[str] = (),
+    ) -> None:
+        """Start the ranks.
 
         Args:
-            log: The rank's log, unbuffered; closed by `close`.
+            command: srun with its options, then what each rank runs.
+            job_id: The job this process runs in.
+            name: The name of the job step, by which Slurm finds it.
+            environment: Environment variables to add.
+            log: The file to append the output to.
+            nodes: The nodes of the job to start the ranks on, in Slurm's order; by default srun
+                chooses.
+
+        Raises:
+            ConfigError: srun cannot be started.
+            RunFailed: The log cannot be written.
         """
-        ends = [_terminal_like(stream) or _pipe() for stream in STREAMS]
-        self.ends = tuple(write for _, write in ends)
-        """The descriptors that the rank gets as stdout and stderr."""
-        self._copies = {
-            read: (stream, _PlainLines(log)) for stream, (read, _) in zip(STREAMS, ends)
-        }
-        self._log = log
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._copy, daemon=True, name="rank 0's output")
+        self.failure = ""
+        self.nodes: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()
+        """The nodes of the failure that died or take no task, as srun says."""
+        self._job_id, self._name, self._log = job_id, name, log
+        self._where = _nodes_of_ranks(command, nodes)
+        self._dumped_from = 0
+        options = [f"--job-name={name}", *([f"--nodelist={','.join(nodes)}"] if nodes else [])]
+        self._command = [command[0], *options, *command[1:]]
+        self._environment = dict(environment)
+        self._tries_until = time.monotonic() + STEP_SECONDS
+        self._next_try: float | None = None
+        self._start()
 
-    def start(self) -> None:
-        """Start to copy, once all ranks have been started: a fork copies no thread."""
-        self._close_ends()
-        self._thread.start()
+    def _start(self) -> None:
+        """Start srun and the thread that copies its output."""
+        with writing(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            file = open_own(self._log, "ab")  # closed by _copy_output
+            self._began_at = file.tell()
+        try:
+            with signals_blocked():
+                # A process group of its own: a signal that is sent to the group of this process
+                # must reach the ranks once, passed on by the supervisor.
+                self._srun = subprocess.Popen(
+                    self._command,
+                    env={**os.environ, **self._environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"{self._command[0]}: cannot be started on this node ({error.strerror})"
+            ) from None
+        output = self._srun.stdout
+        self._copier = threading.Thread(target=_copy_output, args=(output, file), daemon=True)
+        self._copier.start()
 
-    def close(self) -> None:
-        """Copy what is left, when the rank has ended, and close everything.
+    def poll(self) -> int | None:
+        """Return None while srun runs, then 0 or the exit code of the rank that failed first.
 
-        Processes that the rank has left behind may hold its ends open; they are not waited for.
+        srun's own exit code is the highest of all tasks. It includes the tasks that srun killed
+        after the first failure (137), so it would hide codes such as 75, which asks for a restart.
         """
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._close_ends()
-        for read, (_, lines) in self._copies.items():
-            lines.flush()
-            os.close(read)
-        self._copies = {}
-        self._log.close()
+        if self._next_try is not None:
+            if time.monotonic() >= self._next_try:
+                self._next_try = None
+                self._start()
+            return None
+        code = self._srun.poll()
+        if not code:
+            return code
+        # Wait until the log is complete: it says which rank failed first.
+        self._copier.join(KILL_SECONDS)
+        if time.monotonic() < self._tries_until and self._made_no_step():
+            self._next_try = time.monotonic() + STEP_RETRY_SECONDS
+            return None
+        failure = _first_failure(self._log, SIGNAL_CODE - code if code < 0 else code)
+        self.failure, self.nodes = failure.reason, failure.nodes
+        self.lost = failure.nodes if failure.is_loss else ()
+        return failure.code
 
-    def _close_ends(self) -> None:
-        for end in self.ends:
-            os.close(end)
-        self.ends = ()
+    def _made_no_step(self) -> bool:
+        """Return True if srun ended because slurmctld made no job step, and may make one soon."""
+        said = _lines(self._log, self._began_at)
+        return any(map(NO_STEP.match, said)) and not any(map(FAILED_TASK.match, said))
 
-    def _copy(self) -> None:
-        """Copy until both streams have ended, or the rank has and nothing is left."""
-        # Not select(2), which refuses descriptors from 1,024 on.
-        with selectors.DefaultSelector() as left:
-            for read in self._copies:
-                left.register(read, selectors.EVENT_READ)
-            while left.get_map():
-                was_over = self._over.is_set()
-                ready = left.select(0 if was_over else LOOK_SECONDS)
-                if was_over and not ready:
-                    return
-                for key, _ in ready:
-                    if not self._copy_chunk(key.fd):
-                        left.unregister(key.fd)
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank, through srun where it forwards the signal.
 
-    def _copy_chunk(self, read: int) -> bool:
-        """Copy what one stream holds now.
+        Other signals are sent by slurmctld. When it does not answer, that is printed and the ranks
+        do not get the signal. SIGTERM is not waited for: after `scancel` Slurm has sent it to the
+        ranks itself, and kills this process within KillWait, before which the end of the ranks
+        must be recorded.
+        """
+        if number == signal.SIGUSR2:
+            with contextlib.suppress(OSError):
+                self._dumped_from = self._log.stat().st_size
+        if number in FORWARDED_BY_SRUN:
+            self._srun.send_signal(number)
+            return
+        step = (self._job_id, self._name, number)
+        sending = threading.Thread(target=signal_step, args=step, daemon=True)
+        sending.start()
+        if number != signal.SIGTERM:
+            sending.join()
+
+    def have_failed(self) -> bool:
+        """Return True if srun has said that a rank ended badly, and not ended the others yet."""
+        return any(map(FAILED_TASK.match, _lines(self._log, self._began_at)))
+
+    def stuck_nodes(self) -> tuple[str, ...]:
+        """Return the nodes of ranks that wrote no stacks, or of the one outside a collective."""
+        try:
+            with open(self._log, "rb") as log:
+                log.seek(self._dumped_from)
+                stacks = log.read()
+        except OSError:
+            return ()
+        return _stuck_nodes(stacks, self._where)
+
+    def end(self) -> int:
+        """Kill the ranks: srun has no grace period to offer for a single step.
 
         Returns:
-            False if the stream has ended.
+            The exit code.
         """
-        try:
-            chunk = os.read(read, CHUNK_BYTES)
-        except OSError:
-            # EIO: the last process with the other end of a terminal has closed it.
-            chunk = b""
-        stream, lines = self._copies[read]
-        if chunk:
-            _resize(read, stream)
-            _show(stream, chunk)
-            lines.feed(chunk)
-        return bool(chunk)
+        self.kill()
+        return self.poll() or 0
+
+    def kill(self) -> None:
+        """Have srun kill the ranks, or slurmctld where srun does not."""
+        self._next_try, self._tries_until = None, 0.0
+        end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
+        self._copier.join(KILL_SECONDS)
 
 
-class _PlainLines:
-    """Writes what one stream carries to a log: whole lines of plain text."""
+def signal_step(job_id: str, name: str, number: int) -> None:
+    """Have slurmctld send a signal to the processes of a job's step; print when it cannot.
 
-    def __init__(self, log: IO[bytes]) -> None:
-        self._log, self._rest, self._bar_at = log, b"", 0.0
-        self._is_refused = False
-
-    def feed(self, chunk: bytes) -> None:
-        """Write the lines that are complete by now, and a bar that was drawn anew."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            self._write(line)
-        # Each state of a bar begins with a carriage return, so all but the last are complete.
-        *states, last = self._rest.split(b"\r")
-        if states:
-            self._rest = b"\r" + last
-            bars = [state for state in states if state.strip()]
-            if bars and time.monotonic() - self._bar_at >= BAR_SECONDS:
-                self._bar_at = time.monotonic()
-                self._write(bars[-1])
-        if len(self._rest) > CHUNK_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the rest, a line without an end."""
-        rest, self._rest = self._rest, b""
-        if rest.strip():
-            self._write(rest)
-
-    def _write(self, line: bytes) -> None:
-        # Of a progress bar, keep the last state: each one is drawn over the one before.
-        text = line.rstrip(b"\r").rpartition(b"\r")[2]
-        try:
-            self._log.write(plain_output(_STEERING.sub(b"", text).rstrip(b" ")) + b"\n")
-        except OSError as error:
-            # On a full disk the terminal still gets the line, and the run goes on.
-            if not self._is_refused:
-                say(f"{self._log.name}: cannot be written ({error.strerror}); lines are missing")
-            self._is_refused = True
-
-
-def _pipe() -> tuple[int, int]:
-    """Return the ends of a pipe: what is read from, and what is written to."""
-    read, write = os.pipe()
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(write, F_SETPIPE_SZ, PIPE_BYTES)
-    return read, write
-
-
-def _terminal_like(stream: int) -> tuple[int, int] | None:
-    """Return the ends of a terminal like this process's, or None if `stream` is no terminal."""
+    Args:
+        job_id: The job.
+        name: The step's name, from srun --job-name.
+        number: The signal.
+    """
+    word = signal.Signals(number).name
     try:
-        if not os.isatty(stream):
-            return None
-        read, write = os.openpty()
-        attributes = termios.tcgetattr(write)
-        # The real terminal translates line ends.
-        attributes[1] &= ~termios.OPOST
-        termios.tcsetattr(write, termios.TCSANOW, attributes)
+        for step in slurm.steps(job_id, name):
+            slurm.signal(step, word.removeprefix("SIG"))
+    except slurm.SlurmAway as error:
+        say(f"{word}: not sent to the ranks: {error}")
+    except slurm.SlurmError:
+        # The step is ending, alone or with its job; in the second case Slurm has sent the ranks a
+        # signal itself.
+        pass
+
+
+def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: float) -> None:
+    """Have srun kill the processes of its step, or slurmctld where srun does not.
+
+    Args:
+        srun: The running srun.
+        job_id: The job.
+        name: The step's name.
+        seconds: How long either of them may take.
+    """
+    # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
+    # would leave the tasks running. A SIGTERM that comes while srun starts its tasks may have no
+    # effect (seen with tests/slurm on a busy machine), so more follow after 1, 2, 4, ... seconds.
+    until, pause = time.monotonic() + seconds, 1.0
+    while time.monotonic() < until:
+        srun.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            srun.wait(min(pause, until - time.monotonic()))
+            return
+        pause *= 2
+    signal_step(job_id, name, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        srun.wait(seconds)
+    srun.kill()
+    srun.wait()
+
+
+def _copy_output(source: IO[bytes], log: IO[bytes]) -> None:
+    """Copy srun's output to the log, and the lines of rank 0 and of srun to stdout, unlabelled."""
+    with source, log:
+        for line in source:
+            label = LABEL.match(line)
+            copies = [(log, line)]
+            if label is None or label[1] == b"0":
+                copies.append((sys.stdout.buffer, line[label.end() :] if label else line))
+            for file, text in copies:
+                # A full disk must not end this thread: srun would block on a full pipe, and with it
+                # every rank that prints.
+                with contextlib.suppress(OSError):
+                    file.write(text)
+                    file.flush()
+
+
+class Failure(NamedTuple):
+    """The failure that ended a job step first."""
+
+    reason: str
+    """One line for the user."""
+    code: int
+    """The exit code of what failed first."""
+    nodes: tuple[str, ...] = ()
+    """The nodes it came from; empty where more than one may have failed first."""
+    is_loss: bool = False
+    """True if the nodes died, or take no task."""
+
+
+def _first_failure(log: Path, code: int) -> Failure:
+    """Find out what ended a job step first, from what srun wrote into the log.
+
+    srun reports tasks that end badly in the order in which they end. Where a node died, ranks of
+    other nodes may end first, because their connections to it break.
+
+    Args:
+        log: The log of the step.
+        code: The exit code of srun.
+    """
+    lines = _lines(log)
+    # Lines that a rank prints have a label before them, so they cannot be taken for srun's.
+    errors = [line for line in lines if line.startswith("srun: error: ")]
+    tasks = [match for line in errors if (match := FAILED_TASK.match(line))]
+    lost = [
+        match["failed"] or match["silent"] for each in errors if (match := LOST_NODE.match(each))
+    ]
+    if lost:
+        nodes = tuple(dict.fromkeys(lost))
+        why = next(line for line in errors if LOST_NODE.match(line))
+        where = f"{', '.join(nodes)} failed ({why.removeprefix('srun: error: ')}); see {log}"
+        first = EXIT_CODE.fullmatch(tasks[0]["how"]) if tasks else None
+        return Failure(where, int(first[1]) if first else code or 1, nodes, is_loss=True)
+    for task in tasks[:1]:
+        where = f"rank {task['ranks']} on {task['node']}"
+        exited = EXIT_CODE.fullmatch(task["how"])
+        if exited is None:
+            how = f"{where} was ended ({task['how']}); see {log}"
+            return Failure(how, code, (task["node"],))
+        # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+        alike = {each["node"] for each in tasks if each["how"] == task["how"]}
+        reason = f"{where} ended with exit code {exited[1]}; see {log}"
+        return Failure(reason, int(exited[1]), tuple(alike) if len(alike) == 1 else ())
+    # The last: a step may have been refused before it was created.
+    why = f" ({errors[-1].removeprefix('srun: error: ')})" if errors else ""
+    return Failure(f"srun ended with exit code {code}{why}; see {log}", code)
+
+
+def _lines(log: Path, begin: int = 0) -> list[str]:
+    """Return the lines of a log from a byte on; none when it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(begin)
+            return file.read().decode(errors="replace").splitlines()
     except OSError:
-        return None
-    _resize(read, stream)
-    return read, write
+        return []
 
 
-def _resize(end: int, stream: int) -> None:
-    """Give a terminal that was made for the rank the size of this process's, if both are such."""
-    with contextlib.suppress(OSError):
-        if os.isatty(end):
-            termios.tcsetwinsize(end, termios.tcgetwinsize(stream))
+def _nodes_of_ranks(command: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Return the node of each rank, for an srun that fills one node after the other.
+
+    Args:
+        command: The srun command line.
+        nodes: The nodes of the step, in Slurm's order.
+    """
+    found = (re.fullmatch(r"--ntasks-per-node=(\d+)", word) for word in command)
+    tasks = next((int(match[1]) for match in found if match), 0)
+    return [node for node in nodes for _ in range(tasks)]
 
 
-def _show(stream: int, chunk: bytes) -> None:
-    """Write to the terminal; one that was closed must not end the run, so it is lost then."""
-    with contextlib.suppress(OSError):
-        while chunk:
-            try:
-                chunk = chunk[os.write(stream, chunk) :]
-            except BlockingIOError:
-                with selectors.DefaultSelector() as writable:
-                    writable.register(stream, selectors.EVENT_WRITE)
-                    writable.select(1.0)
+def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
+    """Return the nodes of the ranks that hang by themselves.
+
+    Args:
+        stacks: What the ranks wrote since they were asked for their stacks, with labels.
+        where: The node of each rank.
+    """
+    said: dict[int, bytes] = {}
+    for line in stacks.splitlines():
+        if label := LABEL.match(line):
+            said[int(label[1])] = said.get(int(label[1]), b"") + line[label.end() :] + b"\n"
+    wrote = {rank for rank, text in said.items() if b"most recent call first" in text}
+    alone = [rank for rank in range(len(where)) if rank not in wrote]
+    if not alone:
+        # All answer: then the culprit is the one that the others wait for.
+        alone = [rank for rank in wrote if IN_COLLECTIVE not in said[rank]]
+        alone = alone if len(alone) == 1 else []
+    if not wrote or len(alone) == len(where):
+        return ()
+    return tuple(dict.fromkeys(where[rank] for rank in sorted(alone)))
 
 
-POLL_SECONDS = 0.02
+END_POLL_SECONDS = 0.02
 """Time between two looks at processes that were asked to end."""
 KILL_AFTER_SECONDS = 10.0
 """Time between SIGTERM and SIGKILL."""
@@ -457,7 +604,7 @@ class LocalRanks:
         while time.monotonic() < deadline and any(
             process.poll() is None for process in self._processes
         ):
-            time.sleep(POLL_SECONDS)
+            time.sleep(END_POLL_SECONDS)
         # Also when all ranks have ended: their data loader workers may be left.
         self.kill()
         return max(_exit_code(process.returncode) for process in self._processes)

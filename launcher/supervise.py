@@ -34,18 +34,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.launcher.node.signals import STOP_SIGNALS, Signals
+from pretrain.launcher import slurm
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
     PROGRESS,
     WAITING,
     AttemptRecord,
+    Owner,
     Progress,
     read_attempt,
     read_attempts,
@@ -54,7 +58,7 @@ from pretrain.rundir.attempts import (
     steps_done,
 )
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from pretrain.rundir.files import replace_json
+from pretrain.rundir.files import read_text, replace_json
 from pretrain.rundir.history import saving_then_stopping
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, LOOKS, PROGRESS_SECONDS, Attempt
 from pretrain.rundir.paths import (
@@ -67,6 +71,99 @@ from pretrain.rundir.paths import (
     in_words,
     outcome_of,
 )
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to stop; no attempt follows one of them."""
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that the batch script of a Slurm job holds and passes on (slurm/job.sbatch)."""
+BATCH_SCRIPT = "PRETRAIN_BATCH_SCRIPT"
+"""The variable in which the batch script gives its process id."""
+BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a rank cannot handle from its first instruction on."""
+
+
+class Signals:
+    """Record the signals sent to this process while the context is open.
+
+    The handler only appends to a list, and the supervisor's loop acts on it: almost nothing may be
+    done safely inside a handler, which can interrupt the process at any instruction.
+
+    A signal that this process already ignores stays ignored, so that a run started with nohup
+    survives the SIGHUP of the terminal that closes.
+
+    With `even_ignored` it does not, and is ignored again afterwards: a batch script starts the
+    launcher so, and a signal that comes when the job's work is done must not change its exit code.
+    """
+
+    def __init__(self, *numbers: int, even_ignored: bool = False) -> None:
+        self.received: list[int] = []
+        """The signals that came so far, oldest first."""
+        self._numbers, self._even_ignored = numbers, even_ignored
+        # Any, because signal.getsignal returns a callable, an enum or None, and signal.signal
+        # takes back what it returned.
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        handlers = {number: signal.getsignal(number) for number in self._numbers}
+        self._before = {
+            number: handler
+            for number, handler in handlers.items()
+            if handler is not signal.SIG_IGN or self._even_ignored
+        }
+        for number in self._before:
+            signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+    @property
+    def stops(self) -> int:
+        """Return how often this process was asked to stop."""
+        return sum(number in STOP_SIGNALS for number in self.received)
+
+
+@contextmanager
+def job_signals() -> Iterator[Signals]:
+    """Record the signals that the batch script holds and passes on, and tell it to do so."""
+    with Signals(*JOB_SIGNALS, even_ignored=True) as signals:
+        # Jobs inherit variables from the job that sends them, so the script must be an ancestor.
+        script = os.environ.get(BATCH_SCRIPT)
+        if script is not None and script in map(str, _ancestors()):
+            os.kill(int(script), signal.SIGUSR2)
+        yield signals
+
+
+def _ancestors() -> Iterator[int]:
+    """Yield the ids of this process's parent, its parent, and so on."""
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        # Field 4 of proc(5); field 2, the command, may hold spaces and parentheses.
+        fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
+        pid = int(fields[1]) if fields else 0
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Start processes inside this context with SIGUSR1 and SIGUSR2 blocked.
+
+    The default action of both signals is to end the process, and a rank needs seconds before its
+    handlers stand: Python has to start first. A child inherits the signal mask through fork and
+    exec, and a signal that arrives while it is blocked stays pending. So the rank itself unblocks
+    both once it can handle them: `pretrain train` does it before anything else
+    (pretrain/train/reporter.py), srun once it has started its tasks.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_AT_START)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 # ---- Call a function every few seconds, in a thread beside what the process does ----
 
@@ -438,6 +535,106 @@ def why_permanent(
     if same_end and code < SIGNAL_CODE and (local or both_trained):
         return "the attempt before failed in the same way at the same step"
     return None
+
+
+# ---- Tell which nodes of a cluster a run should not use, from how its attempts ended ----
+
+
+MOST_FAILURES = 1
+"""A node from which more of a run's failures came than this is left out."""
+
+
+def count_failures(records: Sequence[AttemptRecord]) -> Counter[str]:
+    """Return how many attempts ended by a failure that came from each node."""
+    ends = [record.ended for record in records if record.ended]
+    return Counter(node for end in ends for node in set(end.nodes))
+
+
+def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
+    """Return the nodes that failed twice or that a preflight found unfit, with the last reason.
+
+    Args:
+        records: The attempts to count, such as those of one Slurm job, oldest first.
+    """
+    ends = [record.ended for record in records if record.ended]
+    reasons = {node: end.reason for end in ends for node in end.nodes}
+    failures = count_failures(records)
+    failed = {node: reasons[node] for node, count in failures.items() if count > MOST_FAILURES}
+    # A preflight names a node and its cause for certain, so once is enough.
+    checks = [record.preflight for record in records if record.preflight]
+    return failed | {node: cause for check in checks for node, cause in check.faults.items()}
+
+
+def choose_nodes(
+    nodes: Sequence[str],
+    count: int,
+    unusable: Collection[str] = (),
+    failures: Counter[str] | None = None,
+) -> list[str]:
+    """Choose the nodes for the ranks from those that a job holds.
+
+    Args:
+        nodes: All nodes of the job, in Slurm's order.
+        count: How many the ranks need.
+        unusable: Nodes that must not be chosen.
+        failures: How often each node failed; those that failed less often come first, so that a
+            spare node takes the place of one that failed once.
+
+    Returns:
+        The chosen nodes in Slurm's order; fewer than `count` when too few can be used.
+    """
+    failed = failures or Counter()
+    usable = [node for node in nodes if node not in unusable]
+    # A stable sort: of equals, the nodes that come first.
+    chosen = sorted(usable, key=lambda node: failed[node])[:count]
+    return [node for node in nodes if node in chosen]
+
+
+# ---- Say whose an attempt is: this process, in this start of a job ----
+
+
+def restart_count() -> int:
+    """Return how often Slurm had requeued the job when this process started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def job_state(job_id: str) -> slurm.JobState | None:
+    """Return what Slurm says about a job, None when it says nothing: an attempt goes on without."""
+    try:
+        return (slurm.jobs([job_id]) or {}).get(job_id)
+    except slurm.SlurmError:
+        return None
+
+
+def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
+    """Describe this process as the owner of an attempt inside a Slurm job.
+
+    Args:
+        job_id: The job this process runs in.
+        num_tasks: Number of ranks of the attempt.
+        is_first: True for the first attempt of this start of the job, which waited in the queue.
+    """
+    try:
+        state = job_state(job_id)
+    except slurm.SlurmError:
+        # The time of submission is for the account of the run's time alone.
+        state = None
+    return Owner.here(
+        slurm_job_id=job_id,
+        slurm_restart_count=restart_count(),
+        slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
+        submitted_at=state.submitted_at if state and is_first else None,
+        num_processes=num_tasks,
+        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+    )
+
+
+def job_is_over(other: Owner) -> bool | None:
+    """Return True if the job of another owner is over, None where Slurm does not say."""
+    try:
+        return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
+    except slurm.SlurmError:
+        return None
 
 
 POLL_SECONDS = 0.02

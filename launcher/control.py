@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import evaluations, slurm
-from pretrain.launcher.login.status import (
+from pretrain.launcher.slurm import JobState
+from pretrain.launcher.status import (
     Queue,
     Records,
     Repeated,
@@ -22,7 +23,6 @@ from pretrain.launcher.login.status import (
     is_alive,
     queued,
 )
-from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import plain
 from pretrain.rundir.attempts import AttemptRecord, Progress, is_finished, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step

@@ -22,14 +22,27 @@ from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.trajectory import allow_options
 from pretrain.launcher import slurm
 from pretrain.launcher.evaluations import submit_pending
-from pretrain.launcher.node.preflight import check_nodes
-from pretrain.launcher.node.signals import Signals, job_signals, signals_blocked
-from pretrain.launcher.node.srun import SrunRanks
-from pretrain.launcher.node.supervise import End, NotStarted, Supervisor, waiting
-from pretrain.launcher.terminal import choose_nodes, count_failures, failing_nodes, say
+from pretrain.launcher.preflight import check_nodes
+from pretrain.launcher.ranks import SrunRanks
+from pretrain.launcher.supervise import (
+    End,
+    NotStarted,
+    Signals,
+    Supervisor,
+    choose_nodes,
+    count_failures,
+    failing_nodes,
+    job_is_over,
+    job_owner,
+    job_signals,
+    job_state,
+    restart_count,
+    signals_blocked,
+    waiting,
+)
+from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
     AttemptRecord,
-    Owner,
     is_finished,
     last_heartbeat,
     read_attempt,
@@ -192,11 +205,6 @@ class Allocation:
         return [each for each in attempts if each.owner.slurm_job_id == self._job_id]
 
 
-def restart_count() -> int:
-    """Return how often Slurm had requeued the job when this process started."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
-
-
 def _is_of_this_start(attempt: AttemptRecord) -> bool:
     return (attempt.owner.slurm_restart_count or 0) == restart_count()
 
@@ -208,14 +216,6 @@ def _can_start(options: Sequence[str]) -> bool:
     except slurm.SlurmError as error:
         return isinstance(error, slurm.SlurmAway | slurm.SlurmInterrupted)
     return True
-
-
-def job_state(job_id: str) -> slurm.JobState | None:
-    """Return what Slurm says about a job, None when it says nothing: an attempt goes on without."""
-    try:
-        return (slurm.jobs([job_id]) or {}).get(job_id)
-    except slurm.SlurmError:
-        return None
 
 
 def startup_seconds(attempts: Sequence[AttemptRecord]) -> float:
@@ -557,37 +557,6 @@ def _exit_code(end: End) -> int:
     """
     saved = end.code in (ExitCode.STOPPED, ExitCode.RESTART)
     return ExitCode.FINISHED if end.outcome == Outcome.STOPPED and saved else end.code
-
-
-def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
-    """Describe this process as the owner of an attempt inside a Slurm job.
-
-    Args:
-        job_id: The job this process runs in.
-        num_tasks: Number of ranks of the attempt.
-        is_first: True for the first attempt of this start of the job, which waited in the queue.
-    """
-    try:
-        state = job_state(job_id)
-    except slurm.SlurmError:
-        # The time of submission is for the account of the run's time alone.
-        state = None
-    return Owner.here(
-        slurm_job_id=job_id,
-        slurm_restart_count=restart_count(),
-        slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
-        submitted_at=state.submitted_at if state and is_first else None,
-        num_processes=num_tasks,
-        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
-    )
-
-
-def job_is_over(other: Owner) -> bool | None:
-    """Return True if the job of another owner is over, None where Slurm does not say."""
-    try:
-        return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
-    except slurm.SlurmError:
-        return None
 
 
 def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool:

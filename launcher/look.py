@@ -19,18 +19,22 @@ from typing import IO
 
 from pretrain.config import ConfigError
 from pretrain.launcher import terminal
-from pretrain.launcher.login.accounting import PARTS, TimeSplit, time_splits, total
-from pretrain.launcher.login.status import (
+from pretrain.launcher.status import (
+    PARTS,
     WAITING,
     Records,
     Repeated,
     RunStatus,
+    TimeSplit,
     check_run,
     find_runs,
     read_num_steps,
     read_statuses,
+    time_splits,
+    total,
 )
-from pretrain.launcher.terminal import failing_nodes, plain, plain_output
+from pretrain.launcher.supervise import failing_nodes
+from pretrain.launcher.terminal import plain, plain_output
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.files import open_regular
