@@ -233,7 +233,8 @@ CAPABILITY = (9, 0)
 """Compute capability of the GPU that is simulated: Hopper."""
 
 CAPABLE = SimpleNamespace(
-    has_cuda=lambda: True, can_compile=lambda: True, can_accumulate_products=lambda: True
+    **vars(platform)
+    | dict.fromkeys(("has_cuda", "can_compile", "can_accumulate_products"), lambda: True)
 )
 """What `pretrain.platform` answers on that GPU when the fusions are chosen."""
 

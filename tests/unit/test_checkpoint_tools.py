@@ -299,8 +299,8 @@ from pretrain.checkpoint.tensors import consolidate
 from pretrain.checkpoint.tensors import compare
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint import load
-from pretrain.checkpoint.tools import slabs
-load.SLAB_BYTES = slabs.SLAB_BYTES = 2 << 20
+from pretrain.checkpoint import tensors
+load.SLAB_BYTES = tensors.SLAB_BYTES = 2 << 20
 run, out = map(Path, sys.argv[1:3])
 # What the imports take is not what is bounded.
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

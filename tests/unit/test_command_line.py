@@ -21,6 +21,7 @@ from pretrain.config.load import expand_home
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.main"}
+MODULES = {"pretrain": "pretrain", "launcher": "pretrain.launcher"}
 # argv[0] as the installed script has it. Says at the end if the slow import was made.
 SCRIPT = """
 import atexit, sys
@@ -129,7 +130,7 @@ def ended_at(name: str, words: Sequence[str], moment: int | None) -> tuple[int, 
     Returns its exit code, what it printed to stderr, and how many imports it made.
     """
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", COMMANDS[name].removesuffix(".main"), *words],
+        [sys.executable, "-X", "importtime", "-m", MODULES[name], *words],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

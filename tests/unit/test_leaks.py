@@ -8,7 +8,7 @@ import pytest
 from tests.unit.test_imports import ROOT, modules
 
 HOME = "pretrain/optim/"
-MAY_IMPORT = (HOME, "pretrain/platform/")  # platform keeps it from compiling an extension
+MAY_IMPORT = (HOME, "pretrain/platform.py")  # platform keeps it from compiling an extension
 
 # Fields of DeepSpeed's parameters, engine, optimizers and loss scaler, and our own handles on them.
 INTERNAL = {
