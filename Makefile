@@ -4,6 +4,8 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 DEMO := runs/demo
 STUDY := runs/study_demo
+# Four suit two cores, and no more are of use: the two longest groups of tests run one after another.
+PROCESSES ?= 4
 
 # Two targets at once would be two pips in one .venv.
 .NOTPARALLEL:
@@ -27,14 +29,12 @@ demo: $(SETUP)  ## train short, test long on Shakespeare (6 minutes on 2 cores)
 study: $(SETUP)  ## train four methods at 64 and 128 tokens and judge the claims (20 minutes)
 	$(BIN)/pretrain study configs/studies/demo.toml --nproc 2
 
-# One test builds the site.
+# One test builds the site. tests/conftest.py says which tests run in which process, and when. Each
+# process imports all test files, and many tests start programs: their bytecode is kept.
 test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can (root on Debian)
 	tests/slurm/install.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels; unit=$$?; \
-	    $(BIN)/python -m pytest tests/distributed; distributed=$$?; \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/end_to_end; commands=$$?; \
-	    $(BIN)/python -m pytest tests/slurm && \
-	    exit $$((unit + distributed + commands))
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup \
+	    --no-loadscope-reorder tests
 
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture

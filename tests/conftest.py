@@ -1,13 +1,26 @@
-"""Share a tiny data set of real text, a small config and the parallel layouts among the tests."""
+"""Say where and in which order tests run; share a tiny data set, a small config and the layouts.
+
+`make test` runs all folders at once in four pytest-xdist processes (`--dist loadgroup`). The group
+of a test is what must stay in one process, because its fixtures are dear: a folder with a cluster
+or with pools of ranks, else a file. Groups are handed out in the order of CLASSES, so that
+
+- the tests that wait for Slurm's clocks go on in one process from the beginning to the end, and
+- tests whose ranks keep all cores busy in another, while
+- two more compute, file by file, the short ones last.
+
+Two cores have work all the time, then. What waits has deadlines: it keeps its priority, and all
+that computes is started with a lower one.
+"""
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
 import signal
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +28,8 @@ import torch
 from pretrain.config import RunConfig, load_config, parse_config
 
 warnings.simplefilter("ignore")
+# As many processes compute as there are cores.
+torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter. Triton reads this variable when it is
     # first imported, which any library may do, so it is set before everything else.
@@ -23,6 +38,47 @@ if not torch.cuda.is_available():
 # Child processes inherit this, and the tests that send signals to processes they start would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+class ResourceClass(NamedTuple):
+    """What the tests of a folder need of the machine."""
+
+    cores: int
+    """The cores that a test keeps busy; 0 for one that mostly waits."""
+    is_one_group: bool
+    """Share fixtures of the folder, so that one process runs all of it."""
+
+
+CLASSES = {
+    "slurm": ResourceClass(cores=0, is_one_group=True),
+    "distributed": ResourceClass(cores=2, is_one_group=True),
+    "end_to_end": ResourceClass(cores=1, is_one_group=False),
+    "kernels": ResourceClass(cores=1, is_one_group=False),
+    "unit": ResourceClass(cores=1, is_one_group=False),
+}
+"""The folders, those that take longest first."""
+NICENESS = 5
+"""Of the processes that compute: a third of the share of one that waits."""
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which puts the group into the test's name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = list(CLASSES)
+    items.sort(key=lambda item: order.index(_folder(item)))
+    for item in items:
+        folder = _folder(item)
+        group = folder if CLASSES[folder].is_one_group else f"{folder}/{item.path.stem}"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    in_company = "PYTEST_XDIST_WORKER" in os.environ
+    if in_company and CLASSES[_folder(item)].cores and os.nice(0) < NICENESS:
+        os.nice(NICENESS - os.nice(0))
 
 
 def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> list[Any]:
@@ -41,11 +97,14 @@ def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> li
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a small data set of Shakespeare and return its directory.
 
-    The vocabulary, blocks and shards are small, so that reads cross many borders.
+    The vocabulary, blocks and shards are small, so that reads cross many borders. The processes of
+    pytest-xdist share it, and the first one that needs it builds it.
     """
     from pretrain.data.build import build
 
-    directory = tmp_path_factory.mktemp("data") / "shards"
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_data/shards"
+    directory.parent.mkdir(exist_ok=True)
     settings = [
         "data.vocab_size=512",
         "data.tokens_per_block=4096",
@@ -53,7 +112,10 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data.tokenizer_training_bytes=500_000",
         f"data.directory={directory}",
     ]
-    build(load_config("configs/demo.toml", settings))
+    with open(directory.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # A set that is complete is not built again.
+        build(load_config("configs/demo.toml", settings))
     return directory
 
 

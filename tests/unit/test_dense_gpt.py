@@ -18,8 +18,6 @@ from tests.reference.dense_gpt import (
     train_dense,
 )
 
-torch.set_num_threads(2)
-
 
 def make_config(method: str = "alibi", **changes: object) -> RunConfig:
     """Return the config of a two-layer model.

@@ -33,8 +33,6 @@ from tests.reference.dense_gpt import DenseGPT, alibi_slopes, random_state
 from tests.unit.report_records import make_record
 from tests.unit.test_dense_gpt import make_config
 
-torch.set_num_threads(2)
-
 MODELS = {
     "bloom12": ("BloomForCausalLM", make_config("alibi")),
     "bloom16": ("BloomForCausalLM", make_config("alibi", hidden_size=64, num_attention_heads=16)),

@@ -38,7 +38,6 @@ from tests.unit.test_export import (
 )
 
 __all__ = ["exported", "tokenizer_path"]
-torch.set_num_threads(2)
 
 LONG = 512
 """8 training lengths of the models."""

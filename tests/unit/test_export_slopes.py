@@ -25,7 +25,6 @@ from tests.unit.test_export import MAX_LENGTH, random_ids, tokenizer_path
 from tests.unit.test_import import masters, same_bits
 
 __all__ = ["tokenizer_path"]
-torch.set_num_threads(2)
 
 RANGE = {"first": 0.9, "last": 0.001}
 MPT: dict[str, Any] = {"use_bias": False, "hidden_act": "gelu"}

@@ -38,7 +38,6 @@ from tests.unit.test_dense_gpt import make_config
 from tests.unit.test_export import MODELS, random_ids, stock, tokenizer_path
 
 __all__ = ["tokenizer_path"]
-torch.set_num_threads(2)
 
 LENGTH = 32
 """Training length of the models below, except where one needs another."""
