@@ -4,16 +4,16 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 DEMO := runs/demo
 STUDY := runs/study_demo
-# Four suit two cores, and no more are of use: the two longest groups of tests run one after another.
+# Processes of `make test`. Four suit two cores: tests/conftest.py says why.
 PROCESSES ?= 4
 
 # Two targets at once would be two pips in one .venv.
 .NOTPARALLEL:
 
-.PHONY: help setup demo study test torture lint docs clean
+.PHONY: help setup demo study test test-changed torture lint docs clean
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP)  ## make .venv for the demo and the tests, pinned; does nothing the second time
 
@@ -35,6 +35,9 @@ test: $(SETUP)-docs  ## run all tests; installs Slurm for its tests where it can
 	tests/slurm/install.sh
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup \
 	    --no-loadscope-reorder tests
+
+test-changed: $(SETUP)  ## run the tests that import what is not on main, the nearest first; SINCE=COMMIT
+	$(BIN)/python tests/changed.py $(SINCE)
 
 torture: $(SETUP)  ## run the further cases that `make test` leaves out; takes hours
 	$(BIN)/python -m pytest -m torture

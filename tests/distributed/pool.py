@@ -1,9 +1,11 @@
 """Keep worker processes between tests.
 
 Starting a process and importing the libraries costs seconds, so one pool of ranks serves many
-checks. Workers are real processes that form one torch.distributed group; each check splits it into
-the layout that it needs. Workers run on the CPU (gloo) even where there are GPUs, since there are
-rarely as many GPUs as ranks. The tests marked `cuda` ask for `cuda=True` (NCCL).
+checks, and ranks on the CPU are forked from the server that has made the imports
+(tests/end_to_end/preload.py). Workers are real processes that form one torch.distributed group;
+each check splits it into the layout that it needs. Workers run on the CPU (gloo) even where there
+are GPUs, since there are rarely as many GPUs as ranks. The tests marked `cuda` ask for `cuda=True`
+(NCCL).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.end_to_end.commands import SERVER
 
 # Longest time without a result from any rank. A rank that waits in a collective for one that failed
 # would otherwise wait for as long as the collective's own timeout.
@@ -41,7 +45,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # CUDA must not have been initialised before a fork.
+        context = multiprocessing.get_context("spawn") if self.cuda else SERVER
         # Where rank 0 publishes its port.
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -125,7 +130,7 @@ def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool)
         "PRETRAIN_RENDEZVOUS": folder,
     }
     os.environ.pop("MASTER_PORT", None)
-    # Before torch is imported: CUDA reads this variable once.
+    # Before CUDA is asked for devices: it reads this variable once.
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

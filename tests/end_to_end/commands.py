@@ -30,8 +30,9 @@ PRETRAIN = (sys.executable, "-m", "pretrain")
 LAUNCHER = (sys.executable, "-c", "from pretrain.launcher.main import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.end_to_end.preload"])
+SERVER = multiprocessing.get_context("forkserver")
+"""The warm server. Ranks of tests/distributed are forked from it, too."""
+SERVER.set_forkserver_preload(["tests.end_to_end.preload"])
 
 
 class Done(NamedTuple):
@@ -164,7 +165,7 @@ def _start(
     cwd: Path = ROOT,
 ) -> BaseProcess:
     words = [str(argument) for argument in arguments]
-    process = _SERVER.Process(
+    process = SERVER.Process(
         target=_main, args=(words, dict(environment), str(output), largest_file, str(cwd))
     )
     process.start()

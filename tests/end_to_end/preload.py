@@ -1,5 +1,6 @@
 """Import, once, what the forked commands need (see tests/end_to_end/commands.py)."""
 
+import gc
 import importlib
 import os
 import warnings
@@ -19,4 +20,10 @@ for name in (
     "pretrain.evaluate.command",
     "pretrain.huggingface.export",
 ):
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        # multiprocessing would pass over it, and every command would make its imports by itself.
+        raise RuntimeError(f"{__file__}: {error}") from error
+# What is imported stays. A collection in a forked process that looks at all of it takes 0.2 s.
+gc.freeze()
