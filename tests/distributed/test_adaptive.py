@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pretrain.config import num_parameters
+from pretrain.config import RunConfig, num_parameters
 from pretrain.data.stream import open_stream
 from pretrain.evaluate.windows import Protocol
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.conftest import tiny_config
-from tests.distributed import adaptive_tasks, fusion_tasks, tasks
+from tests.distributed import fusion_tasks, tasks
 from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
 from tests.distributed.test_parallel_equals_dense import TOLERANCE
 from tests.distributed.test_resume import _state
@@ -66,7 +67,7 @@ def test_losses_and_gradients_are_those_of_torchs_adaptive_softmax(pools):
     factors = torch.rand(3, 16, generator=generator)
     run = pools(1).run
     losses, gradients, log_p = run(
-        adaptive_tasks.losses_and_gradients, config, weights, (hidden, labels, factors)
+        losses_and_gradients, config, weights, (hidden, labels, factors)
     )[0]
     rows = hidden.double().transpose(0, 1).reshape(48, 96).requires_grad_()
     expected = -module(rows, labels.flatten()).output.view(3, 16)
@@ -96,7 +97,7 @@ def test_only_the_tokens_of_a_tail_have_its_logits(pools):
     config = adaptive_config(
         model={"adaptive_cutoffs": (64, 128)}, data={"vocab_size": 40_000, "source": "shakespeare"}
     )
-    found = pools(1).run(adaptive_tasks.largest_tensors, config, [1000, 3, 3])[0]
+    found = pools(1).run(largest_tensors, config, [1000, 3, 3])[0]
     tail = config.adaptive_clusters[-1]
     allowed = {3 * tail.size, tail.size * tail.dim, 1006 * 96, 1006 * 66}
     assert set(found) <= allowed, found
@@ -239,10 +240,10 @@ def test_a_resume_is_bit_for_bit(pools, tiny_data, tmp_path, layout):
 def test_dropout_is_of_the_softmax_alone_and_of_training(pools):
     tokens = torch.randint(0, 512, (4, 33), generator=torch.Generator().manual_seed(5))
     config = adaptive_config(model={"adaptive_dropout": 0.2})
-    evaluated, first, again, other = pools(1).run(
-        adaptive_tasks.dropped_losses, config, tokens, [None, 1, 1, 2]
-    )[0]
-    plain = pools(1).run(adaptive_tasks.dropped_losses, adaptive_config(), tokens, [None, 1])[0]
+    evaluated, first, again, other = pools(1).run(dropped_losses, config, tokens, [None, 1, 1, 2])[
+        0
+    ]
+    plain = pools(1).run(dropped_losses, adaptive_config(), tokens, [None, 1])[0]
     assert torch.equal(evaluated, plain[0]) and torch.equal(plain[0], plain[1])
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert not torch.equal(first, evaluated)
@@ -254,7 +255,7 @@ def test_initial_weights_are_those_of_fairseq(pools):
     cutoffs = {"adaptive_cutoffs": (1000, 2000), "make_vocab_size_divisible_by": 8}
     for tied in (True, False):
         config = adaptive_config(tied=tied, model=cutoffs, **sizes)
-        found = pools(1).run(adaptive_tasks.initial_weights, config)[0]
+        found = pools(1).run(initial_weights, config)[0]
         assert sum(w.numel() for w in found.values()) == num_parameters(config)
         ours = {n: w for n, w in found.items() if n.startswith(("embedding.", "output_layer."))}
         for name, weight in ours.items():
@@ -292,3 +293,98 @@ def test_an_evaluation_scores_what_the_dense_reference_does(pools, tiny_data, la
     assert found.loss_nats == pytest.approx(expected.mean().item(), rel=1e-6)
     np.testing.assert_allclose(found.by_position.losses, expected.mean(0), rtol=1e-5)
     assert sliding.by_position.losses[-1] > 0 and sliding.loss_nats != found.loss_nats
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def losses_and_gradients(config: RunConfig, weights: dict[str, Tensor], data: Any) -> Any:
+    """Compute losses with `AdaptiveSoftmax`, and the gradients of their weighted sum.
+
+    Args:
+        config: The run's config.
+        weights: Value of each parameter of the module.
+        data: (hidden states [S, B, d], labels [B, S], weights of the losses [B, S]).
+
+    Returns:
+        (losses, gradients by name with that of the hidden states as "hidden", log probabilities).
+    """
+    from pretrain.model.adaptive import AdaptiveSoftmax
+
+    layer = AdaptiveSoftmax(config.adaptive_clusters, config.model.hidden_size, None)
+    layer.load_state_dict(weights, strict=True)
+    hidden, labels, factors = data
+    hidden = hidden.clone().requires_grad_()
+    losses, _ = layer(hidden, labels=labels)
+    (losses * factors).sum().backward()
+    found = {name: p.grad for name, p in layer.named_parameters()} | {"hidden": hidden.grad}
+    with torch.no_grad():
+        log_p, _ = layer(hidden)
+    return losses.detach(), found, log_p
+
+
+def largest_tensors(config: RunConfig, counts: list[int]) -> list[int]:
+    """Compute the losses of some tokens of each cluster, and note the tensors that are made.
+
+    Args:
+        config: The run's config.
+        counts: Tokens of each cluster.
+
+    Returns:
+        The numbers of elements of the ten largest tensors that a forward and a backward pass make.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pretrain.model.adaptive import AdaptiveSoftmax
+
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(each, Tensor):
+                    made.append(each.numel())
+            return out
+
+    d = config.model.hidden_size
+    layer = AdaptiveSoftmax(config.adaptive_clusters, d, None)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    clusters = config.adaptive_clusters
+    labels = torch.cat([torch.full((n,), c.first) for n, c in zip(counts, clusters)])
+    hidden = torch.randn(len(labels), 1, d, requires_grad=True)
+    with Watch():
+        layer(hidden, labels=labels[None])[0].sum().backward()
+    return sorted(made)[-10:]
+
+
+def initial_weights(config: RunConfig) -> dict[str, Tensor]:
+    """Return the initial weights of a model by global name."""
+    from pretrain.model.gpt import build_model
+    from pretrain.model.parameters import named_parameters
+    from pretrain.topology import initialize
+
+    initialize(config)
+    return {n.name: n.parameter.detach() for n in named_parameters(build_model(config))}
+
+
+def dropped_losses(config: RunConfig, tokens: Tensor, seeds: list[int]) -> list[Tensor]:
+    """Compute the losses of a batch in training mode, after seeding dropout.
+
+    Args:
+        config: The run's config.
+        tokens: Token ids [B, S + 1].
+        seeds: A seed for each pass; None evaluates.
+    """
+    from pretrain.model.forward import call_model
+    from pretrain.model.gpt import build_model
+    from pretrain.topology import initialize
+
+    initialize(config)
+    [model] = build_model(config)
+    found = []
+    with torch.no_grad():
+        for seed in seeds:
+            torch.manual_seed(seed or 0)
+            model.train(seed is not None)
+            found.append(call_model(model, tokens, tokens.shape[1] - 1).clone())
+    return found

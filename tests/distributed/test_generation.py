@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.model.forward import cache_bytes, check_generation
+from pretrain.model.forward import Decoder, cache_bytes, check_generation, greedy
 from tests.conftest import mark_torture, tiny_config
-from tests.distributed import generation_tasks
+from tests.distributed.tasks import _build_model_with
 from tests.distributed.test_parallel_equals_dense import METHODS, TOLERANCE, VARIANTS
 from tests.distributed.test_parallel_equals_dense import variant_config as of_variant
 from tests.reference.dense_gpt import DenseGPT, random_state
@@ -38,7 +40,7 @@ def test_every_step_has_the_logits_of_the_whole_text(pools, variant, tensor):
     config = variant_config(variant, tensor)
     state, model = dense(config)
     tokens = torch.randint(0, 512, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-    results = pools(tensor).run(generation_tasks.decode, config, state, tokens, PROMPT)
+    results = pools(tensor).run(decode, config, state, tokens, PROMPT)
     after = [PROMPT - 1, *range(PROMPT + 2, LENGTH)]
     for first, size, second in results:
         for found, text in ((first, tokens), (second, tokens.flip(1))):
@@ -55,7 +57,7 @@ def test_greedy_generation_takes_the_most_probable_token(pools, method):
     config = variant_config(method, 1)
     state, model = dense(config)
     text = torch.randint(0, 512, (2, PROMPT), generator=torch.Generator().manual_seed(5))
-    (found,) = pools(1).run(generation_tasks.generate, config, state, text, 9)
+    (found,) = pools(1).run(generate, config, state, text, 9)
     for _ in range(9):
         best = model(text).detach()[:, -1, : config.data.vocab_size].argmax(dim=1, keepdim=True)
         text = torch.cat([text, best], dim=1)
@@ -65,7 +67,7 @@ def test_greedy_generation_takes_the_most_probable_token(pools, method):
 def test_a_full_cache_takes_no_more_tokens(pools):
     config = variant_config("alibi", 1)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    (said,) = pools(1).run(generation_tasks.overfill, config, random_state(config, seed=3), tokens)
+    (said,) = pools(1).run(overfill, config, random_state(config, seed=3), tokens)
     assert said == "2 x 1 tokens after 8: the cache is for 2 sequences of 8 tokens"
 
 
@@ -89,3 +91,40 @@ def test_what_cannot_generate_is_refused(sections, said):
     with pytest.raises(ConfigError, match=said):
         check_generation(tiny_config(**sections), 33)
     check_generation(tiny_config(), 1_000_000)
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def decode(config: RunConfig, state: dict[str, Tensor], tokens: Tensor, prompt: int) -> Any:
+    """Feed `prompt` tokens at once, three more at once, and each of the others alone.
+
+    Returns:
+        Logits after each piece [pieces, B, V], the bytes of the cache, and logits at the same
+        places of a second text through the same cache: the tokens in reverse.
+    """
+    _, (chunk,) = _build_model_with(config, state)
+    chunk.train()
+    decoder = Decoder(chunk, *tokens.shape)
+    ends = [prompt, 3] + [1] * (tokens.shape[1] - prompt - 3)
+    first = torch.stack([decoder.feed(piece) for piece in tokens.split(ends, dim=1)])
+    decoder.reset()
+    second = torch.stack([decoder.feed(piece) for piece in tokens.flip(1).split(ends, dim=1)])
+    return first, decoder.allocated_bytes(), second
+
+
+def generate(config: RunConfig, state: dict[str, Tensor], prompt: Tensor, count: int) -> Tensor:
+    """Generate greedily."""
+    _, (chunk,) = _build_model_with(config, state)
+    decoder = Decoder(chunk, len(prompt), prompt.shape[1] + count)
+    return greedy(decoder, prompt, count, config.data.vocab_size)
+
+
+def overfill(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> str:
+    """Return what is said of more tokens than the cache has room for."""
+    _, (chunk,) = _build_model_with(config, state)
+    decoder = Decoder(chunk, len(tokens), tokens.shape[1])
+    decoder.feed(tokens)
+    try:
+        decoder.feed(tokens[:, :1])
+    except ValueError as error:
+        return str(error)
+    return ""

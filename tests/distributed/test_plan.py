@@ -12,7 +12,6 @@ from pretrain.plan.memory import Activations, memory_of_rank, most_kept, peak, s
 from pretrain.plan.simulation import count_run
 from pretrain.plan.timing import messages
 from tests.conftest import mark_torture, tiny_config
-from tests.distributed.plan_tasks import measure_real_rank
 from tests.distributed.test_step_budgets import CASES, counted
 
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -113,3 +112,20 @@ def test_further_planned_collectives(case):
     )
     for planned, found in planned_and_counted(config, count_run(config)):
         assert planned == found
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def measure_real_rank(config: RunConfig) -> dict[str, int]:
+    """Return what this rank of a real job allocates (`tests.allocations.measure`).
+
+    Args:
+        config: The run; its layout must fit the number of ranks.
+    """
+    from pretrain import platform
+    from pretrain.topology import initialize
+    from tests.allocations import Allocations, measure
+
+    platform.prepare(0)
+    topology = initialize(config)
+    with Allocations() as allocations:
+        return measure(config, topology, allocations)

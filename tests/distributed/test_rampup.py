@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from pretrain import platform
+from pretrain.config import RunConfig
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
-from tests.distributed import rampup_tasks, tasks
+from tests.distributed import tasks
 from tests.distributed.test_loop import _config
 
 SIZES = [4, 4, 6, 8, 8]
@@ -18,7 +22,7 @@ RAMP = {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": [4, 
 def test_a_ramp_equals_its_steps_by_hand_and_goes_on_in_another_layout(pools, tiny_data, tmp_path):
     data, run = {"directory": str(tiny_data)}, {"directory": str(tmp_path / "run")}
     plain = tiny_config(batch={"micro_batch_size": 1, "global_batch_size": 8}, data=data)
-    by_hand = pools(2).run(rampup_tasks.take_steps_of, plain, SIZES)[0]
+    by_hand = pools(2).run(take_steps_of, plain, SIZES)[0]
     ramp = tiny_config(batch=RAMP, data=data, run=run)
     begun = pools(2).run(tasks.continue_run, ramp, "none", 2)[0]
     assert list(zip(begun["losses"], begun["norms"], strict=True)) == by_hand[:2]
@@ -40,3 +44,40 @@ def test_metrics_carry_the_batch_size(pools, tiny_data, tmp_path):
     for record in steps:
         rate = record["global_batch_size"] * 32 / record["step_seconds"]
         assert record["tokens_per_second"] == pytest.approx(rate)
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def take_steps_of(config: RunConfig, sizes: list[int]) -> list[tuple[float, float]]:
+    """Take steps on batches of given sizes, each from a loader of its own.
+
+    Args:
+        config: A run without a ramp-up.
+        sizes: The batch size of every step.
+
+    Returns:
+        (loss, gradient norm) of every step.
+    """
+    from pretrain.data.loader import batches
+    from pretrain.train.loop import queue_step
+    from pretrain.train.reporter import AttemptReporter, Requests
+    from pretrain.train.start import StartPoint, load_run, prepare
+
+    streams, topology, _ = prepare(config, "none")
+    run = load_run(config, streams, topology, StartPoint(), Requests(), AttemptReporter())
+    results, consumed = [], 0
+    for size in sizes:
+        steps = batches(
+            run.training_stream,
+            seed=config.run.seed,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=size,
+            micro_batch_size=config.batch.micro_batch_size,
+            data_parallel_rank=topology.data_rank,
+            data_parallel_size=topology.layout.data,
+            consumed_samples=consumed,
+        )
+        record: dict[str, Any] = queue_step(run, steps, platform.Moment()).read()
+        steps.close()
+        results.append((record["loss_nats"], record["gradient_norm"]))
+        consumed += size
+    return results

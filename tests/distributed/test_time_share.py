@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from pretrain.rundir.metrics import is_evaluation
+from pretrain.config import RunConfig
+from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
-from tests.distributed import tasks, time_share_tasks
+from tests.distributed import tasks
 
 
 def run_config(directory, data, share):
@@ -30,7 +32,7 @@ def test_what_is_left_out_changes_no_loss(pools, tiny_data, tmp_path):
     losses = []
     for share, steps in ((None, [2, 4, 6, 7]), (1e-9, [7])):
         config = run_config(tmp_path / str(share), tiny_data, share)
-        records, _ = pools(2).run(time_share_tasks.train, config)
+        records, _ = pools(2).run(train, config)
         assert steps_evaluated(records) == steps
         evaluations = [record for record in records if is_evaluation(record)]
         trained = [record for record in records if not is_evaluation(record)]
@@ -66,5 +68,14 @@ def test_a_restart_decides_by_what_the_run_has_recorded(pools, tiny_data, tmp_pa
     lines.insert(2, evaluation)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     RunPaths(config.directory).metrics.write_text(text)
-    records, _ = pools(2).run(time_share_tasks.train, config)
+    records, _ = pools(2).run(train, config)
     assert steps_evaluated(records) == steps
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def train(config: RunConfig) -> list[dict[str, Any]]:
+    """Train a run, and return its records."""
+    from pretrain.train import loop
+
+    assert loop.train(config) == 0
+    return list(read_metrics(RunPaths(config.directory).metrics))

@@ -1,4 +1,4 @@
-"""The README's picture, its sentences and the committed numbers are of the demo of this tree."""
+"""The README's picture and the committed numbers are of the demo of this tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from pretrain.config import load_config, num_parameters
+from pretrain.config import load_config
 from tests.end_to_end.commands import ROOT, pretrain
 from tests.guide import Workspace
 
@@ -53,25 +53,6 @@ def test_the_picture_is_what_the_committed_numbers_give(tmp_path):
         for path in (tmp_path / "curve.png", ROOT / "docs/demo_curve.png")
     )
     assert np.array_equal(drawn, shown)
-
-
-def test_the_readme_quotes_the_committed_numbers():
-    found, text = curve(DRAWN), " ".join((ROOT / "README.md").read_text().split())
-    [(tokens, *quoted)] = re.findall(
-        r"On the ([\d,]+) tokens that are scored, .* perplexity ([\d.]+) with ALiBi and ([\d.]+) "
-        r"with sinusoidal positions, a difference within the noise\. At 16 times that length it is "
-        r"([\d.]+) with ALiBi and ([\d.]+) with sinusoidal positions\.",
-        text,
-    )
-    short, long = (
-        [found[method, "nonoverlapping", length] for method in ("alibi", "sinusoidal")]
-        for length in (128, 16 * 128)
-    )
-    assert quoted == [f"{record['perplexity']:.1f}" for record in (*short, *long)]
-    assert {f"{record['tokens']:,}" for record in found.values()} == {tokens}
-    low, high = sorted(short, key=lambda record: record["loss_nats"])
-    assert high["loss_low"] < low["loss_nats"] and high["loss_nats"] < low["loss_high"]
-    assert f"{num_parameters(load_config(DEMO)) / 1e6:.1f} million parameters" in text
 
 
 def test_the_demo_of_this_tree_is_the_one_that_was_drawn():

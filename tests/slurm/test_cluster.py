@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 from tests.end_to_end.commands import wait_for
-from tests.slurm import pyxis
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import IMAGE, Cluster, pyxis_options
 from tests.slurm.stand_in import TIMED_OUT, StandIn
 
 
@@ -146,7 +145,7 @@ def test_pyxis_runs_tasks_in_a_container(pyxis_cluster: Cluster, tmp_path: Path)
     folder = tmp_path / "seen"
     folder.mkdir()
     (folder / "script").write_text(show)
-    words = pyxis.options(folder)
+    words = pyxis_options(folder)
     other = f"--container-image=alpine --container-mounts={folder}:/tmp/here"
     script = f"srun {' '.join(words)} bash script\necho ---\nsrun {other} bash /tmp/here/script"
     # This project may lie below /tmp, which a container does not see.
@@ -154,7 +153,7 @@ def test_pyxis_runs_tasks_in_a_container(pyxis_cluster: Cluster, tmp_path: Path)
     pyxis_cluster.wait_for_job(job)
     first, second = (tmp_path / "log").read_text().split("---\n")
     port = str(61_000 + int(job) % 4_536)
-    assert first.splitlines()[:2] == [f'PRETTY_NAME="{pyxis.IMAGE}"', str(folder)]
+    assert first.splitlines()[:2] == [f'PRETTY_NAME="{IMAGE}"', str(folder)]
     assert first.splitlines()[-1] == f"0 {port}"
     assert second.splitlines() == ['PRETTY_NAME="alpine"', "/", "here", ""]
 

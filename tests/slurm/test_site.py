@@ -18,8 +18,7 @@ from pretrain.launcher.experiment import data_job
 from pretrain.launcher.site import load_site
 from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import ROOT, explained, wait_for
-from tests.slurm import pyxis
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, pyxis_options
 from tests.slurm.test_submit import DEMO, Desk, files
 
 CHANGES = {"JobId", "SubmitTime", "EligibleTime", "AccrueTime", "LastSchedEval", "Priority"}
@@ -343,7 +342,7 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     desk.python.write_text(INSIDE)
     if way == "pyxis":
         # Without the directory to start in, which the launcher knows.
-        image = [word for word in pyxis.options(tmp_path) if "workdir" not in word]
+        image = [word for word in pyxis_options(tmp_path) if "workdir" not in word]
         desk.site(srun_arguments=image)
     else:
         desk.site(**{way: words[way]})

@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.data.manifest import Manifest, Split
 from pretrain.data.shards import ShardWriter, finish_split
+from pretrain.data.stream import TokenStream
 
 TOKENIZER = b"a tokenizer"
 
@@ -62,3 +63,21 @@ def write_split(
         tokens_per_block=tokens_per_block,
         tokens_per_shard=tokens_per_shard,
     )
+
+
+def make_stream(root: Path, corpora: Mapping[str, int]) -> TokenStream:
+    """Write and open a stream of some corpora, in which token t is the number t.
+
+    Args:
+        root: Directory of the data set.
+        corpora: Name -> tokens.
+    """
+    ends = np.cumsum([*corpora.values()])
+    write_split(
+        root,
+        {
+            name: [[np.arange(end - tokens, end)]]
+            for (name, tokens), end in zip(corpora.items(), ends, strict=True)
+        },
+    )
+    return TokenStream(root / "train")

@@ -16,7 +16,7 @@ from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
 from pretrain.data import order
 from pretrain.data.blend import SEARCHED, Blend, Segment, blend_of, samples_per_pass
-from tests.unit.streams import make_stream
+from tests.unit.splits import make_stream
 
 PUBLISHED = {"books_wiki": 16, "cc_news": 76, "openwebtext": 38, "stories": 31, "cc100": 300}
 """The sizes of the published run's corpora in GB."""

@@ -17,7 +17,7 @@ import torch
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data import order
 from pretrain.data.loader import batches, worker_failures
-from tests.unit.streams import make_stream
+from tests.unit.splits import make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
 

@@ -1,7 +1,8 @@
-"""Check the documentation against the tree: names in docs/walkthrough.md, links on every page.
+"""What pages say can be followed: links and cited names exist, and so do the guide's commands.
 
-The walkthrough names code as [`name`](path/to/file.py), where the name is a function, a class or a
-constant of that file, or `Class.member`. A rename in the code fails here until the page follows.
+Pages name code as [`name`](path/to/file.py), where the name is a function, a class or a constant of
+that file, or `Class.member`; CONTRIBUTING.md also as `path/to/file.py::name`. A rename in the code
+fails here until the page follows. How a page is written is nobody's concern here.
 """
 
 import ast
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.rundir.checkpoints import checkpoint_name
+from tests.guide import COMING, GUIDE, KINDS, Block, blocks, check_words
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -19,7 +20,7 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/*.md", "benchmarks/*.md")
     for path in ROOT.glob(pattern)
 )
-WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+BLOCKS = blocks(GUIDE.read_text())
 
 LINK = re.compile(r"\[([^][]*)\]\(([^()\s]+)\)")
 """A Markdown link or image, [text](target). The text may be broken across lines."""
@@ -36,12 +37,14 @@ def links(page: Path) -> list[tuple[str, str]]:
 
 
 def citations(page: Path) -> list[tuple[str, str]]:
-    """Return (name, file) of each [`name`](file.py) on a page."""
-    return [
+    """Return (name, file) of each [`name`](file.py) on a page, and of each `file.py::name`."""
+    cited = [
         (label.strip("`"), target)
         for label, target in links(page)
         if re.fullmatch(r"`[^`]+`", label) and target.endswith(".py")
     ]
+    places = re.findall(r"`([\w./]+/[\w./]+)::(\w+)`", page.read_text())
+    return cited + [(name, file) for file, name in places]
 
 
 def members(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
@@ -60,7 +63,7 @@ def members(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 def defines(file: Path, name: str) -> bool:
     """Return True if `file` defines `name`, which may be dotted. Nothing is imported.
 
-    An import does not count: the page has to link the file in which a reader finds the code.
+    An import does not count: the page has to name the file in which a reader finds the code.
     """
     body = ast.parse(file.read_text()).body
     for part in name.split("."):
@@ -89,7 +92,9 @@ def problems(page: Path) -> list[str]:
             found.append(f"{target}: no such heading")
     for name, target in citations(page):
         file = page.parent / target
-        if file.exists() and not defines(file, name):
+        if not file.exists():
+            found.append(f"{target}: no such file")
+        elif not defines(file, name):
             found.append(f"{target}: does not define {name}")
     return found
 
@@ -99,36 +104,9 @@ def test_every_link_and_every_name_on_a_page_exists(page: str) -> None:
     assert problems(ROOT / page) == []
 
 
-def test_the_readme_leads_to_every_page_in_docs() -> None:
-    linked = {target for _, target in links(ROOT / "README.md")}
-    assert {page for page in PAGES if page.startswith("docs/")} <= linked
-
-
-def test_the_walkthrough_names_code_of_every_part_of_the_project() -> None:
-    cited = citations(WALKTHROUGH)
-    assert len(set(cited)) > 50
-    parts = {target.removeprefix("../").rpartition("/")[0] for _, target in cited}
-    assert parts >= {
-        "kernels",
-        "launcher",
-        *(
-            f"pretrain/{name}"
-            for name in ("checkpoint", "config", "data", "model", "optim", "rundir", "train")
-        ),
-    }
-
-
-def test_each_link_to_code_in_the_walkthrough_names_what_to_look_for() -> None:
-    # A link to a whole file shows its path, so that a name outside of backticks is not overlooked.
-    to_code = [link for link in links(WALKTHROUGH) if link[1].endswith(".py")]
-    unnamed = set(to_code) - {(f"`{name}`", target) for name, target in citations(WALKTHROUGH)}
-    assert all(target == f"../{label}" for label, target in unnamed)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_checkpoints_on_a_page_are_spelled_as_they_are_saved(page: str) -> None:
-    for step in re.findall(r"step-(\d+)", (ROOT / page).read_text()):
-        assert f"step-{step}" == checkpoint_name(int(step))
+def test_every_file_that_the_recipes_name_exists() -> None:
+    named = set(re.findall(r"`([\w./]+/[\w./]+)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
 
 
 def test_wrong_names_and_links_are_found(tmp_path: Path) -> None:
@@ -145,19 +123,58 @@ def test_wrong_names_and_links_are_found(tmp_path: Path) -> None:
         "# A page: one\n"
         "[`train`](code.py) [`Run`](code.py) [`Run.save`](code.py) [`Run.step`](code.py)\n"
         "[`LIMIT`](code.py) [here](#a-page-one) [site](https://example.org/nothing.py)\n"
+        "`./code.py::LIMIT`\n"
     )
     assert problems(page) == []
     page.write_text(
         "[`trian`](code.py) [`Run.load`](code.py) [`train.save`](code.py) [`path`](code.py)\n"
-        "[`train`](gone.py) ![a\npicture](gone.png) [there](#nowhere)\n"
+        "`./gone.py::train` ![a\npicture](gone.png) [there](#nowhere) `./code.py::LIMITS`\n"
         "```\n[in a code block](gone.md)\n```\n"
     )
     assert sorted(problems(page)) == [
         "#nowhere: no such heading",
+        "./code.py: does not define LIMITS",
+        "./gone.py: no such file",
         "code.py: does not define Run.load",
         "code.py: does not define path",
         "code.py: does not define train.save",
         "code.py: does not define trian",
         "gone.png: no such file",
-        "gone.py: no such file",
     ]
+
+
+# ---- the guide's commands ------------------------------------------------------------------------
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line_{block.line}")
+def test_every_command_and_option_of_the_guide_exists(block: Block) -> None:
+    """And the tests know what to do with each block of the guide."""
+    assert (block.kind in KINDS) == (block.language in ("sh", "toml"))
+    if block.language == "sh" and not block.is_coming:
+        assert block.commands
+        for words in block.commands:
+            check_words(words)
+
+
+def test_every_block_of_the_guide_is_read() -> None:
+    assert len(BLOCKS) == GUIDE.read_text().count("\n```") // 2 > 0
+
+
+@pytest.mark.parametrize("part", COMING)
+def test_nothing_that_is_here_is_passed_over(part: str) -> None:
+    """A part that has come is taken off the list, so that its blocks are run."""
+    if part.startswith("pretrain "):
+        with pytest.raises(AssertionError):
+            check_words([*part.split(), "file.toml"])
+    else:
+        assert not (ROOT / part).exists()
+
+
+def test_a_command_or_an_option_that_does_not_exist_is_found() -> None:
+    for line in (
+        "pretrain trian small.toml",
+        "pretrain train small.toml --stpes 3",
+        "launcher submit",
+        "torchrun --nproc-per-node 8 -m pretrain evaluate runs/a --lenghts 3",
+        "rm -rf runs",
+    ):
+        with pytest.raises(AssertionError):
+            check_words(line.split())
