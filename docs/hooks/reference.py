@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pretrain.cli.commands import app as pretrain
+from pretrain.config.load import section_fields
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import effect_of
@@ -84,8 +85,8 @@ def config_keys() -> Iterator[tuple[str, FieldInfo]]:
 
     The keys of a table with names of one's own are data.corpora.NAME.key.
     """
-    for section, field in RunConfig.model_fields.items():
-        for name, own in _models(field.annotation)[0].model_fields.items():
+    for section in RunConfig.model_fields:
+        for name, own in section_fields(section).items():
             yield f"{section}.{name}", own
             for model in _models(own.annotation):
                 for inner, field_of_model in model.model_fields.items():

@@ -32,6 +32,7 @@ from pretrain.checkpoint.blocks import (
     FileRecord,
 )
 from pretrain.config import RunFailed
+from pretrain.optim.optimizers import meaning
 from pretrain.rundir.files import replace_file
 
 ITEM_BYTES = 4
@@ -368,15 +369,7 @@ def _check_finite(name: str, values: Values) -> None:
     bad = int(np.count_nonzero(~np.isfinite(values)))
     kind, _, parameter = name.partition("/")
     raise PoisonedState(
-        f"{parameter}: {bad:,} of {values.size:,} values of its {_KINDS.get(kind, kind)} are not "
+        f"{parameter}: {bad:,} of {values.size:,} values of its {meaning(kind)} are not "
         "finite, so this step is not saved. Resume from the last checkpoint with a lower "
         "optimizer.learning_rate or a smaller optimizer.clip_grad"
     )
-
-
-_KINDS = {
-    "master": "fp32 weights",
-    "exp_avg": "first Adam moment",
-    "exp_avg_sq": "second Adam moment",
-    "momentum_buffer": "momentum",
-}

@@ -21,6 +21,7 @@ from pretrain.checkpoint.manifest import CONFIG, MASTER, Checkpoint, open_checkp
 from pretrain.config import ConfigError, RunFailed, dump_config, writing
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import data_differences, differences
+from pretrain.optim.optimizers import meaning
 from pretrain.rundir.checkpoints import MANIFEST, find_checkpoint
 from pretrain.rundir.files import FILE_MODE, flush_directory, new_directory, replace_file
 from pretrain.rundir.lineage import Lineage, hold
@@ -99,9 +100,6 @@ def _rows(name: str, shape: tuple[int, ...]) -> Iterator[Slab]:
 # ---- `pretrain checkpoint show`: what a checkpoint is, where it comes from and what is in it ----
 
 
-_OPTIMIZERS = {"adamw": "Adam", "nag": "NAG"}
-
-
 def show_source(source: Path, tensors: bool = False) -> str:
     """Return a description of a checkpoint, or of a run's newest one.
 
@@ -137,10 +135,7 @@ def _identity(checkpoint: Checkpoint, saved_at: float) -> str:
         ("saved at", moment(saved_at)),
         ("step", f"{lineage.step:,} of {config.train.num_steps:,}"),
         ("tokens", f"{tokens:,} ({state.consumed_samples:,} samples)"),
-        (
-            "updates",
-            f"{checkpoint.adam_steps:,} by {_OPTIMIZERS[checkpoint.config.optimizer.name]}",
-        ),
+        ("updates", f"{checkpoint.adam_steps:,} by {type(config.optimizer).__name__}"),
         ("validation loss", "not measured at this step" if loss is None else f"{loss:.6f} nats"),
     ]
     if checkpoint.loss_scaler_state:
@@ -194,10 +189,8 @@ def _tensors(checkpoint: Checkpoint, norms: dict[str, float]) -> str:
         ]
         for name, shape in shapes.items()
     ]
-    kept = "both moments of Adam" if len(kinds) > 2 else "the momentum of NAG"
-    summary = (
-        f"{len(shapes)} parameters with {elements:,} elements; of each fp32 weights and {kept}"
-    )
+    kept = ", ".join(map(meaning, kinds))
+    summary = f"{len(shapes)} parameters with {elements:,} elements; of each {kept}"
     return f"{summary}\n{table(header, rows, left=2)}"
 
 
@@ -217,14 +210,6 @@ def _norms(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 # ---- `pretrain checkpoint diff`: what two checkpoints have in common and where they differ ----
-
-
-_WORDS = {
-    MASTER: "weights",
-    "exp_avg": "first moments",
-    "exp_avg_sq": "second moments",
-    "momentum_buffer": "momentum",
-}
 
 
 @dataclass
@@ -372,12 +357,10 @@ def _summary(name: str, rows: list[str], none: str, some: str) -> str:
 
 def _tensor_summary(found: Comparison) -> list[str]:
     lines: list[str] = []
-    for kind, words in _WORDS.items():
+    for kind in dict.fromkeys(name.partition("/")[0] for name in found.tensors):
         own = [t for name, t in found.tensors.items() if name.startswith(f"{kind}/")]
-        if not own:
-            continue
         equal = sum(t.is_equal for t in own)
-        text = f"{words}: {equal} of {len(own)} bit-equal"
+        text = f"{meaning(kind)}: {equal} of {len(own)} bit-equal"
         if differing := [t for t in own if not t.is_equal and not t.problem]:
             largest = max(t.max_absolute for t in differing)
             relative = max(t.relative for t in differing)

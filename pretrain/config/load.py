@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import tomli_w
 import typer
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from pretrain.config import rules
 from pretrain.config.errors import ConfigError
@@ -27,19 +28,19 @@ from pretrain.config.toml import expand_paths, leaves, read_layers, with_version
 
 def section_keys() -> dict[str, list[str]]:
     """Return the names of all keys by section, in the order of the config file."""
-    return {name: list(_fields(name)) for name in RunConfig.model_fields}
+    return {name: list(section_fields(name)) for name in RunConfig.model_fields}
 
 
 def is_text(section: str, name: str) -> bool:
     """Return True if every value of a key is a text, so that "2024" can only mean the word."""
-    field = _fields(section).get(name) if section in RunConfig.model_fields else None
+    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
     return field is not None and all(kind is str for kind in _kinds(field.annotation))
 
 
 def is_needed(location: Sequence[int | str]) -> bool:
     """Return True for the location of a config's key that has no default."""
     section, name = (*map(str, location), "", "")[:2]
-    field = _fields(section).get(name) if section in RunConfig.model_fields else None
+    field = section_fields(section).get(name) if section in RunConfig.model_fields else None
     return field is not None and field.is_required()
 
 
@@ -59,6 +60,10 @@ def suggestion(location: list[str]) -> str:
     section, name = location[0], location[1]
     if name in ("base", "remove"):
         return f"; {name} stands at the top of a file, before its first section"
+    if name in sections[section]:
+        # A key of another class of the section, such as another optimizer.
+        owners = [each.__name__ for each in section_models(section) if name in each.model_fields]
+        return f"; it belongs to {' and '.join(owners)}. Remove it, or choose that"
     elsewhere = [f"{s}.{name}" for s, keys in sections.items() if name in keys]
     near = _near(name, sections[section], 0.5)
     if elsewhere or near:
@@ -71,23 +76,25 @@ def _near(name: str, names: list[str], cutoff: float) -> list[str]:
     return difflib.get_close_matches(name.lower(), names, 1, cutoff)
 
 
-def section_model(section: str) -> type[Section]:
-    """Return the class of a config's section.
+def section_fields(section: str) -> dict[str, FieldInfo]:
+    """Return the fields of a section by name, those of all classes that it may be."""
+    found: dict[str, FieldInfo] = {}
+    for model in section_models(section):
+        found = {**model.model_fields, **found}
+    return found
+
+
+def section_models(section: str) -> list[type[Section]]:
+    """Return the class of a section and those below it, as one for each optimizer.
 
     Raises:
         KeyError: There is no such section.
     """
     annotation = RunConfig.model_fields[section].annotation
-    return next(
-        candidate
-        for candidate in (annotation, *get_args(annotation))
-        if isinstance(candidate, type) and issubclass(candidate, Section)
-    )
-
-
-def _fields(section: str) -> dict[str, Any]:
-    """Return the fields of a section by name."""
-    return dict(section_model(section).model_fields)
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return [candidate, *candidate.__subclasses__()]
+    raise KeyError(section)
 
 
 def _kinds(annotation: Any) -> set[Any]:

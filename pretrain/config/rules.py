@@ -410,35 +410,7 @@ def check_objective(c: RunConfig) -> Iterator[Refusal]:
         )
 
 
-# ---- Refuse settings of an optimizer that the run does not have, and a warm-up that cannot be ----
-
-
-OWN_KEYS = {"adamw": ("adam_beta1", "adam_beta2", "adam_eps"), "nag": ("momentum",)}
-"""optimizer.name -> keys of [optimizer] that it alone reads."""
-
-
-def check_optimizer(c: RunConfig) -> Iterator[Refusal]:
-    """Check that [optimizer] has keys of its own optimizer, and no decay beyond zero."""
-    o = c.optimizer
-    if o.name == "nag" and o.learning_rate * o.weight_decay >= 1:
-        # AdamW's rates are far from this. NAG's are not, and the default decay is AdamW's.
-        yield Refusal(
-            "optimizer.weight_decay",
-            o.weight_decay,
-            f"each update multiplies matrices by 1 - {o.learning_rate} x {o.weight_decay}, which "
-            "leaves nothing of them",
-            f"Choose less than {1 / o.learning_rate:.3g}, or 0 as the published runs",
-        )
-    for name, keys in OWN_KEYS.items():
-        for key in keys if name != o.name else ():
-            value = getattr(o, key)
-            if value != type(o).model_fields[key].default:
-                yield Refusal(
-                    f"optimizer.{key}",
-                    value,
-                    f'optimizer.name = "{o.name}" does not read it',
-                    f'Remove the key, or set optimizer.name = "{name}"',
-                )
+# ---- Refuse a warm-up that cannot be ----
 
 
 def check_warmup_init(c: RunConfig) -> Iterator[Refusal]:
@@ -526,7 +498,7 @@ def check(config: RunConfig) -> None:
         *check_tensor_parallel(config),
         *check_pipeline(config),
         *check_rampup(config),
-        *check_optimizer(config),
+        *config.optimizer.refusals(),
         *_schedule(config),
         *check_warmup_init(config),
         *_spikes(config),

@@ -24,7 +24,6 @@ from pretrain.config.schema import (
     ExportSection,
     LoggingSection,
     ModelSection,
-    OptimizerSection,
     ParallelSection,
     PositionSection,
     RecoverySection,
@@ -34,6 +33,7 @@ from pretrain.config.schema import (
     TrainSection,
     resolve_slopes,
 )
+from pretrain.optim.optimizers import AnyOptimizer
 
 # ---- Compute the batch size of a step while it is ramped up, in Megatron's arithmetic ----
 
@@ -75,10 +75,6 @@ def samples_of_steps(steps: int, global_batch_size: int, rampup: Rampup | None) 
         consumed += batch_size_at(consumed, global_batch_size, rampup)
         steps -= 1
     return consumed + steps * global_batch_size
-
-
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "nag": ("momentum_buffer",)}
-"""optimizer.name -> what it keeps of each parameter beside the fp32 master, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class RunConfig(Section):
     batch: BatchSection
     data: DataSection
     cleaning: CleaningSection = CleaningSection()
-    optimizer: OptimizerSection
+    optimizer: AnyOptimizer
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection
     checkpoint: CheckpointSection = CheckpointSection()
@@ -162,7 +158,7 @@ class RunConfig(Section):
     @property
     def moments(self) -> tuple[str, ...]:
         """Return what the optimizer keeps of each parameter beside its fp32 master, fp32 too."""
-        return MOMENTS[self.optimizer.name]
+        return tuple(self.optimizer.moments)
 
     @property
     def state_bytes(self) -> int:

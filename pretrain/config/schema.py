@@ -261,53 +261,6 @@ class BatchSection(Section):
     The learning rate still follows the steps. Default: global_batch_size from the first step."""
 
 
-class OptimizerSection(Section):
-    """[optimizer]: AdamW, or Nesterov's accelerated gradient."""
-
-    EFFECT = Effect.TRAJECTORY
-
-    # A checkpoint has the moments of one optimizer.
-    name: Fixed[Literal["adamw", "nag"]] = "adamw"
-    """adamw: AdamW. nag: fairseq's Nesterov's accelerated gradient, SGD with a momentum that looks
-    ahead; its learning rates are about a thousand times those of AdamW, as of 1.0 for WikiText-103
-    with clip_grad = 0.1. It keeps one moment instead of two."""
-
-    learning_rate: float = Field(gt=0)
-    """Peak learning rate, which [schedule] warms up to and decays from."""
-
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """adamw: decay per step of the running mean of the gradients."""
-
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """adamw: decay per step of the running mean of the squared gradients. Large models often use
-    0.95; Adam's own default of 0.999 averages over more steps."""
-
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """adamw: added to the square root of the second moment, so that an update with tiny gradients
-    stays small."""
-
-    momentum: float = Field(default=0.99, gt=0, lt=1)
-    """nag: decay of the sum of the gradients. The default is fairseq's."""
-
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices. Biases, LayerNorms and slopes are never decayed."""
-
-    clip_grad: float = Field(default=1.0, ge=0, allow_inf_nan=True)
-    """Largest global gradient norm (L2), beyond which gradients are scaled down; 0 turns clipping
-    off, and so does inf."""
-
-    position_learning_rate_mult: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Factor on the learning rate of the position method's own parameters: T5's table of biases, or
-    trainable slopes. A learned position table is an embedding and is trained as one. T5's own
-    optimizer and some libraries move the table several times as fast as AdamW does; in short
-    trainings of ours a factor of 10 made its entries larger and the model no better."""
-
-    # The scale at step 0; the present one is in the checkpoint.
-    initial_loss_scale_power: Free[int] = Field(default=16, ge=0)
-    """fp16: the dynamic loss scale starts at 2 to this power. Lower it when a run begins with many
-    skipped steps."""
-
-
 class ScheduleSection(Section):
     """[schedule]: the learning rate over the steps.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.config.errors import ConfigError
-from pretrain.config.load import section_keys, section_model, suggestion
+from pretrain.config.load import section_keys, section_models, suggestion
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect, Section
 
@@ -92,7 +92,7 @@ class Difference:
 def effect_of(key: str) -> Effect:
     """Return what a change of "section.key" does."""
     section, _, name = key.partition(".")
-    return field_effect(section_model(section), name)
+    return field_effect(next(m for m in section_models(section) if name in m.model_fields), name)
 
 
 def field_effect(section: type[Section], name: str) -> Effect:
@@ -131,10 +131,11 @@ def settings_hash(config: RunConfig, training: str | None) -> str:
     """
     values: dict[str, Any] = {TRAINING: training}
     for section, keys in section_keys().items():
-        for key in (f"{section}.{name}" for name in keys):
+        for name, key in ((name, f"{section}.{name}") for name in keys):
             counts = effect_of(key) in (FIXED, TRAJECTORY, Effect.OUTCOME)
-            value = _value(config, section, key.partition(".")[2])
-            if counts and key != "run.seed":
+            value = _value(config, section, name)
+            exists = name in type(getattr(config, section)).model_fields
+            if counts and exists and key != "run.seed":
                 values[key] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -262,7 +263,8 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
             else {"weight": section.weight}
             for corpus, section in config.data.corpora.items()
         }
-    value = getattr(getattr(config, section), name)
+    # A section may be of another class, which has not this key.
+    value = getattr(getattr(config, section), name, None)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
@@ -271,7 +273,7 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
 def _follows(key: str, before: RunConfig, after: RunConfig) -> bool:
     """Return True if a derived value differs because of another key, which is reported itself."""
     section, _, name = key.partition(".")
-    spelled = [getattr(getattr(config, section), name) for config in (before, after)]
+    spelled = [getattr(getattr(config, section), name, None) for config in (before, after)]
     return key in _DERIVED and spelled[0] == spelled[1]
 
 

@@ -2,7 +2,7 @@
 
 DeepSpeed's `step` would copy, scale, clip and measure the norm of gradients by the parameter, in
 fp64, and wait for the device several times (deepspeed/runtime/zero/stage_1_and_2.py). Here the norm
-takes one launch for all buckets, and the update one per bucket: AdamW's fused kernel divides the
+takes one launch for all buckets, and the update one per bucket: a fused kernel divides the
 gradients by a factor as it reads them. That factor holds the mean over ranks, the loss scale and
 the clipping. It stays on the device, so that nothing waits for it.
 """
@@ -418,17 +418,17 @@ class ShardedStep:
         if self._clip_grad:
             # As torch.nn.utils.clip_grad_norm_ does, with its 1e-6 against a division by zero.
             divisor *= ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
-        adam = self._zero.optimizer
+        optimizer = self._zero.optimizer
         # What torch.amp.GradScaler hands to a fused optimizer (torch/amp/grad_scaler.py): the
         # kernel divides by the one and does nothing if the other is 1.
-        adam.grad_scale = divisor.float()
+        optimizer.grad_scale = divisor.float()
         is_left_out = ~norm.isfinite()
         if veto is not None:
             is_left_out |= veto(norm)
-        adam.found_inf = is_left_out.float()
+        optimizer.found_inf = is_left_out.float()
         for master, shard in zip(self._masters, shards):
             master.grad = shard
-        adam.step()
+        optimizer.step()
         for master in self._masters:
             master.grad = None
         torch._foreach_copy_(self._weights, self._masters)

@@ -1,4 +1,4 @@
-"""The optimizer, AdamW or NAG, whose state DeepSpeed ZeRO shards, under Megatron's schedule.
+"""The optimizer, whose state DeepSpeed ZeRO shards, under Megatron's schedule.
 
 Megatron runs forward and backward passes, DeepSpeed owns the optimizer's state. How they meet
 depends on the ZeRO stage:
@@ -40,7 +40,7 @@ from pretrain.optim.buckets import (
     plan_groups,
     reduce_sequence_parallel_on_accumulation,
 )
-from pretrain.optim.optimizers import NAG
+from pretrain.optim.optimizers import Optimizer, Shard
 from pretrain.optim.sharded_step import ShardedStep, Veto
 from pretrain.topology import Topology
 
@@ -118,10 +118,10 @@ def adam_steps(optimizer: ZeroOptimizer) -> int:
 def set_adam_steps(optimizer: ZeroOptimizer, steps: int) -> None:
     """Set the number of updates made so far, which Adam's bias correction depends on.
 
-    The name is that of the entry of checkpoints. NAG counts its updates too.
+    The name is that of the entry of checkpoints; every optimizer counts its updates.
     """
     for flat in flat_masters(optimizer):
-        # On the device, where the fused AdamW keeps it.
+        # On the device, where the fused kernel of AdamW reads it.
         step = torch.tensor(float(steps), device=flat.device)
         optimizer.zero.optimizer.state[flat]["step"] = step
 
@@ -214,7 +214,7 @@ DEFAULT_BUCKET_SIZE = 500_000_000
 
 
 class ZeroOptimizer:
-    """AdamW or NAG, whose state ZeRO shards over the data-parallel ranks."""
+    """The optimizer of a run, whose state ZeRO shards over the data-parallel ranks."""
 
     def __init__(
         self, config: RunConfig, topology: Topology, chunks: list[GPTModel], overlap: bool = True
@@ -268,7 +268,7 @@ class ZeroOptimizer:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer, which wraps AdamW or NAG. For pretrain/optim alone."""
+        """DeepSpeed's ZeRO optimizer, which wraps a `FlatOptimizer`. For pretrain/optim alone."""
         return self.engine.optimizer
 
     @property
@@ -440,6 +440,9 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.clip_grad,
         # DeepSpeed's own progress lines are not wanted.
         "steps_per_print": 10**9,
+        # DeepSpeed lists the classes that it was tested with (zero/utils.py). It asks of one that
+        # it updates each element by itself; tests/distributed tests ours.
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
             # At stage 1 this would install gradient hooks that follow the engine's backward pass
@@ -458,10 +461,6 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
         },
     }
-    if config.optimizer.name != "adamw":
-        # DeepSpeed lists the optimizers that it was tested with (zero/utils.py). It asks of one
-        # that it updates each element by itself; tests/distributed/test_nag.py tests ours.
-        result["zero_allow_untested_optimizer"] = True
     if config.train.precision == "bf16":
         # Stages 2 and 3 add gradients up in hooks on each backward pass, because of
         # immediate_grad_update. Otherwise the engine's backward pass would do it, which never runs.
@@ -511,18 +510,55 @@ def _build_engine(
     return engine
 
 
-def _build_optimizer(config: RunConfig, buckets: list[Bucket]) -> torch.optim.Optimizer:
-    """Return the optimizer of one process, which DeepSpeed gives this rank's flat masters."""
-    o = config.optimizer
+class FlatOptimizer(torch.optim.Optimizer):
+    """The optimizer of one process in torch's form, to which DeepSpeed gives this rank's masters.
+
+    Its state of each tensor is the moments and "step", the count of updates made, on the device.
+    """
+
+    grad_scale: Tensor | None = None
+    """What gradients are divided by, a scalar; None: 1."""
+    found_inf: Tensor | None = None
+    """A scalar that is 1 if the update is to be left out; None: it is made."""
+
+    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Initialize with parameter groups, each of which has its "weight_decay"."""
+        super().__init__(groups, {"lr": optimizer.learning_rate})
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
+        """Update the weights that have a gradient."""
+        made = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is None:
+                    continue
+                state = self.state[weights]
+                if not state:
+                    state["step"] = torch.zeros((), device=weights.device)
+                    state |= {each: torch.zeros_like(weights) for each in self._optimizer.moments}
+                state["step"] += made
+                shard = Shard(
+                    weights,
+                    weights.grad,
+                    {each: state[each] for each in self._optimizer.moments},
+                    state["step"],
+                    group["lr"],
+                    group["weight_decay"],
+                    self.grad_scale,
+                    self.found_inf,
+                )
+                self._optimizer.update(shard)
+
+
+def _build_optimizer(config: RunConfig, buckets: list[Bucket]) -> FlatOptimizer:
+    """Return the optimizer of one process, with a parameter group for each bucket."""
     groups = [
         {"params": b.parameters, "weight_decay": b.weight_decay, "lr_mult": b.lr_mult}
         for b in buckets
     ]
-    if o.name == "nag":
-        return NAG(groups, lr=o.learning_rate, momentum=o.momentum)
-    betas = (o.adam_beta1, o.adam_beta2)
-    # Fused: one launch a group, on the CPU as well.
-    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=betas, eps=o.adam_eps, fused=True)
+    return FlatOptimizer(config.optimizer, groups)
 
 
 class _ModelParallelUnit:

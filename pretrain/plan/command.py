@@ -303,6 +303,10 @@ def _assumptions(config: RunConfig, target: Target) -> Iterator[str]:
         if value and name != "part of all bytes in the bucket that is last to reduce":
             yield f"  {name}: {value:g} ({_now(row.origin)})"
     yield (
+        f"  bytes per parameter of the shard that the update itself moves: "
+        f"{config.optimizer.update_bytes} (counted, {config.optimizer.name})"
+    )
+    yield (
         f"  {USABLE:.0%} of a GPU's memory is usable; CUDA, NCCL and fragmentation take "
         f"{Memory.overhead / 1e9:g} GB (assumed). GB with <=, of ZeRO 2 and 3, are bounds: all of "
         "DeepSpeed's buffers at their full size at once"

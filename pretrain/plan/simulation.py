@@ -236,7 +236,7 @@ CAPABLE = SimpleNamespace(
     **vars(platform)
     | dict.fromkeys(("has_cuda", "can_compile", "can_accumulate_products"), lambda: True)
 )
-"""What `pretrain.platform` answers on that GPU when the fusions are chosen."""
+"""`pretrain.platform` as it answers on that GPU when the fusions are chosen."""
 
 
 @contextlib.contextmanager

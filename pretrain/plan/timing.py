@@ -243,7 +243,8 @@ class Step:
             whole_name = "the same with fp32 on the wire"
         # ZeRO 1 has a step of our own, ZeRO 2 and 3 have DeepSpeed's.
         state = self.optimizer_state
-        shard = INPUTS["bytes per parameter of the shard in the optimizer step"].of(state)
+        beside = "bytes per parameter of the shard in the optimizer step, beside the update"
+        shard = INPUTS[beside].of(state) + self.config.optimizer.update_bytes
         lines = {
             "optimizer, whole model": memory_ms(INPUTS[whole_name].of(state) * parameters),
             "optimizer, own shard": memory_ms(shard * parameters / self.ranks),

@@ -110,13 +110,13 @@ REFUSALS = [
     ),
     (
         ["optimizer.momentum=0.9"],
-        "optimizer.momentum = 0.9",
-        'Remove the key, or set optimizer.name = "nag"',
+        "optimizer.momentum: no such key",
+        "it belongs to NAG. Remove it, or choose that",
     ),
     (
         ["optimizer.name=nag", "optimizer.adam_beta2=0.99"],
-        "optimizer.adam_beta2 = 0.99",
-        'Remove the key, or set optimizer.name = "adamw"',
+        "optimizer.adam_beta2: no such key",
+        "it belongs to AdamW. Remove it, or choose that",
     ),
     (
         ["schedule.lr_warmup_steps=0", "schedule.lr_warmup_init=1e-7"],

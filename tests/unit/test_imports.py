@@ -33,6 +33,9 @@ BESIDE = {
     "pretrain.train": {"pretrain.evaluate"},  # evaluates in the loop
     "pretrain.huggingface": {"pretrain.evaluate"},  # puts the length curve on the model card
 }
+APART = {
+    "pretrain.optim.optimizers": "pretrain.config"
+}  # its classes are the sections [optimizer] of a config
 # The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
 LAUNCHER = "pretrain.launcher"
 LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.interrupt"}
@@ -63,6 +66,9 @@ LAUNCHER_FLOOR = {room: number for number, rooms in enumerate(LAUNCHER_FLOORS) f
 
 def room_of(module: str) -> str:
     """'pretrain.model.gpt' -> 'pretrain.model'; of the launcher one part more."""
+    for apart, room in APART.items():
+        if module == apart or module.startswith(f"{apart}."):
+            return room
     parts = module.split(".")
     return ".".join(parts[: 3 if module.startswith(f"{LAUNCHER}.") else 2])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pretrain.optim.optimizers import NAG
+from pretrain.optim.zero import FlatOptimizer
 from tests.reference.nag import FairseqNAG
 
 SHAPES = [(7,), (5, 3), (1,)]
@@ -28,6 +29,10 @@ def groups(parameters: list[torch.nn.Parameter], decay: float) -> list[dict]:
     ]
 
 
+def nag(groups: list[dict], lr: float, momentum: float) -> FlatOptimizer:
+    return FlatOptimizer(NAG(learning_rate=lr, momentum=momentum), groups)
+
+
 def pull(weights: list[torch.nn.Parameter], target: torch.Tensor) -> None:
     """Give every weight the gradient of a function of all of them, so that errors would grow."""
     for w in weights:
@@ -46,7 +51,7 @@ def test_any_schedule_gives_what_fairseqs_formula_gives(seed):
     rates = [chance.choice([0.0, 1e-7])] + [10 ** chance.uniform(-4, -1.5) for _ in range(60)]
     rates[30] = chance.choice([0.0, rates[30]])
     ours, theirs = made(seed, torch.float64), made(seed, torch.float64)
-    optimizer = NAG(groups(ours, decay), lr=1.0, momentum=momentum)
+    optimizer = nag(groups(ours, decay), lr=1.0, momentum=momentum)
     oracle = FairseqNAG(groups(theirs, decay), momentum)
     for step, rate in enumerate(rates):
         for each, weights in ((optimizer, ours), (oracle, theirs)):
@@ -62,7 +67,7 @@ def test_any_schedule_gives_what_fairseqs_formula_gives(seed):
 
 def test_a_constant_rate_is_torchs_sgd_bit_by_bit():
     ours, theirs = made(3, torch.float32), made(3, torch.float32)
-    optimizer = NAG(groups(ours, 0.0), lr=0.03, momentum=0.99)
+    optimizer = nag(groups(ours, 0.0), lr=0.03, momentum=0.99)
     oracle = torch.optim.SGD(theirs, lr=0.03, momentum=0.99, nesterov=True, fused=True)
     for step in range(30):
         for each, weights in ((optimizer, ours), (oracle, theirs)):
@@ -82,7 +87,7 @@ def test_a_constant_rate_is_torchs_sgd_bit_by_bit():
 def test_an_update_that_is_left_out_changes_nothing(first):
     """Neither weights nor momentum nor the count, and weights are not decayed."""
     weights = made(1, torch.float32)
-    optimizer = NAG(groups(weights, 0.5), lr=0.1, momentum=0.9)
+    optimizer = nag(groups(weights, 0.5), lr=0.1, momentum=0.9)
     if not first:
         pull(weights, torch.tensor(1.0))
         optimizer.step()

@@ -213,17 +213,19 @@ TOKENS = 4 * 1024
 
 
 @functools.cache
-def large(num_layers: int) -> tuple[RunConfig, StepCounts]:
+def large(num_layers: int, optimizer: str = "adamw") -> tuple[RunConfig, StepCounts]:
     """The 1.3B run in bf16 with few layers, on one of 128 ranks."""
+    name = f"optimizer.name={optimizer}"
     settings = ["train.precision=bf16", "batch.micro_batch_size=4", "batch.global_batch_size=512"]
-    config = load_config(LARGE, [*settings, f"model.num_layers={num_layers}"])
+    config = load_config(LARGE, [*settings, name, f"model.num_layers={num_layers}"])
     [counts] = count_run(config).values()
     return config, counts
 
 
-def test_a_rank_of_128_in_one_process():
+@pytest.mark.parametrize("optimizer", ["adamw", "nag"])
+def test_a_rank_of_128_in_one_process(optimizer):
     """Collectives, matrix products and the optimizer in closed form."""
-    config, counts = large(1)
+    config, counts = large(1, optimizer)
     # In each layer four products; the logits are one more. The backward pass has two for each.
     products = {
         phase: counts.total(phase, OpClass.MATMUL).launches
@@ -242,10 +244,11 @@ def test_a_rank_of_128_in_one_process():
     assert 0 <= padded - num_parameters(config) < len(reduced) * 2 * 128
     sent = [sum(each.wire_bytes for each in part) for part in (reduced, gathered)]
     assert sent == [4 * padded * 127 / 128, 2 * padded * 127 / 128]
-    # Norm 4, AdamW 32 and cast 6 bytes a parameter of the shard.
+    # Norm 4, cast 6, AdamW 32 or NAG 24 bytes a parameter of the shard, and NAG's weight decay 8 of
+    # all but biases and norms.
     moved = counts.total(Phase.OPTIMIZER_STEP).bytes_moved
-    known = 42 * padded // 128
-    assert known <= moved < known + 4000
+    known = (10 + config.optimizer.update_bytes) * padded // 128
+    assert moved == pytest.approx(known, abs=4000)
 
 
 def test_what_fused_kernels_move():
