@@ -106,11 +106,14 @@ class Optimizer(Section):
 
         if shard.grad_scale is not None:
             shard.gradients.div_(shard.grad_scale)
+        if shard.found_inf is None:
+            self.formula(shard)
+            return
         written = [shard.weights, *shard.moments.values()]
-        before = [each.clone() for each in written] if shard.found_inf is not None else []
+        before = [each.clone() for each in written]
         self.formula(shard)
         for new, old in zip(written, before):
-            new.copy_(torch.where(shard.found_inf == 0, new, old))
+            new.copy_(torch.where(shard.found_inf.bool(), old, new))
 
     @property
     def update_bytes(self) -> int:
