@@ -61,7 +61,9 @@ def dense(config, state) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("layout", ["tp2pp2sp", "dp2", "zero2-dp2", "zero3-dp2"])
 def test_steps_equal_the_plain_formula(pools, layout):
-    """Signs of gradients near zero are rounding: such a weight is off by 2 rates, and few are."""
+    """A weight is off by rates where the gradient is rounding, as that of keys' biases, which are a
+    five-hundredth of all: softmax does not see them.
+    """
     processes, parallel = LION_LAYOUTS[layout]
     config = tiny_config(parallel=parallel, optimizer=LION)
     state = random_state(config, seed=11)
@@ -70,7 +72,7 @@ def test_steps_equal_the_plain_formula(pools, layout):
     assert actual["losses"] == pytest.approx(losses, rel=2e-5)
     assert losses[-1] < losses[0] - 0.1, "nothing was learned, so nothing was compared"
     off = torch.cat([(actual["weights"][n] - w).abs().flatten() for n, w in weights.items()])
-    assert (off > 1e-6).double().mean() < 1e-3
+    assert (off > 1e-6).double().mean() < 4e-3
     assert off.max() <= 2.1 * sum(learning_rate(config, step) for step in range(STEPS))
 
 
@@ -94,7 +96,7 @@ def test_its_state_is_saved_and_resumed_in_another_layout(pools, tiny_data, tmp_
     whole, moved = (find_checkpoint(tmp_path / name) for name in ("whole", "moving"))
     a, b = (load_global_state(open_checkpoint(each)) for each in (whole, moved))
     off = torch.cat([(a[name] - b[name]).abs().flatten() for name in a])
-    assert (off > 1e-6).double().mean() < 1e-3
+    assert (off > 1e-6).double().mean() < 4e-3
     kinds = {name.partition("/")[0] for name in open_checkpoint(moved).index.tensors}
     assert kinds == {"master", "lion_momentum"}
     shown = show_source(moved)
