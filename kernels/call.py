@@ -89,8 +89,8 @@ def relative_buckets(
     return future + torch.where(distances < exact, distances, coarse)
 
 
-PACKAGES = ("triton", "flash_attn", "flash_attn.cute")
-"""Optional packages that backends need: Triton, FlashAttention-2 and FlashAttention-4."""
+PACKAGES = ("triton", "flash_attn")
+"""Optional packages that backends need: Triton and FlashAttention-2."""
 
 
 NO_DOCUMENTS = "it has no mask by document"
@@ -180,12 +180,4 @@ def _kind(bias: ScoreBias) -> Literal["none", "slopes", "trained slopes", "table
 @cache
 def installed_packages() -> frozenset[str]:
     """Return which of PACKAGES are installed, without importing them."""
-    return frozenset(package for package in PACKAGES if _is_installed(package))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        # The package above a submodule is missing.
-        return False
+    return frozenset(each for each in PACKAGES if importlib.util.find_spec(each) is not None)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.kernels import flash2, flash4, flex, folded, sdpa
+from pretrain.kernels import flash2, folded, sdpa
 from pretrain.kernels.call import Call, ScoreBias, describe_call, installed_packages
 from pretrain.kernels.reference import attention_reference
 
@@ -32,8 +32,8 @@ def choose_backend(call: Call) -> Choice:
 
     The best is what is fastest among the kernels that compute the method exactly, as far as it is
     known: comparisons of methods must give each method its best kernel. Nothing is cast without the
-    reason saying so. FlexAttention and FlashAttention-4 are only taken by name: they add a bias as
-    the Triton kernel does, need Triton as well, and were not timed beside it.
+    reason saying so. FlexAttention and FlashAttention-4 are no backends until a GPU has shown that
+    one of them wins (benchmarks/gpu_day/candidates.py).
 
     Args:
         call: Description of the call.
@@ -146,8 +146,6 @@ def _unbiased_reason(call: Call) -> str:
 
 REFUSALS: dict[str, Callable[[Call], str | None]] = {
     "flash2": flash2.refusal,
-    "flash4": flash4.refusal,
-    "flex": flex.refusal,
     "folded": folded.refusal,
     "sdpa": sdpa.refusal,
 }
@@ -191,10 +189,10 @@ def attention(
         scale: Factor of the products q k^T, not of the bias; 1 / sqrt(D) if None.
         dropout_p: Probability that a weight is dropped, from torch's default generator of the
             device.
-        backend: "triton", "flash2", "flash4", "flex", "folded", "sdpa" or "reference", which then
-            serves or fails; or "auto", which chooses one (`pretrain.kernels.dispatch`) and logs the
-            choice and its reason once per process.
-        skip: For "triton" and "flash4": skip tiles of keys too far away to matter
+        backend: "triton", "flash2", "folded", "sdpa" or "reference", which then serves or fails; or
+            "auto", which chooses one (`pretrain.kernels.dispatch`) and logs the choice and its
+            reason once per process.
+        skip: For "triton": skip tiles of keys too far away to matter
             (`pretrain.kernels.skipping`). True at any length, False never, None where it pays.
 
     Returns:
@@ -213,8 +211,6 @@ def attention(
         _log_once(f"attention through {backend}: {reason}")
     elif backend in REFUSALS:
         _raise_refusal(backend, REFUSALS[backend](call))
-    if backend == "flash4":
-        _log_once(f"attention through flash4: {flash4.caveat(call)}")
     return _attention_by(
         backend, q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p, skip, document_starts
     )
@@ -250,10 +246,6 @@ def _attention_by(
         )
     if backend == "flash2":
         return flash2.attention_flash2(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
-    if backend == "flash4":
-        return flash4.attention_flash4(q_SBHD, k_SBGD, v_SBGD, bias, scale, skip)
-    if backend == "flex":
-        return flex.attention_flex(q_SBHD, k_SBGD, v_SBGD, bias, scale)
     if backend == "folded":
         return folded.attention_folded(q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
     if backend == "sdpa":
@@ -272,8 +264,7 @@ def _attention_by(
             dropout_p=dropout_p,
         ).to(q_SBHD.dtype)
     raise ValueError(
-        f"attention backend {backend!r}: there are auto, triton, flash2, flash4, flex, folded, "
-        "sdpa and reference"
+        f"attention backend {backend!r}: there are auto, triton, flash2, folded, sdpa and reference"
     )
 
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_day.candidates import CANDIDATES, attend_by
 from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA
 from pretrain.config.schema import ModelSection
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 
 PART = "attention-correctness"
@@ -62,6 +62,11 @@ def backends() -> list[str]:
     """Return the names that model.attention_backend can have, without the reference."""
     names = get_args(ModelSection.model_fields["attention_backend"].annotation)
     return [name for name in names if name != "reference"]
+
+
+def everyone() -> list[str]:
+    """Return the backends and the candidates."""
+    return [*backends(), *CANDIDATES]
 
 
 def make(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -141,7 +146,7 @@ def main() -> None:
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
     for case in CASES:
         key = {**case._asdict(), "dtype": str(dtype)}
-        missing = [b for b in backends() if not rows.has(backend=b, **key)]
+        missing = [b for b in everyone() if not rows.has(backend=b, **key)]
         if not missing:
             continue
         qkv, bias = make(case, dtype)
@@ -170,7 +175,7 @@ def _row(
         exact: Output and gradients in fp64.
     """
     try:
-        ours = run(lambda *x, **options: attention(*x, backend=backend, **options), qkv, bias)
+        ours = run(attend_by(backend), qkv, bias)
     except ValueError as error:
         return {"verdict": f"refused: {error}"}
     except Exception as error:

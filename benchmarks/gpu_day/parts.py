@@ -107,7 +107,7 @@ PARTS = (
         "How fast is every attention kernel?",
         530,
         (
-            "pretrain.bench.attention",
+            _module("attention_speed"),
             "--write",
             "OUT/attention-speed.md",
             *(("--seconds", "300") if CUDA else ("--seconds", "10", "--lengths", "512")),

@@ -34,9 +34,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from pretrain.kernels import flash4, skipping
+from pretrain.kernels import skipping
 from pretrain.kernels.alibi import alibi_slopes
-from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
 
 # ---- Time calls on a GPU or a CPU for `pretrain.bench.attention` ----
@@ -229,9 +228,6 @@ def gpu_contestants(dtype: torch.dtype) -> list[Contestant]:
         Contestant("Triton, zero slopes", _zero_slopes, triton),
         _backend("Triton, no bias", "triton", missing=triton, has_bias=False, slopes=None),
         _backend("folded, ALiBi", "folded"),
-        _backend("FlexAttention, ALiBi", "flex"),
-        _backend("FlashAttention-4, ALiBi", "flash4", visited=_visited_by_flash4),
-        _backend("FlashAttention-4, ALiBi, no skipping", "flash4", skip=False),
         _backend("FlashAttention-2, ALiBi", "flash2"),
         _backend("SDPA in blocks, ALiBi", "sdpa"),
         Contestant("SDPA, materialised ALiBi", partial(_materialised, dtype)),
@@ -322,18 +318,6 @@ def _visited_by_triton(qkv: Sequence[Tensor], slopes: Tensor) -> float:
     return float(shares.mean())
 
 
-def _visited_by_flash4(qkv: Sequence[Tensor], slopes: Tensor) -> float:
-    """Return the share of the causal tiles in the lists that FlashAttention-4 is given."""
-    q, k, v = qkv
-    bias = ScoreBias(slopes, None, 128, True)
-    counts = []
-    for skip in (None, False):
-        mask = flash4.block_mask(q, k, v, bias, None, skip)
-        assert mask.full_kv_num_blocks is not None  # our lists always have both kinds
-        counts.append((mask.kv_num_blocks + mask.full_kv_num_blocks).double().mean())
-    return float(counts[0] / counts[1])
-
-
 def _sdpa(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, **options: Any) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBHD, v_SBHD))
     return scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
@@ -417,7 +401,10 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def bench_attention(
-    lengths: Sequence[int] | None = None, seconds: float = SECONDS, write: Path | None = None
+    lengths: Sequence[int] | None = None,
+    seconds: float = SECONDS,
+    write: Path | None = None,
+    more: Sequence[Contestant] = (),
 ) -> str:
     """Run the comparison; print each row, and write it to a file, when it is known.
 
@@ -425,6 +412,7 @@ def bench_attention(
         lengths: Sequence lengths, the most important first; GPU_LENGTHS or CPU_LENGTHS if None.
         seconds: How long to take in all, compilation included.
         write: File that gets the report.
+        more: Contestants on a GPU that the framework has not.
 
     Returns:
         The whole report, as Markdown.
@@ -433,7 +421,7 @@ def bench_attention(
     cuda = torch.cuda.is_available()
     dtype = _dtype()
     cases = list_cases(lengths or (GPU_LENGTHS if cuda else CPU_LENGTHS), cuda)
-    contestants = gpu_contestants(dtype) if cuda else cpu_contestants(dtype)
+    contestants = [*gpu_contestants(dtype), *more] if cuda else cpu_contestants(dtype)
     report = Report(write)
     for line in _preamble(contestants, dtype, seconds):
         report.add(line)
@@ -647,8 +635,12 @@ def _call(attend: Attend, leaves: Sequence[Tensor], backward: bool) -> None:
         torch.autograd.grad(out, leaves, out.detach())
 
 
-def main() -> None:
-    """Run the comparison from the command line, with nothing installed but torch and triton."""
+def main(more: Sequence[Contestant] = ()) -> None:
+    """Run the comparison from the command line, with nothing installed but torch and triton.
+
+    Args:
+        more: As for `bench_attention`.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m pretrain.bench.attention",
         description="Time every attention kernel that this machine has, side by side.",
@@ -666,7 +658,7 @@ def main() -> None:
         lengths = parse_lengths(arguments.lengths) if arguments.lengths else None
     except ValueError as error:
         parser.error(str(error))
-    bench_attention(lengths, arguments.seconds, arguments.write)
+    bench_attention(lengths, arguments.seconds, arguments.write, more)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -325,7 +326,8 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
             (optimizer, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         ):
-            stack.enter_context(platform.replaced(owner, name, value))
+            # Without Apex, Megatron's module has no name for its extension.
+            stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -491,8 +493,8 @@ def _markers(counter: Counter, optimizer: ZeroOptimizer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, phase in marks:
             wrapped = counter.marked(phase, getattr(owner, name))
-            stack.enter_context(platform.replaced(owner, name, wrapped))
-        stack.enter_context(platform.replaced(platform.Readback, "numbers", numbers))
-        stack.enter_context(platform.replaced(platform, "to_device", counter.to_device))
-        stack.enter_context(platform.replaced(platform, "synchronize", synchronize))
+            stack.enter_context(patch.object(owner, name, wrapped))
+        stack.enter_context(patch.object(platform.Readback, "numbers", numbers))
+        stack.enter_context(patch.object(platform, "to_device", counter.to_device))
+        stack.enter_context(patch.object(platform, "synchronize", synchronize))
         yield

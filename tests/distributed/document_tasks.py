@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def eos_id_in_a_step(config: RunConfig) -> list[int | None]:
     step = loop.forward_backward
     streams, topology, _ = prepare(config, "none")
     run = load_run(config, streams, topology, StartPoint(), Requests(), AttemptReporter())
-    with platform.replaced(loop, "forward_backward", forward_backward):
+    with patch.object(loop, "forward_backward", forward_backward):
         loop.queue_step(run, loop.step_batches(run), platform.Moment()).read()
     return seen
 
@@ -87,5 +88,5 @@ def refusal_without_mask(config: RunConfig) -> tuple[str | None, str | None]:
     initialize(config)
     chunks, attend = build_model(config), attention.attention
     with_mask = refusal()
-    with platform.replaced(attention, "attention", without_mask):
+    with patch.object(attention, "attention", without_mask):
         return with_mask, refusal()

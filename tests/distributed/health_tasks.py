@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def after_step(number: int, act: Callable[[Any], None]) -> Iterator[None]:
             act(run)
         return step
 
-    with platform.replaced(loop, "queue_step", queue_and_act):
+    with patch.object(loop, "queue_step", queue_and_act):
         yield
 
 
@@ -122,7 +123,7 @@ def train_with_a_bad_gradient(config: RunConfig, step: int, value: float) -> dic
         return losses
 
     seen: dict[str, Any] = {"code": None, "error": ""}
-    with platform.replaced(loop, "forward_backward", poisoned):
+    with patch.object(loop, "forward_backward", poisoned):
         try:
             seen["code"] = loop.train(config)
         except RunFailed as failure:
@@ -206,7 +207,7 @@ def bad_data(first: int, last: int) -> Iterator[None]:
             is_bad = first <= consumed <= last
             yield [torch.full_like(b, 7) if is_bad else b for b in micro_batches]
 
-    with platform.replaced(loop, "step_batches", batches):
+    with patch.object(loop, "step_batches", batches):
         yield
 
 
@@ -244,7 +245,7 @@ def train_on_bad_data(
         seen["unchanged"][run.state.step] = same
         return step
 
-    with bad_data(first, last), platform.replaced(loop, "queue_step", compared):
+    with bad_data(first, last), patch.object(loop, "queue_step", compared):
         try:
             seen["code"] = loop.train(config, resume)
         except RunFailed as failure:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain.kernels import flash2, flash4, flex, folded, sdpa
+from pretrain.kernels import flash2, folded, sdpa
 from pretrain.kernels.call import Call, ScoreBias, describe_call, installed_packages
 from pretrain.kernels.dispatch import attention, choose_backend
 
@@ -50,8 +50,6 @@ CHOICES = [
     ({"head_dim": 320}, "folded", ["width 256 at most", "exact in bf16"]),
     ({"installed": frozenset()}, "folded", ["triton is not installed"]),
     ({"installed": frozenset({"flash_attn"})}, "flash2", ["ALiBi inside"]),
-    # Faster than the Triton kernel perhaps, but untimed and not deterministic: by name only.
-    ({"installed": frozenset({"triton", "flash_attn", "flash_attn.cute"})}, "triton", []),
     # What only a mask expresses is cast to fp32 on a GPU, and the log says so.
     (
         {"dtype": FP16, "capability": V100, "bias": "trained slopes"},
@@ -159,31 +157,9 @@ def test_double_precision_on_a_gpu_is_refused(bias):
         choose_backend(call(dtype=FP64, bias=bias))
 
 
-FLASH4 = {"installed": frozenset({"triton", "flash_attn.cute"})}
-
-
 @pytest.mark.parametrize(
     ("refuses", "changes", "reason"),
     [
-        (flash4, {}, "flash-attn-4 is not installed"),
-        (flash4, FLASH4 | {"capability": A100}, "9.x or 10.x"),
-        (flash4, FLASH4 | {"capability": None}, "9.x or 10.x"),
-        (flash4, FLASH4 | {"dtype": FP32}, "this is fp32"),
-        (flash4, FLASH4 | {"head_dim": 192}, "at most 128, not 192"),
-        (flash4, FLASH4 | {"head_dim": 20}, "multiple of 8"),
-        (flash4, FLASH4 | {"bias": "trained slopes"}, "no gradient for a bias"),
-        (flash4, FLASH4 | {"bias": "table"}, "no gradient for a bias"),
-        (flash4, FLASH4 | {"causal": False}, "causal mask only"),
-        (flash4, FLASH4 | {"dropout": True}, "no dropout"),
-        (flash4, FLASH4 | {"groups": 4}, "as many key heads"),
-        (flash4, FLASH4, None),
-        (flash4, FLASH4 | {"capability": B200, "bias": "none"}, None),
-        (flex, {"capability": V100}, "8.0 or more"),
-        (flex, {"installed": frozenset()}, "triton is not installed"),
-        (flex, {"dtype": FP64}, "this is fp64"),
-        (flex, {"head_dim": 320}, "16 to 256, these have 320"),
-        (flex, {"dropout": True}, "no dropout"),
-        (flex, {"bias": "table"}, None),
         (flash2, {"installed": frozenset({"flash_attn"}), "bias": "trained slopes"}, "gradient"),
         (flash2, {"installed": frozenset({"flash_attn"}), "capability": V100}, "8.0 or more"),
         (folded, {"dtype": BF16, "capability": V100}, "8.0 or more"),
@@ -196,7 +172,7 @@ def test_named_backends_refuse_what_they_cannot_serve(refuses, changes, reason):
 
 def test_packages_are_looked_for_without_an_import():
     found = installed_packages()
-    assert found <= {"triton", "flash_attn", "flash_attn.cute"}
+    assert found <= {"triton", "flash_attn"}
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,9 @@ REFUSALS = [
         "input should be greater than 0",
     ),
     (
-        ["data.per_document_attention=true", "model.attention_backend=flex"],
+        ["data.per_document_attention=true", "model.attention_backend=folded"],
         "data.per_document_attention = true",
-        'model.attention_backend = "flex" has no mask by document. Set model.attention_backend = '
+        'model.attention_backend = "folded" has no mask by document. Set model.attention_backend = '
         '"auto" or "triton", or remove the key',
     ),
     (

@@ -25,7 +25,6 @@ from pretrain.plan.operators import (
     num_launches,
 )
 from pretrain.plan.simulation import PASSES, count_run
-from pretrain.platform import replaced
 
 KB = 1024  # an fp32 matrix of 16 x 16
 
@@ -148,23 +147,6 @@ def test_the_host_waits_for_values_of_the_device_alone(x):
     causes = [cause.split(" in ")[0] for _, cause in counter.counts.synchronisations.elements()]
     assert sorted(causes) == ["item", "item", "tensor from Python values", "tolist"]
     assert all(__name__ in cause for _, cause in counter.counts.synchronisations)
-
-
-def test_what_was_replaced_comes_back():
-    """Static methods and what an object has from its class come back as what they were."""
-
-    class Owner:
-        fixed = staticmethod(lambda: 1)
-
-        def method(self):
-            return 1
-
-    owner, before = Owner(), vars(Owner)["fixed"]
-    with replaced(Owner, "fixed", lambda: 2), replaced(owner, "method", lambda: 2):
-        assert Owner.fixed() == owner.method() == 2
-    assert vars(Owner)["fixed"] is before
-    assert owner.method() == 1
-    assert not vars(owner)
 
 
 def test_a_kernel_that_the_dispatcher_does_not_see_writes_what_is_fresh(x):

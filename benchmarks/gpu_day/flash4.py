@@ -6,23 +6,24 @@ BACKEND is "FLASH" (torch/_inductor/kernel/flex/flex_flash_attention.py, torch 2
 is used, and not FlashAttention-4's own, which wants the function written in its device language and
 still changes between beta releases.
 
-This backend is taken by name only. It was written from the sources of torch 2.13 and FlashAttention
-of August 2026 and has not run on a GPU.
+It was written from the sources of torch 2.13 and FlashAttention of August 2026 and has not run on a
+GPU. Its backward pass adds dq by atomics, so that a run with it would not repeat bit for bit.
 """
 
 # Shape suffixes: S sequence (query or key), B batch, H query heads, G key heads, D width of a head.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pretrain.kernels.block_lists import KEY_TILE, BlockLists, causal_lists, skipping_lists
+from benchmarks.gpu_day.block_lists import KEY_TILE, BlockLists, causal_lists, skipping_lists
+from benchmarks.gpu_day.flex import compiled_flex_attention, scalar
 from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
-from pretrain.kernels.flex import compiled_flex_attention, scalar
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,9 +39,9 @@ def refusal(call: Call) -> str | None:
         return NO_DOCUMENTS
     if call.capability is None or call.capability[0] not in (9, 10):
         return "it needs a GPU of compute capability 9.x or 10.x"
-    if "flash_attn.cute" not in call.installed:
+    if not _is_installed():
         return "the package flash-attn-4 is not installed"
-    # Imported here for the reason that pretrain.kernels.flex states.
+    # Imported here for the reason that benchmarks/gpu_day/flex.py states.
     from torch.nn.attention import flex_attention as torch_flex
 
     options = getattr(torch_flex, "FlexKernelOptions", None)
@@ -61,15 +62,12 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def caveat(call: Call) -> str:
-    """Return what the log says of this backend when it is used."""
-    order = "its backward pass adds dq by atomics, in an order that varies"
-    if call.older_than(10, 0):
-        order += " (FlexAttention has no other way on compute capability 9.x)"
-    return (
-        f"chosen by name; products of {call.dtype_name} numbers are added in fp32, bias in fp32; "
-        f"{order}, so a run with it does not repeat bit for bit"
-    )
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        # The package above it is missing.
+        return False
 
 
 def attention_flash4(
