@@ -28,7 +28,7 @@ from typing import IO, NamedTuple
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, free_bytes, in_bytes, writing
 from pretrain.config.architectures import is_supported, not_supported
-from pretrain.config.run import num_parameters, num_parameters_of_rank
+from pretrain.config.tensors import checkpoint_bytes, num_parameters_of_rank
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import end_step
 from pretrain.launcher.supervise import Signals, signals_blocked
@@ -904,7 +904,7 @@ def check_nodes(
         return {}
     began = time.monotonic()
     paths = RunPaths(attempt.run)
-    checkpoint = config.state_bytes * num_parameters(config)
+    checkpoint = checkpoint_bytes(config)
     _check_room(paths.checkpoints, checkpoint)
     token = attempt.directory / f".preflight-{secrets.token_hex(8)}"
     with writing(token):

@@ -17,7 +17,8 @@ from pretrain.config.errors import (
 )
 from pretrain.config.evaluation import EvaluationRequest
 from pretrain.config.load import dump_config, load_config, load_with_origins, parse_config
-from pretrain.config.run import Layout, RunConfig, num_parameters, num_parameters_of_rank
+from pretrain.config.run import Layout, RunConfig
+from pretrain.config.tensors import num_parameters, num_parameters_of_rank
 
 __all__ = [
     "NO_SPACE_ERRORS",

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pretrain.config.errors import ConfigError, Refusal
-from pretrain.config.run import RunConfig, num_parameters, num_parameters_of_rank
+from pretrain.config.run import RunConfig
 from pretrain.config.schema import WORDS
+from pretrain.config.tensors import num_parameters, num_parameters_of_rank
 
 # ---- exports ----
 # Choose the transformers class that a run will export as, or give every reason why none can.

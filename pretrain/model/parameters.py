@@ -39,8 +39,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-TIED = "embedding.word_embeddings.weight"
-"""Global name of the embedding, which a tied output layer shares."""
+from pretrain.config.tensors import TIED
 
 
 @dataclass(frozen=True)

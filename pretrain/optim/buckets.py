@@ -20,7 +20,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from pretrain.config import RunConfig
-from pretrain.model.parameters import TIED, Named
+from pretrain.config.tensors import TIED
+from pretrain.model.parameters import Named
 from pretrain.optim.cutting import Piece, Settings, cut
 
 # ---- gradients ----

@@ -30,7 +30,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.model.parameters import TIED, Named
+from pretrain.config.tensors import TIED
+from pretrain.model.parameters import Named
 from pretrain.optim.zero import flat_masters, read_fragments
 
 if TYPE_CHECKING:

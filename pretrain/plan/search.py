@@ -21,7 +21,6 @@ from pretrain.plan.memory import (
     attention_backend,
     memory_of_rank,
     stages_of,
-    weights_of_rank,
     zero_stage,
 )
 from pretrain.plan.timing import Target, Timing, time_of_step
@@ -237,7 +236,6 @@ def check_target(config: RunConfig, target: Target) -> None:
             "train.precision=fp16"
         )
     _check_attention(config, target)
-    weights_of_rank(config, 0)
 
 
 def _check_attention(config: RunConfig, target: Target) -> None:

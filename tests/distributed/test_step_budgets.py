@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pretrain.config import RunConfig
-from pretrain.config.run import num_parameters_of_rank
+from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.plan.operators import Collective, OpClass, Phase, StepCounts
 from pretrain.plan.simulation import PASSES, count_run
 from tests.conftest import tiny_config

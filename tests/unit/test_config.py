@@ -16,7 +16,6 @@ from pretrain.config import (
     dump_config,
     load_config,
     num_parameters,
-    num_parameters_of_rank,
 )
 from pretrain.config.load import check_overrides, overridden, section_keys
 
@@ -616,40 +615,6 @@ def adaptive_shapes(config, vocab) -> dict[str, tuple[int, ...]]:
     return result | {"output_layer.tails": (len(m.adaptive_cutoffs), m.hidden_size)}
 
 
-def share_of_rank(config, stage: int) -> int:
-    """Return the parameters of one rank of `stage`: each tensor's shard, where that tensor is."""
-    tensor, stages = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
-    owners: list[int] = []  # the stage of layer i
-    for chunk, layers in enumerate(config.layers_per_chunk):
-        owners += [chunk % stages] * layers
-    whole = (
-        "layernorm",
-        "position_embeddings",
-        "linear_proj.bias",
-        "linear_fc2.bias",
-    )  # not split over tensor ranks
-    total = 0
-    for name, shape in shapes(config).items():
-        if name.startswith("decoder.layers."):
-            homes = {owners[int(name.split(".")[2])]}
-        elif name.startswith("embedding.word_embeddings_layernorm"):
-            homes = {0}
-        elif name.startswith("embedding.word"):
-            homes = {0, stages - 1} if config.model.tie_word_embeddings else {0}
-        elif name.startswith("embedding.position"):
-            homes = {0}
-        elif name.startswith("position."):
-            homes = set(range(stages))
-        else:
-            homes = {stages - 1}
-        if stage in homes:
-            total += math.prod(shape) // (1 if any(part in name for part in whole) else tensor)
-    return total
-
-
 VARIANTS = [
     [],
     ["model.use_bias=true"],
@@ -666,36 +631,12 @@ ADAPTIVE = [
     ["model.adaptive_cutoffs=[20,100]"],
     ["model.adaptive_cutoffs=[100]", "model.adaptive_factor=3", "model.tie_word_embeddings=false"],
 ]
-LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 4, None), (4, 2, 2), (1, 8, 3)]
 
 
 @pytest.mark.parametrize("overrides", VARIANTS + ADAPTIVE, ids=str)
 def test_parameter_count_equals_the_sum_over_all_tensors(path, overrides):
     config = load_config(path, overrides)
     assert num_parameters(config) == sum(math.prod(shape) for shape in shapes(config).values())
-
-
-@pytest.mark.parametrize("overrides", ADAPTIVE, ids=str)
-def test_a_rank_holds_all_of_an_adaptive_softmax(path, overrides):
-    config = load_config(path, overrides)
-    assert num_parameters_of_rank(config, 0) == num_parameters(config)
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "virtual"), LAYOUTS)
-@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
-def test_parameter_count_of_a_rank_equals_the_sum_over_its_shards(
-    path, overrides, tensor, pipeline, virtual
-):
-    layout = [
-        f"parallel.tensor_model_parallel_size={tensor}",
-        f"parallel.pipeline_model_parallel_size={pipeline}",
-    ]
-    layout += [f"parallel.virtual_pipeline_model_parallel_size={virtual}"] if virtual else []
-    config = load_config(path, [*overrides, *layout])
-    for stage in range(pipeline):
-        assert num_parameters_of_rank(config, stage) == share_of_rank(config, stage), (
-            f"stage {stage}"
-        )
 
 
 def test_reading_a_config_does_not_import_torch():
