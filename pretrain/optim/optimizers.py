@@ -259,7 +259,14 @@ def _by_name(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
                 )
             ],
         )
-    return OPTIMIZERS[name].model_validate(value)
+    own = OPTIMIZERS[name].model_fields
+    others = {key: f for each in OPTIMIZERS.values() for key, f in each.model_fields.items()}
+    # A default that is written out changes nothing, also one of another optimizer: a base file may
+    # say what all runs of a study are trained with.
+    given = {
+        k: v for k, v in value.items() if k in own or k not in others or v != others[k].default
+    }
+    return OPTIMIZERS[name].model_validate(given)
 
 
 AnyOptimizer = Annotated[SerializeAsAny[Optimizer], WrapValidator(_by_name)]

@@ -197,9 +197,11 @@ TOKENS = 4 * 1024
 @functools.cache
 def large(num_layers: int, optimizer: str = "adamw") -> tuple[RunConfig, StepCounts]:
     """The 1.3B run in bf16 with few layers, on one of 128 ranks."""
-    name = f"optimizer.name={optimizer}"
+    name = [f"optimizer.name={optimizer}"]
+    if optimizer != "adamw":
+        name += ["optimizer.adam_beta2=", "optimizer.adam_eps="]
     settings = ["train.precision=bf16", "batch.micro_batch_size=4", "batch.global_batch_size=512"]
-    config = load_config(LARGE, [*settings, name, f"model.num_layers={num_layers}"])
+    config = load_config(LARGE, [*settings, *name, f"model.num_layers={num_layers}"])
     [counts] = count_run(config).values()
     return config, counts
 
