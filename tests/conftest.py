@@ -1,15 +1,15 @@
 """Say where and in which order tests run; share a tiny data set, a small config and the layouts.
 
-`make test` runs all folders at once in four pytest-xdist processes (`--dist loadgroup`). The group
-of a test is what must stay in one process, because its fixtures are dear: a folder with a cluster
-or with pools of ranks, else a file. Groups are handed out in the order of CLASSES, so that
+`make test` runs all folders at once in four pytest-xdist processes (`--dist loadgroup`), which take
+one group of tests after another, in the order of `Group.place`:
 
-- the tests that wait for Slurm's clocks go on in one process from the beginning to the end, and
-- tests whose ranks keep all cores busy in another, while
-- two more compute, file by file, the short ones last.
+- The first process has Slurm's tests, which wait for Slurm's clocks nearly all the time.
+- The second has the tests whose ranks keep two cores busy whenever they all compute.
+- The others begin with the tests of tests/unit that have deadlines. Then they compute, file by
+  file, the short ones last.
 
-Two cores have work all the time, then. What waits has deadlines: it keeps its priority, and all
-that computes is started with a lower one.
+So two cores have work all the time. What waits has deadlines and keeps its priority; the processes
+that compute give theirs up, with all that they start.
 """
 
 from __future__ import annotations
@@ -40,44 +40,57 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-class ResourceClass(NamedTuple):
-    """What the tests of a folder need of the machine."""
+class Group(NamedTuple):
+    """Tests that stay in one process, because they share dear fixtures or deadlines."""
 
-    cores: int
-    """The cores that a test keeps busy; 0 for one that mostly waits."""
-    is_one_group: bool
-    """Share fixtures of the folder, so that one process runs all of it."""
+    name: str
+    place: int
+    """Groups with lower places are handed out first."""
+    waits: bool
+    """Mostly waits for clocks and deadlines. What does not, computes all the time."""
 
 
-CLASSES = {
-    "slurm": ResourceClass(cores=0, is_one_group=True),
-    "distributed": ResourceClass(cores=2, is_one_group=True),
-    "end_to_end": ResourceClass(cores=1, is_one_group=False),
-    "kernels": ResourceClass(cores=1, is_one_group=False),
-    "unit": ResourceClass(cores=1, is_one_group=False),
+DEADLINES = {
+    f"test_{name}"
+    for name in (
+        "attempts",
+        "launcher_local",
+        "local_sweep",
+        "preflight",
+        "rendezvous",
+        "reporter",
+        "srun",
+        "supervise",
+    )
 }
-"""The folders, those that take longest first."""
-NICENESS = 5
-"""Of the processes that compute: a third of the share of one that waits."""
+"""Files of tests/unit in which a process that gets no core for a second counts as hung."""
+COMPUTING = ("end_to_end", "kernels", "unit")
+"""Folders of which each file is a group by itself, those with the longest files first."""
+NICENESS = 10
+"""Of the processes that compute: a tenth of the share of one that waits."""
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def group_of(path: Path) -> Group:
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    if folder == "slurm":  # one cluster
+        return Group("slurm", 0, waits=True)
+    if folder == "distributed":  # pools of 1, 2 and 4 ranks, which keep two cores busy
+        return Group("distributed", 1, waits=False)
+    if folder == "unit" and path.stem in DEADLINES:
+        return Group("deadlines", 2, waits=True)
+    return Group(f"{folder}/{path.stem}", 3 + COMPUTING.index(folder), waits=False)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which puts the group into the test's name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = list(CLASSES)
-    items.sort(key=lambda item: order.index(_folder(item)))
+    items.sort(key=lambda item: group_of(item.path).place)
     for item in items:
-        folder = _folder(item)
-        group = folder if CLASSES[folder].is_one_group else f"{folder}/{item.path.stem}"
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(group_of(item.path).name))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     in_company = "PYTEST_XDIST_WORKER" in os.environ
-    if in_company and CLASSES[_folder(item)].cores and os.nice(0) < NICENESS:
+    if in_company and not group_of(item.path).waits and os.nice(0) < NICENESS:
         os.nice(NICENESS - os.nice(0))
 
 

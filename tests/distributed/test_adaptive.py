@@ -20,7 +20,7 @@ from pretrain.data.stream import open_stream
 from pretrain.evaluate.windows import Protocol
 from pretrain.optim.schedule import learning_rate
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.conftest import tiny_config
+from tests.conftest import mark_torture, tiny_config
 from tests.distributed import fusion_tasks, tasks
 from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
 from tests.distributed.test_parallel_equals_dense import TOLERANCE
@@ -207,7 +207,7 @@ def test_zero_trains_as_adamw_does(pools, layout, tied):
         torch.testing.assert_close(actual["weights"][name], weight, **WEIGHT)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero3-dp2"])
+@pytest.mark.parametrize(("layout",), mark_torture([("dp2",), ("zero3-dp2",)], {("zero3-dp2",)}))
 def test_a_resume_is_bit_for_bit(pools, tiny_data, tmp_path, layout):
     """Its only dropout is that of the adaptive softmax, whose masks a resumed run draws again."""
     processes, parallel = LAYOUTS[layout]
