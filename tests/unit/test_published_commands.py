@@ -127,7 +127,9 @@ def test_the_export_is_that_of_the_readme(run):
     positions = "ALiBi" if "alibi" in run else "sinusoidal"
     name = {"ALiBi": "Bloom", "sinusoidal": "OPT"}[positions]
     [bits] = re.findall(
-        rf"^\| {positions} \| {name} \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE
+        rf"^\| {positions} \| {name} \| (.*?) \|",
+        (ROOT / "docs/huggingface.md").read_text(),
+        re.MULTILINE,
     )
     if bits == "bf16, fp16":
         assert exports[0].startswith(f"{name}ForCausalLM in fp32, bf16 and fp16, ")

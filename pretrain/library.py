@@ -1,0 +1,286 @@
+"""What `import pretrain` offers: train, evaluate, export and import models, and the attention.
+
+Each function does what the command of its name does, in this process, and returns what the command
+prints. Under torchrun or srun every process calls it, and they share the work. torch is imported
+when a function is first called, or `attention` first named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.config import ConfigError, EvaluationRequest, RunConfig, RunFailed
+from pretrain.config import load_config as _load_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "ConfigError",
+    "RunConfig",
+    "RunFailed",
+    "TrainResult",
+    "attention",
+    "build_data",
+    "evaluate",
+    "export_model",
+    "import_model",
+    "load_config",
+    "train",
+]
+
+PROTOCOLS = ("nonoverlapping", "sliding")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How `train` ended."""
+
+    directory: Path
+    """The run's directory, RUN in docs/run_directory.md."""
+    step: int
+    """The step of the newest checkpoint; 0 without one."""
+    checkpoint: Path | None
+    """The newest complete checkpoint."""
+    exit_code: int
+    """0: finished. 75: a signal asked for a save and another start. 80: for a save and the end."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the run has taken train.num_steps steps."""
+        return self.exit_code == 0
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the records of RUN/metrics.jsonl: one a step, one an evaluation and length."""
+        from pretrain.rundir.metrics import read_metrics
+        from pretrain.rundir.paths import RunPaths
+
+        return list(read_metrics(RunPaths(self.directory).metrics))
+
+
+def load_config(path: str | Path, settings: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:
+    """Load, complete and check the config of a run.
+
+    Args:
+        path: A TOML file.
+        settings: Keys to set, as {"train.num_steps": 100} or ["train.num_steps=100"].
+
+    Raises:
+        ConfigError: The file, a key or a value is wrong; the message names it and the remedy.
+    """
+    return _load_config(Path(path), _overrides(settings))
+
+
+def build_data(config: RunConfig, workers: int = 1) -> None:
+    """Train the tokenizer and write the token shards, unless they are there already.
+
+    Args:
+        config: The run's config; its [data] says from what and where to.
+        workers: Processes. Their number does not change what is built.
+
+    Raises:
+        ConfigError: The corpus or its description is wrong.
+    """
+    from pretrain.data.build import build
+
+    build(config, workers)
+
+
+def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()) -> TrainResult:
+    """Train a run, or resume it, until train.num_steps.
+
+    Args:
+        config: The run.
+        resume: "auto" for its newest checkpoint, or step 0 without one; "none" for step 0; else
+            the path of a run or checkpoint, or a URL of a store.
+        allowed: Keys that may differ from the checkpoint's although they change training.
+
+    Raises:
+        ConfigError: The input is wrong; nothing has been written then.
+        RunFailed: The run cannot go on, for example because its gradients are not finite.
+    """
+    from pretrain import topology
+    from pretrain.rundir.checkpoints import complete_checkpoints
+    from pretrain.train.loop import train as run
+
+    code = run(config, resume, None, allowed)
+    topology.finish()
+    newest = next(iter(reversed(complete_checkpoints(config.directory))), None)
+    step = int(newest.name.removeprefix("step-")) if newest is not None else 0
+    return TrainResult(config.directory, step, newest, code)
+
+
+def evaluate(
+    source: str | Path | Any,
+    *,
+    lengths: Sequence[int] | None = None,
+    protocols: Sequence[str] = PROTOCOLS,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    token_ids: Sequence[int] | Tensor | None = None,
+) -> list[dict[str, Any]]:
+    """Measure perplexity at several lengths, of a run or of anyone's Hugging Face model.
+
+    Args:
+        source: Directory of a run or checkpoint, or a transformers model with a language-model
+            head, for which `token_ids` and `lengths` are needed.
+        lengths: Window lengths in tokens; None for those of the run's config.
+        protocols: "nonoverlapping", "sliding" or both. Every token is scored once by each.
+        stride: Tokens from one sliding window to the next; None for the shortest length.
+        max_tokens: Score at most so many tokens; None for all.
+        settings: Keys to set in a run's config for the evaluation, such as data.directory.
+        token_ids: The text to score with a Hugging Face model, [T]. Its first token is context.
+
+    Returns:
+        One record for each protocol and length: protocol, stride, length, tokens, loss_nats,
+        perplexity and the ends loss_low, loss_high of a 95 % interval over blocks of text; of a
+        run also what `pretrain evaluate --out` writes.
+
+    Raises:
+        ConfigError: The source is no run, or the text is shorter than a length.
+    """
+    if isinstance(source, str | Path):
+        from pretrain.evaluate.command import evaluate_sources
+
+        request = EvaluationRequest.parse(
+            ",".join(map(str, lengths)) if lengths is not None else None,
+            ",".join(protocols),
+            stride,
+            max_tokens,
+        )
+        return evaluate_sources([Path(source)], request, _overrides(settings), None)
+    from pretrain.evaluate.stock import evaluate_stock
+
+    if token_ids is None or not lengths:
+        raise ConfigError("evaluate(model): a Hugging Face model needs token_ids and lengths")
+    return evaluate_stock(source, token_ids, lengths, protocols, stride, max_tokens)
+
+
+def export_model(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    max_length: int | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+) -> Path:
+    """Write a run's newest checkpoint, or a checkpoint, as a Hugging Face folder.
+
+    The folder is compared with the trained model on the validation text before this returns.
+
+    Args:
+        source: Directory of a run or checkpoint.
+        directory: The folder to write.
+        max_length: Longest sequence that it accepts, in tokens; None for 16 training lengths.
+        settings: Keys of [export], or data.directory where the data set was moved.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: No transformers class can hold the model, or the checkpoint is damaged.
+        RunFailed: The exported model computes something else.
+    """
+    from pretrain.huggingface.export import export_source
+
+    given = _overrides(settings)
+    if not export_source(Path(source), Path(directory), None, max_length, overrides=given):
+        raise RunFailed(f"{directory}: the exported model does not compute the same function")
+    return Path(directory)
+
+
+def import_model(
+    folder: str | Path, directory: str | Path, settings: Mapping[str, Any] | Sequence[str] = ()
+) -> RunConfig:
+    """Make a run of a Hugging Face folder, to go on training it or to evaluate it.
+
+    Args:
+        folder: Folder with config.json and the weights.
+        directory: Directory of the run to make.
+        settings: Keys to set in its config.
+
+    Returns:
+        The run's config.
+
+    Raises:
+        ConfigError: The folder is damaged, or our model cannot hold its model.
+        RunFailed: Our model computes something else.
+    """
+    from pretrain.huggingface.import_model import import_folder
+    from pretrain.rundir.paths import RunPaths
+
+    import_folder(Path(folder), Path(directory), _overrides(settings))
+    return _load_config(RunPaths(Path(directory)).config)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "BHSD",
+    slopes: Tensor | None = None,
+    relative_attention_bias: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute softmax(scale * q k^T + bias) v with ALiBi's bias, T5's, or none.
+
+    The bias of head h for a query at position i and a key at j is -slopes[h] * |i - j|. It is
+    computed in fp32, inside the kernel where there is one. The queries are the last positions of
+    the keys. `pretrain.kernels.dispatch.attention` has more arguments.
+
+    Args:
+        q: Queries, [B, H, S, D] as in torch's scaled_dot_product_attention.
+        k: Keys, [B, G, T, D], where G divides H.
+        v: Values, [B, G, T, D].
+        layout: "BHSD", or "SBHD" for [S, B, H, D] as Megatron has it, which needs no copy.
+        slopes: [H], fp32; may need a gradient.
+        relative_attention_bias: T5's table, [H, num_buckets].
+        causal: Apply a causal mask.
+        scale: Factor of q k^T; 1 / sqrt(D) if None.
+        dropout_p: Probability that a weight is dropped.
+        backend: "auto", or the name of one backend, which then serves or raises.
+
+    Returns:
+        The output in the layout of q, in its dtype.
+
+    Raises:
+        ValueError: The arguments do not fit each other.
+    """
+    from pretrain.kernels.dispatch import attention as dispatched
+
+    if layout not in ("BHSD", "SBHD"):
+        raise ValueError(f"layout = {layout!r}: there are BHSD and SBHD")
+    is_torch = layout == "BHSD"
+    out = dispatched(
+        *(x.permute(2, 0, 1, 3) if is_torch else x for x in (q, k, v)),
+        slopes=slopes,
+        relative_attention_bias=relative_attention_bias,
+        causal=causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        backend=backend,
+    )
+    return out.permute(1, 2, 0, 3) if is_torch else out
+
+
+def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Return settings as the words of --set."""
+    if not isinstance(settings, Mapping):
+        return list(settings)
+    return [f"{key}={_toml(value)}" for key, value in settings.items()]
+
+
+def _toml(value: Any) -> str:
+    """Return a value as --set takes it: a string as it is, the others as TOML writes them."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(f'"{v}"' if isinstance(v, str) else _toml(v) for v in value) + "]"
+    return str(value)
