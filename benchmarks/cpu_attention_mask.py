@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import pretrain.kernels.sdpa
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.dispatch import attention
+from pretrain.positions.alibi import alibi_slopes
 
 HEADS, TOKENS = 8, 4096
 SLOPES = alibi_slopes(HEADS)

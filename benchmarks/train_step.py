@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, load_config, num_parameters
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.model.gpt import build_model
 from pretrain.optim.zero import ZeroOptimizer
+from pretrain.positions.alibi import alibi_slopes
 from pretrain.topology import Topology, initialize
 from pretrain.train.step import average_loss, forward_backward
 

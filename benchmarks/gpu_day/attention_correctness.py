@@ -22,8 +22,8 @@ from benchmarks.gpu_day.candidates import CANDIDATES, attend_by
 from benchmarks.gpu_day.results import Rows
 from benchmarks.gpu_day.sizes import CUDA
 from pretrain.config.schema import ModelSection
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.reference import attention_reference
+from pretrain.positions.alibi import alibi_slopes
 
 PART = "attention-correctness"
 DEVICE = "cuda" if CUDA else "cpu"

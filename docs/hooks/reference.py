@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pretrain.cli.commands import app as pretrain
-from pretrain.config.load import section_fields
+from pretrain.config.load import section_fields, section_models
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import effect_of
@@ -99,7 +99,16 @@ def _section(section: str, model: type[BaseModel]) -> Iterator[str]:
     yield about[:1].upper() + about[1:]
     for key, field in config_keys():
         if key.split(".")[0] == section:
-            yield from _key(key, key.removeprefix(f"{section}."), field, _resume(key))
+            name = key.removeprefix(f"{section}.")
+            yield from _key(key, name, field, *_owner(section, name), _resume(key))
+
+
+def _owner(section: str, name: str) -> Iterator[str]:
+    """Yield whose key it is, where one key of the section chooses which others there are."""
+    models = section_models(section)
+    if name not in models[0].model_fields:
+        homes = [each.__name__ for each in models if name in each.model_fields]
+        yield f"Of {', '.join(homes)}."
 
 
 def _resume(key: str) -> str:

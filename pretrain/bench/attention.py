@@ -35,8 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pretrain.kernels import skipping
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.dispatch import attention
+from pretrain.positions.alibi import alibi_slopes
 
 # ---- Time calls on a GPU or a CPU for `pretrain.bench.attention` ----
 

@@ -25,12 +25,6 @@ VLLM_LAYERNORM_EPSILON = 1e-5
 EXPORT_REACH = 16
 """An export reaches this many training lengths, as far as the default evaluation does."""
 
-_METHODS_WITHOUT_CLASS = {
-    "t5": "no stock transformers decoder adds T5's relative bias",
-    "none": "no stock transformers decoder goes without positions",
-}
-"""Position method -> reason why no transformers class can hold it."""
-
 
 @dataclass(frozen=True)
 class ExportClass:
@@ -71,7 +65,6 @@ def export_class(config: RunConfig) -> ExportClass:
     Raises:
         ConfigError: No class can. The message gives every reason, and what to train instead.
     """
-    method, m = config.position.method, config.model
     _check_words(config)
     if config.is_masked:
         raise ConfigError(
@@ -84,21 +77,15 @@ def export_class(config: RunConfig) -> ExportClass:
                 )
             )
         )
-    if method in _METHODS_WITHOUT_CLASS:
+    model_type, reason = config.position.held_by(config)
+    if model_type is None:
         remedy = (
             "`pretrain evaluate` measures it here; to export, train with alibi, rotary, learned "
             "or sinusoidal"
         )
-        reason = _METHODS_WITHOUT_CLASS[method]
+        method = config.position.method
         raise ConfigError(str(Refusal("position.method", method, reason, remedy)))
-    if method == "alibi":
-        # MPT has erf GELU and no biases, Bloom has tanh GELU, biases and a LayerNorm on the
-        # embeddings. A model with tanh GELU and no biases is exported as Bloom, with biases of 0.
-        is_mpt = m.hidden_act == "gelu" and not m.use_bias and not m.embedding_layernorm
-        stock = "mpt" if is_mpt else "bloom"
-        found = EXPORT_CLASSES[stock if _has_stock_slopes(config) else f"{stock}_slopes"]
-    else:
-        found = EXPORT_CLASSES["gpt_neox" if method == "rotary" else "opt"]
+    found = EXPORT_CLASSES[model_type]
     refusals = list(_refusals(config, found))
     if refusals:
         raise ConfigError("\n".join(str(r) for r in refusals))
@@ -127,23 +114,14 @@ def _check_words(config: RunConfig) -> None:
         raise ConfigError(str(refusal))
 
 
-def _has_stock_slopes(config: RunConfig) -> bool:
-    """Return True if stock classes compute the slopes of this run.
-
-    Bloom computes the published ones. So does MPT: MptModel.forward does not pass
-    attn_config.alibi_bias_max on, whatever it says (transformers/models/mpt/modeling_mpt.py).
-    """
-    return config.slopes is None and not config.position.trainable_slopes
-
-
 def export_length(config: RunConfig) -> int:
     """Return the longest sequence, in tokens, that an export accepts unless told otherwise.
 
     It reaches 16 training lengths and every length that is evaluated; a learned position table ends
     where it ends.
     """
-    if config.position.method == "learned":
-        return config.max_position_embeddings
+    if (end := config.position.table_end(config)) is not None:
+        return end
     return max(EXPORT_REACH * config.data.sequence_length, *config.evaluation_lengths)
 
 
@@ -238,7 +216,7 @@ def _refusals(config: RunConfig, found: ExportClass) -> Iterator[Refusal]:
             f"{name} supports {OPT_LAYERNORM_EPSILON} only",
             f"Train with {OPT_LAYERNORM_EPSILON}",
         )
-    if config.position.method == "alibi":
+    if found.family in ("bloom", "mpt"):
         yield from _alibi_refusals(config, found)
 
 
@@ -325,7 +303,7 @@ def describe(config: RunConfig, obstacles: Sequence[str] = ()) -> str:
         trained += ", predicts masked tokens from both sides"
     rows = [
         ("parameters", f"{total:,} ({_short(total)}), vocabulary of {vocabulary}"),
-        ("positions", f"{_positions(config)}, {trained}, evaluated at {lengths}"),
+        ("positions", f"{config.position.description(config)}, {trained}, evaluated at {lengths}"),
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
         ("evaluations", _evaluations(config)),
         ("layout", _layout(config)),
@@ -340,18 +318,6 @@ def _evaluations(config: RunConfig) -> str:
     share = config.evaluation_time_share
     bound = f", in at most {100 * share:.3g} % of the time" if share is not None else ""
     return f"every {config.evaluation_interval_steps:,} steps{bound}, and after the last one"
-
-
-def _positions(config: RunConfig) -> str:
-    """Return the position method, with ALiBi's slopes where they are not the published ones."""
-    method = config.position.method
-    if method != "alibi" or (config.slopes is None and not config.position.trainable_slopes):
-        return method
-    if config.slopes is None:
-        return "alibi with trainable slopes"
-    slopes = " ".join(f"{slope:.4g}" for slope in config.slopes)
-    trained = "trainable slopes, at first" if config.position.trainable_slopes else "slopes"
-    return f"alibi with {trained} {slopes}"
 
 
 def _layout(config: RunConfig) -> str:

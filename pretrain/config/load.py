@@ -22,6 +22,7 @@ from pretrain.config.errors import ConfigError
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Section
 from pretrain.config.toml import expand_paths, leaves, read_layers, with_version, without_version
+from pretrain.positions.base import FOREIGN_KEY
 
 # ---- Name the keys of a config, and guess which one was meant by a name that is none ----
 
@@ -80,7 +81,8 @@ def section_fields(section: str) -> dict[str, FieldInfo]:
     """Return the fields of a section by name, those of all classes that it may be."""
     found: dict[str, FieldInfo] = {}
     for model in section_models(section):
-        found = {**model.model_fields, **found}
+        for name, field in model.model_fields.items():
+            found.setdefault(name, field)
     return found
 
 
@@ -458,6 +460,8 @@ def explain(error: Any, *, has_set: bool = True) -> str:
         where = "in the file or with --set" if has_set else "in the file"
         return f"{key}: missing, and it has no default. Set it {where}"
     got, text = error["input"], error["msg"]
+    if error["type"] == FOREIGN_KEY:
+        return f"{key} = {got!r}: {text}"
     if error["type"] == "string_too_short":
         return f"{key} = {got!r}: is empty. Set a value that is not"
     if error["type"] == "too_short":

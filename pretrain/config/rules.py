@@ -19,7 +19,6 @@ from pretrain.config.schema import (
     WORDS,
     CorpusSection,
     DataSection,
-    check_slopes,
 )
 
 if TYPE_CHECKING:
@@ -393,13 +392,6 @@ def check_objective(c: RunConfig) -> Iterator[Refusal]:
             'its rows are words, and train.objective = "masked" needs one for the mask',
             f"Remove the key. {causal} to train with an adaptive softmax",
         )
-    if c.position.method == "t5" and c.position.relative_attention_num_buckets < 4:
-        yield Refusal(
-            "position.relative_attention_num_buckets",
-            c.position.relative_attention_num_buckets,
-            'with train.objective = "masked" half of the buckets are for the tokens that follow',
-            "Choose 4 or more",
-        )
     if "sliding" in c.evaluation.protocols:
         yield Refusal(
             "evaluation.protocols",
@@ -493,8 +485,7 @@ def check(config: RunConfig) -> None:
     refusals = [
         *_model(config),
         *check_adaptive(config),
-        *_positions(config),
-        *check_slopes(config),
+        *config.position.refusals(config),
         *check_tensor_parallel(config),
         *check_pipeline(config),
         *check_rampup(config),
@@ -551,65 +542,6 @@ def _model(c: RunConfig) -> Iterator[Refusal]:
             c.num_query_groups,
             f"does not divide model.num_attention_heads = {m.num_attention_heads}",
             f"Choose a divisor of {m.num_attention_heads}",
-        )
-
-
-def _positions(c: RunConfig) -> Iterator[Refusal]:
-    """Check what each position method needs of the model."""
-    m, p = c.model, c.position
-    if p.method == "rotary" and c.head_dim % 2:
-        yield Refusal(
-            "model.hidden_size",
-            m.hidden_size,
-            f"rotary positions rotate pairs of channels, and a head has {c.head_dim} channels",
-            "Choose a hidden_size that gives each head an even width",
-        )
-    elif p.method == "rotary" and (c.rotary_channels % 2 or not c.rotary_channels):
-        yield Refusal(
-            "position.rotary_percent",
-            p.rotary_percent,
-            f"rotates {c.rotary_channels} of a head's {c.head_dim} channels, and rotary positions "
-            "rotate pairs of them",
-            "Choose a share that gives an even number of channels",
-        )
-    if p.rotary_percent != 1 and p.method != "rotary":
-        yield Refusal(
-            "position.rotary_percent",
-            p.rotary_percent,
-            f'position.method = "{p.method}" rotates nothing',
-            'Remove the key, or set position.method = "rotary"',
-        )
-    if p.method == "sinusoidal" and m.hidden_size % 2:
-        yield Refusal(
-            "model.hidden_size",
-            m.hidden_size,
-            "sinusoidal positions consist of pairs of a sine and a cosine",
-            "Choose an even number",
-        )
-    if p.trainable_slopes and p.method != "alibi":
-        yield Refusal(
-            "position.trainable_slopes",
-            p.trainable_slopes,
-            f'position.method = "{p.method}" has no slopes',
-            'Remove the key, or set position.method = "alibi"',
-        )
-    # T5 gives the first half of the buckets one distance each. The other half covers the distances
-    # from there to relative_attention_max_distance, which must therefore be larger.
-    exact = p.relative_attention_num_buckets // 2
-    if p.method == "t5" and p.relative_attention_max_distance <= exact:
-        yield Refusal(
-            "position.relative_attention_max_distance",
-            p.relative_attention_max_distance,
-            f"half of the {p.relative_attention_num_buckets} buckets hold one distance each and "
-            "already reach as far",
-            "Choose a larger distance, or fewer position.relative_attention_num_buckets",
-        )
-    if p.method == "learned" and c.data.sequence_length > c.max_position_embeddings:
-        yield Refusal(
-            "position.max_position_embeddings",
-            c.max_position_embeddings,
-            f"less than data.sequence_length = {c.data.sequence_length}",
-            f"Set {c.data.sequence_length} or more, or remove the key",
         )
 
 
@@ -708,17 +640,17 @@ def _upload(config: RunConfig) -> Iterator[Refusal]:
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:
     """Check that the model can be evaluated at every length, and windows leave no token out."""
-    tp = c.parallel.tensor_model_parallel_size
+    tp, end = c.parallel.tensor_model_parallel_size, c.position.table_end(c)
     for length in c.evaluation_lengths:
         if length < 1:
             yield Refusal(
                 "evaluation.lengths", length, "not a number of tokens", "Choose 1 or more"
             )
-        if c.position.method == "learned" and length > c.max_position_embeddings:
+        if end is not None and length > end:
             yield Refusal(
                 "evaluation.lengths",
                 length,
-                f"the learned position table holds {c.max_position_embeddings} positions",
+                f"the {c.position.method} position table holds {end} positions",
                 "Choose a shorter length, or train with a larger position.max_position_embeddings",
             )
         if c.parallel.sequence_parallel and length % tp:

@@ -25,15 +25,15 @@ from pretrain.config.schema import (
     LoggingSection,
     ModelSection,
     ParallelSection,
-    PositionSection,
     RecoverySection,
     RunSection,
     ScheduleSection,
     Section,
     TrainSection,
-    resolve_slopes,
 )
 from pretrain.optim.optimizers import AnyOptimizer
+from pretrain.positions.alibi import Alibi
+from pretrain.positions.base import Position
 
 # ---- Compute the batch size of a step while it is ramped up, in Megatron's arithmetic ----
 
@@ -119,7 +119,7 @@ class RunConfig(Section):
 
     run: RunSection
     model: ModelSection
-    position: PositionSection = PositionSection()
+    position: Position = Alibi()
     parallel: ParallelSection = ParallelSection()
     batch: BatchSection
     data: DataSection
@@ -195,11 +195,6 @@ class RunConfig(Section):
         return self.model.hidden_size // self.model.num_attention_heads
 
     @property
-    def rotary_channels(self) -> int:
-        """Return the number of channels of each head that rotary positions rotate."""
-        return int(self.head_dim * self.position.rotary_percent)
-
-    @property
     def padded_vocab_size(self) -> int:
         """Return data.vocab_size rounded up to a multiple of model.make_vocab_size_divisible_by.
 
@@ -219,21 +214,9 @@ class RunConfig(Section):
         return self.data.vocab_size
 
     @property
-    def slopes(self) -> tuple[float, ...] | None:
-        """Return ALiBi's slope of each head of the model; None for the published slopes."""
-        return resolve_slopes(self.position.slopes, self.model.num_attention_heads)
-
-    @property
     def position_name(self) -> str:
-        """Return position.method, and of ALiBi which slopes it has where not the published ones.
-
-        Results are compared under this name: other slopes are another method.
-        """
-        if self.position.method == "alibi" and self.position.trainable_slopes:
-            return "alibi_trained_slopes"
-        if self.slopes is not None:
-            return "alibi_other_slopes"
-        return self.position.method
+        """Return the name under which results of the position method are compared."""
+        return self.position.result_name
 
     @property
     def adaptive_clusters(self) -> list[Cluster]:
@@ -248,17 +231,13 @@ class RunConfig(Section):
         ]
 
     @property
-    def max_position_embeddings(self) -> int:
-        """Return the rows of the learned position table."""
-        return self.position.max_position_embeddings or self.data.sequence_length
-
-    @property
     def evaluation_lengths(self) -> tuple[int, ...]:
         """Return the window lengths of evaluations, in tokens."""
         length = self.data.sequence_length
         if self.evaluation.lengths is not None:
             return self.evaluation.lengths
-        reach = self.max_position_embeddings if self.position.method == "learned" else 16 * length
+        end = self.position.table_end(self)
+        reach = 16 * length if end is None else end
         return tuple(length * k for k in (1, 2, 4, 8, 16) if length * k <= reach)
 
     @property

@@ -8,7 +8,6 @@ Other sections stand beside this file: the model's in `model_schema`, the data's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -24,10 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from pretrain.config.errors import Refusal
-
 if TYPE_CHECKING:
-    from pretrain.config.run import RunConfig
+    pass
 
 
 # ---- Define what a changed key means, and the base of every section of a config ----
@@ -98,93 +95,6 @@ AutoOrPositive = Annotated[
     WrapValidator(_auto_or_positive),
 ]
 """The word "auto", or a number greater than 0."""
-
-
-# ---- slopes ----
-# Define the ways to write the slopes of ALiBi, and resolve them to one number for each head.
-#
-# No torch: the launcher reads configs too.
-
-
-MAX_SLOPE = 100.0
-"""Largest slope. exp(-104) is 0 in fp32, so a steeper head sees nothing but a token itself, too."""
-
-
-class SlopeRange(Section):
-    """A geometric sequence of slopes, from the first head to the last."""
-
-    first: float = Field(gt=0, le=MAX_SLOPE)
-    """Slope of the first head."""
-
-    last: float = Field(gt=0, le=MAX_SLOPE)
-    """Slope of the last head."""
-
-
-def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate a value of several types, with one message where pydantic has one for each type."""
-    try:
-        # TOML and JSON have lists, which are no tuples to a strict schema.
-        return validate(tuple(value) if isinstance(value, list) else value)
-    except ValidationError:
-        raise PydanticCustomError(
-            "slopes",
-            "input should be 'published', a list with a number from 0 to 100 for each head, or a "
-            "table {first = 0.5, last = 0.00390625} of numbers above 0, up to 100",
-        ) from None
-
-
-_Slope = Annotated[float, Field(ge=0, le=MAX_SLOPE, allow_inf_nan=False)]
-Slopes = Annotated[
-    Literal["published"] | Annotated[tuple[_Slope, ...], Field(min_length=1)] | SlopeRange,
-    WrapValidator(_as_slopes),
-]
-"""The word "published", one slope for each head, or the ends of a geometric sequence."""
-
-
-def resolve_slopes(slopes: Slopes, num_heads: int) -> tuple[float, ...] | None:
-    """Return the slope of each head of a model; None for the published ones.
-
-    Args:
-        slopes: The value of position.slopes.
-        num_heads: Number of heads of the whole model.
-    """
-    if isinstance(slopes, SlopeRange):
-        first, last = slopes.first, slopes.last
-        # The ends are exact, so that the range says what it holds.
-        middle = [
-            first * (last / first) ** (head / (num_heads - 1)) for head in range(1, num_heads - 1)
-        ]
-        return (first, *middle, last)[:num_heads]
-    return None if slopes == "published" else slopes
-
-
-def check_slopes(c: RunConfig) -> Iterator[Refusal]:
-    """Check that the slopes are those of a model with slopes, one for each of its heads."""
-    p, heads = c.position, c.model.num_attention_heads
-    if p.slopes == "published":
-        return
-    shown = list(p.slopes) if isinstance(p.slopes, tuple) else p.slopes.model_dump()
-    if p.method != "alibi":
-        yield Refusal(
-            "position.slopes",
-            shown,
-            f'position.method = "{p.method}" has no slopes',
-            'Remove the key, or set position.method = "alibi"',
-        )
-    elif isinstance(p.slopes, tuple) and len(p.slopes) != heads:
-        yield Refusal(
-            "position.slopes",
-            shown,
-            f"lists {len(p.slopes)}, and model.num_attention_heads = {heads}",
-            f"Give {heads}, one for each head of the model; tensor-parallel ranks take their part",
-        )
-    elif isinstance(p.slopes, SlopeRange) and heads == 1 and p.slopes.first != p.slopes.last:
-        yield Refusal(
-            "position.slopes",
-            shown,
-            "one head has one slope, which cannot be the first and the last of them",
-            f"Set position.slopes = [{p.slopes.first}]",
-        )
 
 
 class RunSection(Section):
@@ -777,49 +687,3 @@ class ModelSection(Section):
     """The attention kernel. auto takes the fastest that can serve the model on this device and logs
     which, why, and in which dtype it multiplies; any other value is used or is an error, never
     replaced. Change it to compare kernels or to rule one out."""
-
-
-class PositionSection(Section):
-    """[position]: how the model knows the order of tokens."""
-
-    EFFECT = Effect.FIXED
-
-    method: Literal["alibi", "sinusoidal", "rotary", "t5", "learned", "none"] = "alibi"
-    """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
-    embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
-    each bucket of distances. none: no positions."""
-
-    slopes: Slopes = "published"
-    """alibi: the slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads
-    where n is a power of two, and those of the authors' code for other n. A list has one slope for
-    each head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
-    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last."""
-
-    trainable_slopes: bool = False
-    """alibi: train the slopes, from those of position.slopes on. The paper found it slower, and
-    worse beyond the training length."""
-
-    sinusoidal_table: Literal["fairseq", "vaswani"] = "fairseq"
-    """sinusoidal: which table. fairseq: the one of the models that "Train Short, Test Long"
-    compares with, and of tensor2tensor: positions counted from 2, frequencies from 1 to exactly
-    1/10000. vaswani: positions counted from 0, and the frequencies that "Attention Is All You Need"
-    states. In both, sines come first and then cosines."""
-
-    rotary_base: int = Field(default=10_000, gt=0)
-    """rotary: base of the frequencies. A larger one makes rotations slower, as models for long
-    contexts have them."""
-
-    rotary_percent: float = Field(default=1.0, gt=0, le=1)
-    """rotary: share of each head's channels that is rotated, the first ones. GPT-NeoX and Pythia
-    rotate 0.25 of them."""
-
-    relative_attention_num_buckets: int = Field(default=32, gt=1)
-    """t5: buckets of the learned bias. The first half hold one distance each, the others widen
-    logarithmically."""
-
-    relative_attention_max_distance: int = Field(default=128, gt=1)
-    """t5: distance in tokens from which on all keys share the last bucket."""
-
-    max_position_embeddings: int | None = Field(default=None, gt=0)
-    """learned: rows of the position table, in tokens, beyond which the model cannot be evaluated.
-    Default: data.sequence_length."""

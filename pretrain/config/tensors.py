@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pretrain.positions.base import LEARNED_TABLE, OWN
+
 if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
 
@@ -122,12 +124,11 @@ def _inputs(c: RunConfig) -> Iterator[ModelTensor]:
         yield ModelTensor(f"{words}.projection_{i}", (hidden, cluster.dim))
     if not c.adaptive_clusters:
         yield ModelTensor(TIED, (c.padded_vocab_size, hidden), axis=0)
-    if c.position.method == "learned":
-        shape = (c.max_position_embeddings, hidden)
-        yield ModelTensor("embedding.position_embeddings.weight", shape)
+    if shape := c.position.tensors(c).get(LEARNED_TABLE):
+        yield ModelTensor(LEARNED_TABLE, shape)
     if c.model.embedding_layernorm:
         # Megatron adds positions to the whole sequence and splits it afterwards.
-        is_whole = c.position.method in ("learned", "sinusoidal")
+        is_whole = c.position.adds_to_embeddings
         for each in _norm(c, "embedding.word_embeddings_layernorm"):
             yield replace(each, is_partial=each.is_partial and not is_whole)
 
@@ -181,9 +182,6 @@ def _outputs(c: RunConfig, is_first: bool) -> Iterator[ModelTensor]:
 
 def _position(c: RunConfig) -> Iterator[ModelTensor]:
     """Yield the parameters that the position method learns for each head."""
-    heads = c.model.num_attention_heads
-    if c.position.method == "t5":
-        shape = (heads, c.position.relative_attention_num_buckets)
-        yield ModelTensor("position.relative_attention_bias", shape, axis=0)
-    elif c.position.method == "alibi" and c.position.trainable_slopes:
-        yield ModelTensor("position.slopes", (heads,), axis=0)
+    for name, shape in c.position.tensors(c).items():
+        if name.startswith(OWN):
+            yield ModelTensor(name, shape, axis=0)

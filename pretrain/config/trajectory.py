@@ -18,6 +18,7 @@ from pretrain.config.errors import ConfigError
 from pretrain.config.load import section_keys, section_models, suggestion
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect, Section
+from pretrain.positions.base import all_keys
 
 FIXED, TRAJECTORY, CONTENT, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.CONTENT, Effect.FREE
 
@@ -249,13 +250,10 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
     key = f"{section}.{name}"
     if key in _DERIVED:
         return getattr(config, name)
-    if key == "position.sinusoidal_table" and config.position.method != "sinusoidal":
-        return None
-    if key == "position.max_position_embeddings":
-        return config.max_position_embeddings if config.position.method == "learned" else None
-    if key == "position.slopes" and config.slopes is not None:
-        # A range and the list of its values are one model.
-        return list(config.slopes)
+    if section == "position":
+        # Of two methods, the name alone differs where the keys of each say their defaults.
+        written = dict(config.position) | config.position.resolved(config)
+        return _as_json(written.get(name, all_keys()[name].default))
     if key == "data.corpora":
         return {
             corpus: {"epochs": section.epochs or 1.0}
@@ -264,7 +262,11 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
             for corpus, section in config.data.corpora.items()
         }
     # A section may be of another class, which has not this key.
-    value = getattr(getattr(config, section), name, None)
+    return _as_json(getattr(getattr(config, section), name, None))
+
+
+def _as_json(value: Any) -> Any:
+    """Return the value of a key as JSON has it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return list(value) if isinstance(value, tuple) else value

@@ -165,7 +165,7 @@ def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
         heads: Attention heads on this rank.
     """
     backend: str = config.model.attention_backend
-    has_bias = config.position.method in ("alibi", "t5")
+    has_bias = config.position.bias != "none"
     if backend == "auto":
         backend = choose_backend(_call(config, length, heads)).backend
     if backend == "reference":
@@ -179,7 +179,6 @@ def _score_bytes(config: RunConfig, rows: int, length: int, heads: int) -> int:
 
 def _call(config: RunConfig, length: int, heads: int) -> Call:
     """Return the description of attention in this model, as the kernels see it."""
-    bias = {"alibi": "slopes", "t5": "table"}.get(config.position.method, "none")
     return Call(
         dtype=platform.DTYPES[config.train.precision],
         head_dim=config.head_dim,
@@ -187,7 +186,7 @@ def _call(config: RunConfig, length: int, heads: int) -> Call:
         num_keys=length,
         heads=heads,
         groups=max(1, heads * config.num_query_groups // config.model.num_attention_heads),
-        bias=bias,  # type: ignore[arg-type]  # a literal
+        bias=config.position.bias,
         causal=not config.is_masked,
         dropout=False,
         capability=torch.cuda.get_device_capability() if platform.has_cuda() else None,

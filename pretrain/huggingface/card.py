@@ -14,7 +14,7 @@ import numpy as np
 from pretrain.config import RunConfig, num_parameters
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.huggingface.table import Target
+from pretrain.huggingface.table import SLOPES, Target
 
 # ---- harness ----
 # Put validation text beside an exported model, as a task for EleutherAI's lm-evaluation-harness.
@@ -180,12 +180,6 @@ output = model.generate(**text, max_new_tokens=40, do_sample=True, top_k=40)
 print(tokenizer.decode(output[0]))
 ```"""
 
-_TITLES = {"alibi": "ALiBi"}
-"""Names of position methods in a title, where they are not the config's."""
-_ALIBI = """ ALiBi ([Press, Smith and Lewis, 2022](https://arxiv.org/abs/2108.12409)) adds a bias to
-attention scores that falls with the distance between two tokens, so that the model can read texts
-that are longer than those it was trained on."""
-
 _TEXT_BEGINS = """\
 In training every document followed the token `{eos}`, which therefore is both BOS and EOS; the
 tokenizer adds neither. {spelled}"""
@@ -251,8 +245,7 @@ def model_card(
         **extras.facts,
     }
     prompt = prompt_of(extras.documents)
-    title = _TITLES.get(method, method)
-    explained = _ALIBI if method == "alibi" else ""
+    title = config.position.title or method
     spelled = _SPLIT if extras.split_special_tokens else _FOUND
     lines = [
         "---",
@@ -261,7 +254,7 @@ def model_card(
         "",
         f"# Language model with {title} positions, trained at {length} tokens",
         "",
-        f"A decoder-only language model, which continues a text.{explained}",
+        f"A decoder-only language model, which continues a text.{config.position.about}",
         "",
         "| | |",
         "|---|---|",
@@ -361,9 +354,10 @@ def _note(config: RunConfig, target: Target, slopes: Sequence[float]) -> str:
         slopes: The slopes of all heads, if the class is not stock.
     """
     m, p = config.model, config.position
+    rope = p.rope()
     if target.stock:
         own = _OWN_SLOPES.format(
-            trained=", as training left them" if p.trainable_slopes else "",
+            trained=", as training left them" if SLOPES in p.tensors(config) else "",
             slopes=", ".join(f"{slope:.4g}" for slope in slopes),
             stock={"bloom": "Bloom", "mpt": "MPT"}[target.stock],
         )
@@ -373,9 +367,9 @@ def _note(config: RunConfig, target: Target, slopes: Sequence[float]) -> str:
     notes = {
         "bloom": _BLOOM if m.embedding_layernorm else _NEUTRAL + _BLOOM,
         "mpt": _MPT,
-        "opt": _LEARNED if p.method == "learned" else _SINUSOIDAL,
+        "opt": _SINUSOIDAL if p.table_end(config) is None else _LEARNED,
         "gpt_neox": _GPT_NEOX.format(
-            percent=100 * p.rotary_percent,
+            percent=100 * rope.percent if rope else 0,
             order="parallel" if m.parallel_residual else "sequential",
         ),
     }

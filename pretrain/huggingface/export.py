@@ -179,12 +179,14 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
             f"--max-length {max_length}: shorter than data.sequence_length = {length}, at which "
             "the model was trained. Give at least that"
         )
-    if config.position.method == "learned" and max_length != config.max_position_embeddings:
+    end = config.position.table_end(config)
+    if end is not None and max_length != end:
         raise ConfigError(
-            f"--max-length {max_length}: the trained table of positions has "
-            f"{config.max_position_embeddings} rows. Leave the option out"
+            f"--max-length {max_length}: the trained table of positions has {end} rows. Leave the "
+            "option out"
         )
-    needed, free = max_length * _bytes_a_position(config), platform.available_memory()
+    needed = max_length * config.position.export_bytes_a_position(config)
+    free = platform.available_memory()
     if needed > free:
         raise ConfigError(
             f"--max-length {max_length}: with {config.position.method} positions an export takes "
@@ -192,15 +194,6 @@ def checked_length(config: RunConfig, max_length: int | None) -> int:
             "free. Choose a shorter length"
         )
     return max_length
-
-
-def _bytes_a_position(config: RunConfig) -> int:
-    """Return the memory that a class takes for each position that it reaches, when it is made."""
-    if config.position.method == "sinusoidal":
-        # Angles and their sines and cosines in fp64, and the table in fp32, twice.
-        return 24 * config.model.hidden_size
-    # MPT makes the biases of all positions in each forward pass, and slices them.
-    return 12 * config.model.num_attention_heads if config.position.method == "alibi" else 0
 
 
 def check_finite(weights: Mapping[str, Tensor], checkpoint: Path) -> None:

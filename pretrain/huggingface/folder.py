@@ -32,7 +32,6 @@ from pretrain.huggingface.table import (
     convert,
     not_restored,
 )
-from pretrain.kernels.alibi import chosen_slopes
 from pretrain.rundir.files import new_directory, read_json
 
 # ---- Remember which files an export wrote, so that the next one replaces nothing else ----
@@ -313,8 +312,7 @@ def to_huggingface(
         RunFailed: The folder cannot be written, for example because the disk is full.
     """
     target, out = check_exportable(config), Path(out_dir).absolute()
-    if config.position.method == "learned":
-        max_length = config.max_position_embeddings
+    max_length = config.position.table_end(config) or max_length
     check_replaceable(out)
     tensors = convert(target, config, state, max_length)
     tokenizer = load_tokenizer(tokenizer_path)
@@ -363,7 +361,7 @@ def hf_settings(
     """
     slopes = {}
     if target.stock:
-        found = chosen_slopes(config.slopes, config.model.num_attention_heads)
+        found = config.position.initial_values(config)[SLOPES]
         # Numbers of fp32, which JSON keeps exactly; a weight would be rounded to 16 bit.
         slopes["slopes"] = (found if trained_slopes is None else trained_slopes).float().tolist()
     settings = config_class(target.model_type)(

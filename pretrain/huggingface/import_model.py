@@ -337,7 +337,7 @@ def _tensors(
                 f"{folder}: {name} is not what the export stored. Remove {folder / MARKER} to "
                 "import the model as its class computes it"
             )
-    if config.position.trainable_slopes:
+    if SLOPES in config.position.tensors(config):
         # Of the weights, these alone stand in config.json.
         yield SLOPES, torch.tensor(source.settings.slopes, dtype=torch.float32)
     originals = folder / ORIGINALS

@@ -17,9 +17,16 @@ import torch
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
 from pretrain.config.describe import OPT_LAYERNORM_EPSILON
 from pretrain.config.errors import Refusal
-from pretrain.config.schema import MAX_SLOPE
 from pretrain.huggingface.folder import MARKER, find_original, hf_settings
-from pretrain.huggingface.table import TARGETS, Target, check_exportable, config_class, is_own
+from pretrain.huggingface.table import (
+    SLOPES,
+    TARGETS,
+    Target,
+    check_exportable,
+    config_class,
+    is_own,
+)
+from pretrain.positions.alibi import MAX_SLOPE
 
 # ---- Read a folder's config.json as [model] and [position] of our config, or refuse it ----
 # A setting that changes what the model computes, and that our model cannot hold, is refused with
@@ -398,7 +405,7 @@ def _exported_values(folder: Path, source: Source, out: Path) -> dict[str, Any]:
     """Return the sections of the run that the folder was exported from."""
     config = load_config(folder / MARKER)
     values = config.model_dump(mode="json", exclude_none=True)
-    if config.position.method == "learned":
+    if config.position.table_end(config) is not None:
         # By default it follows data.sequence_length, which the user may override.
         values["position"]["max_position_embeddings"] = source.max_length
     if (original := find_original(folder)) is not None:
@@ -439,7 +446,7 @@ def _check_unchanged(folder: Path, source: Source, config: RunConfig) -> None:
     written |= dict.fromkeys(("vocab_size", "tie_word_embeddings"))
     del written[target.length_key]
     slopes = None
-    if target.stock and config.position.trainable_slopes:
+    if target.stock and SLOPES in config.position.tensors(config):
         # They are weights, which may be others than those of the export.
         slopes = torch.tensor(source.settings.slopes, dtype=torch.float32)
     elif target.stock:
@@ -466,7 +473,7 @@ def _setting(settings: Any, key: str, written: Any) -> Any:
 def _check_overrides(found: RunConfig, config: RunConfig) -> None:
     """Check that the user's settings leave the model and the run's directory alone."""
     pairs = {
-        f"{section}.{key}": (getattr(getattr(found, section), key), value)
+        f"{section}.{key}": (getattr(getattr(found, section), key, None), value)
         for section in ("model", "position")
         for key, value in getattr(config, section)
         if key not in MAY_DIFFER | {"make_vocab_size_divisible_by"}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.describe import export_class
-from pretrain.kernels.alibi import sinusoidal_table
+from pretrain.positions.base import LEARNED_TABLE
 
 # ---- tables ----
 # Define how each class names and arranges our weights: one literal table, which reads both ways.
@@ -350,11 +350,10 @@ def _opt_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
 
 def _opt_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str, Tensor]:
     """Return the table [2 + max_length, hidden_size] of sinusoids; the padding's rows are zeros."""
-    if config.position.method == "learned":
+    table = config.position.embedded(config, torch.arange(max_length))
+    if table is None:
         return {}
-    width = config.model.hidden_size
-    table = sinusoidal_table(torch.arange(max_length), width, config.position.sinusoidal_table)
-    padding = torch.zeros(OPT_POSITION_OFFSET, width)
+    padding = torch.zeros(OPT_POSITION_OFFSET, config.model.hidden_size)
     return {"model.decoder.embed_positions.weight": torch.cat([padding, table.float()])}
 
 
@@ -363,11 +362,12 @@ def _opt_extra(config: RunConfig, factors: Factors, max_length: int) -> dict[str
 # rotated, as Megatron does unless rotary_interleaved is set.
 def _gpt_neox_settings(config: RunConfig, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of GPTNeoXConfig."""
-    m = config.model
+    m, rotation = config.model, config.position.rope()
+    assert rotation is not None
     rope = {
         "rope_type": "default",
-        "rope_theta": float(config.position.rotary_base),
-        "partial_rotary_factor": config.position.rotary_percent,
+        "rope_theta": float(rotation.base),
+        "partial_rotary_factor": rotation.percent,
     }
     return {
         "hidden_size": m.hidden_size,
@@ -527,7 +527,7 @@ def stored_tensors(target: Target, config: RunConfig, factors: Factors) -> Itera
     left_out = {
         "output_layer": m.tie_word_embeddings,
         "embedding.word_embeddings_layernorm": not m.embedding_layernorm,
-        "embedding.position_embeddings": config.position.method != "learned",
+        "embedding.position_embeddings": LEARNED_TABLE not in config.position.tensors(config),
     }
     # A tied output layer multiplies by the scaled embeddings too. Dividing the final LayerNorm by
     # the same factor cancels it in the logits.
@@ -573,7 +573,7 @@ def convert(
     """
     # Tensors are taken out of `rest` as they are converted, so that none can be forgotten.
     rest = dict(state)
-    if target.stock and config.position.trainable_slopes:
+    if target.stock and SLOPES in config.position.tensors(config):
         _take(rest, SLOPES)
     embedding = _take(dict(rest), EMBEDDING)
     shape = config.padded_vocab_size, config.model.hidden_size

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.kernels.alibi import chosen_slopes
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
-from pretrain.model.positions import PositionMethod
+from pretrain.model.positions import Positions
 
 
 class SelfAttention(megatron_attention.SelfAttention):  # type: ignore[misc]  # Megatron ships no types
@@ -155,7 +154,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        position: PositionMethod,
+        position: Positions,
         backend: str,
         causal: bool = True,
         attention_dropout: float | None = None,
@@ -211,6 +210,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
             **unused: Further arguments of Megatron's interface.
         """
         dropout = self.dropout if self.training else 0.0
+        position = self.position[0]
+        query, key = position.queries_and_keys(query, key)
         # Tensor-parallel ranks hold different heads and must draw different masks, so dropout uses
         # the tracked generator that is seeded per tensor rank. Under sequence parallelism Megatron
         # has already forked it around all layers (megatron/core/transformer/transformer_block.py).
@@ -225,7 +226,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron ships no 
                 scale=self.scale,
                 dropout_p=dropout,
                 backend=self.backend,
-                **self.position[0].score_terms(query.device),
+                **position.score_terms(query.device),
             )
         return out.reshape(*out.shape[:2], -1)
 
@@ -270,9 +271,11 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
     terms = _expected_terms(config, chunks[0])
     starts = _document_starts(config)
     seen: dict[str, Any] = {"document_starts": starts, "causal": not config.is_masked}
+    actual = _attend(config, layers[0], query, key, value, starts)
+    query, key = config.position.queries_and_keys(config, query, key)
     expected = attention_reference(query, key, value, **terms, **seen).float()
     without_terms = attention_reference(query, key, value, **seen).float()
-    actual = _attend(config, layers[0], query, key, value, starts).view(expected.shape).float()
+    actual = actual.view(expected.shape).float()
     error, tolerance = float((actual - expected).abs().max()), TOLERANCE[config.train.precision]
     # Written with "not", so that a NaN fails.
     if not error <= tolerance:
@@ -350,21 +353,19 @@ def _document_starts(config: RunConfig) -> Tensor | None:
 def _expected_terms(config: RunConfig, chunk: GPTModel) -> dict[str, Any]:
     """Return the keyword arguments of the reference: what should be added to this rank's scores.
 
-    Fixed slopes are derived from the global head numbers here, and not taken from the position
-    method, since that is what is being checked. Trained values have no other source than the model.
+    Terms that are not learned are derived for all heads here and then sliced, since what is being
+    checked is that the rank adds those of its heads. Learned ones have no other source than the
+    model.
     """
+    if dict(chunk.position.named_parameters()):
+        learned: dict[str, Any] = chunk.position.score_terms(platform.device())
+        return learned
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     num_heads = config.model.num_attention_heads
     count = num_heads // tensor_size
     first = parallel_state.get_tensor_model_parallel_rank() * count
-    if config.position.method == "alibi":
-        if config.position.trainable_slopes:
-            return {"slopes": chunk.position.slopes.float()}
-        slopes = chosen_slopes(config.slopes, num_heads)
-        return {"slopes": slopes[first : first + count].to(platform.device())}
-    if config.position.method == "t5":
-        return {
-            "relative_attention_bias": chunk.position.relative_attention_bias,
-            "relative_attention_max_distance": config.position.relative_attention_max_distance,
-        }
-    return {}
+    whole = config.position.score_terms(config, slice(0, num_heads), {}, platform.device())
+    return {
+        name: term[first : first + count] if isinstance(term, Tensor) else term
+        for name, term in whole.items()
+    }

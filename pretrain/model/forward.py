@@ -241,11 +241,11 @@ def check_generation(config: RunConfig, length: int) -> None:
             "parallel.sequence_parallel = true: a single new token cannot be split along the "
             "sequence. Set false for generation; the layout does not change what is computed"
         )
-    last = config.max_position_embeddings
-    if config.position.method == "learned" and length > last:
+    last = config.position.table_end(config)
+    if last is not None and length > last:
         raise ConfigError(
-            f"{length:,} tokens, of the prompt and after it: the learned position table has {last} "
-            "rows (position.max_position_embeddings). Choose fewer"
+            f"{length:,} tokens, of the prompt and after it: the {config.position.method} position "
+            f"table has {last} rows (position.max_position_embeddings). Choose fewer"
         )
 
 

@@ -45,7 +45,7 @@ from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, SelfAttention
 from pretrain.model.loss import FusedLossLayer, FusedLossModel
 from pretrain.model.parameters import Named, named_parameters
-from pretrain.model.positions import METHODS, PositionMethod
+from pretrain.model.positions import Positions
 
 # ---- Decide which operations of the model are fused, from `train.fusion` and the device ----
 # Three parts of the model beside attention have a fused form:
@@ -177,7 +177,7 @@ def build_model(config: RunConfig, device: torch.device | None = None) -> list[G
     """
     device = device or platform.device()
     transformer = transformer_config(config)
-    position = METHODS[config.position.method](config)
+    position = Positions(config)
     num_virtual_stages = config.parallel.virtual_pipeline_model_parallel_size
     virtual_stages = range(num_virtual_stages) if num_virtual_stages else [None]
     # Weights are drawn on the CPU in fp32 and moved afterwards, so that they do not depend on the
@@ -305,7 +305,7 @@ class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]  # Megatron
         return self._forward_post_mlp(out, residual=attended), context
 
 
-def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
+def _layer_spec(config: RunConfig, position: Positions) -> ModuleSpec:
     """Return the modules of a layer: Megatron's pre-LN transformer layer, our core attention."""
     core = ModuleSpec(
         CoreAttention,
@@ -344,7 +344,7 @@ def _layer_spec(config: RunConfig, position: PositionMethod) -> ModuleSpec:
 def _build_chunk(
     config: RunConfig,
     transformer: TransformerConfig,
-    position: PositionMethod,
+    position: Positions,
     virtual_stage: int | None,
 ) -> GPTModel:
     """Build one model chunk; the first includes the embedding, the last the output layer.
@@ -372,13 +372,13 @@ def _build_chunk(
         spec,
         # The two layers of words are replaced by adaptive ones.
         1 if is_adaptive else config.padded_vocab_size,
-        config.max_position_embeddings,
+        config.position.table_end(config) or config.data.sequence_length,
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=config.model.tie_word_embeddings and not is_adaptive,
         position_embedding_type=position.megatron_type,
-        rotary_percent=config.position.rotary_percent,
-        rotary_base=config.position.rotary_base,
+        rotary_percent=position.rope.percent,
+        rotary_base=position.rope.base,
         vp_stage=virtual_stage,
     )
     # Registered as a submodule, so its parameters are trained and have names ("position.*").
@@ -458,14 +458,16 @@ def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
     table and an untied output layer from normal(0, config.embedding_init_method_std). The output
     projections of attention and MLP have a standard deviation smaller by sqrt(2 num_layers), as in
     GPT-2, so that the variance of the residual stream does not grow with depth. Norm weights are 1
-    and biases 0. Adaptive inputs and an adaptive softmax begin as fairseq's (`adaptive`).
+    and biases 0. Adaptive inputs and an adaptive softmax begin as fairseq's (`adaptive`). A
+    position method may give its own parameters values that are not drawn.
 
     Each full tensor is drawn from a generator of its own, seeded by (run.seed, global name), and
     then sliced. The weights therefore do not depend on the layout.
     """
+    given = config.position.initial_values(config)
     for named in named_parameters(chunks):
-        named.parameter.copy_(named.slice_of(_initial_value(config, named)))
-    chunks[0].position.reset_parameters()
+        full = given[named.name] if named.name in given else _initial_value(config, named)
+        named.parameter.copy_(named.slice_of(full))
 
 
 def _initial_value(config: RunConfig, named: Named) -> Tensor:

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pretrain.config import Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors
 from pretrain.optim.cutting import Piece, Settings, cut
+from pretrain.positions.base import OWN
 
 # ---- The order in which a pipeline stage runs its micro batches, as Megatron's schedules do ----
 # Origin: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`,
@@ -165,7 +166,7 @@ def stage_of(config: RunConfig, layout: Layout, number: int) -> Stage:
         number,
         tuple(buckets_of_rank(config, layout, number)),
         partial=sum(w.of_rank(layout.tensor) for w in weights if w.is_partial),
-        shared=tuple(w.of_rank(layout.tensor) for w in weights if w.name.startswith("position.")),
+        shared=tuple(w.of_rank(layout.tensor) for w in weights if w.name.startswith(OWN)),
     )
 
 
@@ -199,7 +200,7 @@ def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
     parallel, tensor = c.parallel, c.parallel.tensor_model_parallel_size
     is_tied = c.model.tie_word_embeddings and weight.name == TIED
     is_late = (
-        weight.name.startswith("position.")
+        weight.name.startswith(OWN)
         or (tensor > 1 and weight.is_partial)
         or (parallel.pipeline_model_parallel_size > 1 and is_tied)
     )
@@ -209,8 +210,8 @@ def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
 
 def _settings(c: RunConfig, weight: ModelTensor) -> Settings:
     """Return weight decay and learning-rate factor, as `pretrain.optim.buckets` sets them."""
-    if weight.name.startswith("position."):
-        return 0.0, c.optimizer.position_learning_rate_mult
+    if weight.name.startswith(OWN):
+        return 0.0, c.position.learning_rate_mult(c)
     return c.optimizer.weight_decay if len(weight.shape) == 2 else 0.0, 1.0
 
 
@@ -232,8 +233,6 @@ FOLDED_COLUMNS = 6
 """Columns that ALiBi adds to q and k on a V100 (`pretrain.kernels.folded`)."""
 FOLDED_KEYS = 60_000
 """Keys that such columns serve at most."""
-BIASED = ("alibi", "t5")
-"""Position methods that add a bias to the scores."""
 WIDEST_HEAD = 256
 """Width of a head that the Triton kernel serves at most."""
 QUERY_BLOCK = 256
@@ -249,12 +248,12 @@ def attention_backend(config: RunConfig, is_modern: bool) -> str:
         config: The run.
         is_modern: As in `Activations`.
     """
-    method, parts_documents = config.position.method, config.data.per_document_attention
-    if method not in BIASED and not parts_documents:
+    position, parts_documents = config.position, config.data.per_document_attention
+    if position.bias == "none" and not parts_documents:
         return "sdpa"
     if is_modern and config.head_dim <= WIDEST_HEAD:
         return "triton"
-    is_fixed = method == "alibi" and not config.position.trainable_slopes
+    is_fixed = position.bias == "slopes" and not position.tensors(config)
     if (
         is_fixed
         and not parts_documents
@@ -351,11 +350,11 @@ class Activations:
         pair = 2 * groups * c.head_dim * self.item
         rows = 4 * heads
         kept = query + pair
-        if c.position.method == "rotary":
+        if channels := c.position.rotated_channels(c):
             # The rotated queries and keys are new tensors, and the values a view of the old ones.
             kept += query + pair // 2
             # Sines and cosines, of queries and of keys, which the batch shares.
-            kept += 4 * c.rotary_channels * self.item // c.batch.micro_batch_size
+            kept += 4 * channels * self.item // c.batch.micro_batch_size
         elif 1 < groups < heads:
             # Queries of several groups are not evenly spaced, and are copied. Rotated ones are new
             # in any case.
@@ -381,7 +380,7 @@ class Activations:
     @property
     def uses_mask(self) -> bool:
         """True if a bias reaches attention as a mask in memory."""
-        is_biased = self.config.position.method in BIASED
+        is_biased = self.config.position.bias != "none"
         return is_biased and attention_backend(self.config, self.is_modern) == "sdpa"
 
     def _mask(self) -> int:
@@ -473,8 +472,8 @@ class Activations:
         heads = c.model.num_attention_heads // self.tensor
         pairs = (heads + 2 * c.num_query_groups // self.tensor) * c.head_dim * self.item
         sums = 0
-        if self.is_modern and c.position.method == "t5":
-            reach = min(c.data.sequence_length, c.position.relative_attention_max_distance)
+        if self.is_modern and c.position.bias == "table":
+            reach = c.position.reach(c)
             block = 32 if c.head_dim * self.item < 1024 else 16
             sums = 4 * heads * -(-(reach + block - 1) // block) * 16 * block * 2 * block
         given_back = 2 * self.inner + 2 * self.stream

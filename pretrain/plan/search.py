@@ -14,7 +14,6 @@ from typing import Any
 from pretrain.config import ConfigError, Layout, RunConfig, parse_config, rules
 from pretrain.plan.hardware import GPUS_PER_NODE, Scale
 from pretrain.plan.memory import (
-    BIASED,
     WIDEST_HEAD,
     Memory,
     Stage,
@@ -253,7 +252,7 @@ def _check_attention(config: RunConfig, target: Target) -> None:
             "each text, which `pretrain plan` does not count. Plan with --set "
             "data.per_document_attention=false for a lower bound"
         )
-    if config.head_dim > WIDEST_HEAD and target.is_modern and config.position.method in BIASED:
+    if config.head_dim > WIDEST_HEAD and target.is_modern and config.position.bias != "none":
         raise ConfigError(
             f"model.hidden_size = {config.model.hidden_size}: heads of width {config.head_dim} are "
             f"served by {taken}, of which `pretrain plan` knows nothing on a {target.gpu_type}. "

@@ -184,7 +184,7 @@ class Step:
             if "bias of qkv" in name or "of biases" in name:
                 value *= m.use_bias
             if "ALiBi" in name:
-                value *= self.config.position.method == "alibi"
+                value *= self.config.position.bias == "slopes"
             if "GELU" in name:
                 value *= self.config.ffn_hidden_size / (4 * m.hidden_size)
             total += value * (1 / self.tensor if name in SPLIT else self.stream_share)
@@ -456,7 +456,7 @@ def _tensor(config: RunConfig, layout: Layout, stage: Stage, is_modern: bool) ->
 
     if config.parallel.sequence_parallel:
         # Megatron adds positions before it splits the sequence.
-        adds_positions = config.position.method in ("learned", "sinusoidal")
+        adds_positions = config.position.adds_to_embeddings
         yield many("allreduce", has_embedding * adds_positions)
         scattered = 2 * layers * forward + has_embedding * (not adds_positions)
         yield many("reduce_scatter_base", scattered)

@@ -24,9 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.flash import launch
+from pretrain.positions.alibi import alibi_slopes
 
 
 class Variant(NamedTuple):

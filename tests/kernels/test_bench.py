@@ -14,7 +14,7 @@ from pretrain.bench.attention import (
     gpu_contestants,
     summarize,
 )
-from pretrain.kernels.alibi import alibi_slopes
+from pretrain.positions.alibi import alibi_slopes
 
 CASE = Case(length=64, head_dim=64, inputs="gaussian", backward=True, tokens=64)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.call import relative_buckets
+from pretrain.positions.alibi import alibi_slopes
 
 EIGHT = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
 ODD_SIXTEENTHS = [

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pretrain.kernels import sdpa
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.reference import attention_reference
+from pretrain.positions.alibi import alibi_slopes
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -187,7 +187,7 @@ def test_scale_leaves_the_bias_alone():
 
 MEASURE = """
 import resource, torch
-from pretrain.kernels.alibi import alibi_slopes
+from pretrain.positions.alibi import alibi_slopes
 from pretrain.kernels.dispatch import attention
 torch.set_num_threads(1)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -7,11 +7,11 @@ each document gives alone.
 import pytest
 import torch
 
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
 from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, visited_tiles
 from pretrain.kernels.reference import attention_reference, dropout_keep
+from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_choice import ALIBI
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, run
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pretrain.kernels import skipping
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.flash import launch
 from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton, visited_tiles
 from pretrain.kernels.reference import attention_reference, dropout_keep
 from pretrain.kernels.skipping import share_visited
+from pretrain.positions.alibi import alibi_slopes
 from tests.conftest import mark_torture
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
 

@@ -12,9 +12,9 @@ import sys
 import pytest
 import torch
 
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.flash.launch import attention_triton
+from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_flash import DEVICE, SMALL, poison
 
 # Megatron keeps its process groups in global variables, so the model runs in a process of its own,

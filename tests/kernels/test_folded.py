@@ -12,10 +12,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.kernels import folded
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
+from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_dispatch import CUDA, assert_as_good_as_plain_torch, run
 
 DTYPES = [torch.bfloat16, torch.float16]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pretrain.kernels import skipping
-from pretrain.kernels.alibi import alibi_slopes
 from pretrain.kernels.skipping import share_visited, visited_tiles
+from pretrain.positions.alibi import alibi_slopes
 
 TILES = {"query_tile": 128, "key_tile": 128}
 

@@ -272,7 +272,7 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     if m.adaptive_cutoffs is not None:
         shapes = adaptive_shapes(config)
     if config.position.method == "learned":
-        shapes["embedding.position_embeddings.weight"] = (config.max_position_embeddings, h)
+        shapes["embedding.position_embeddings.weight"] = (config.position.table_end(config), h)
     if m.embedding_layernorm:
         shapes["embedding.word_embeddings_layernorm.weight"] = (h,)
         if m.use_bias:
@@ -302,7 +302,7 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             heads,
             config.position.relative_attention_num_buckets,
         )
-    if config.position.trainable_slopes:
+    if getattr(config.position, "trainable_slopes", False):
         shapes["position.slopes"] = (heads,)
     return shapes
 

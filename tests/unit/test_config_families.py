@@ -10,6 +10,7 @@ import pytest
 
 from pretrain.config import ConfigError, dump_config, load_config, num_parameters, parse_config
 from pretrain.config.toml import leaves, read_layers, shipped_configs
+from pretrain.positions.base import all_keys
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -182,8 +183,9 @@ def path_of(run: str) -> Path:
 
 @functools.cache
 def values(run: str) -> dict[str, object]:
-    """Return every value of a resolved run by its dotted key."""
-    return dict(leaves(tomllib.loads(dump_config(load_config(path_of(run))))))
+    """Every value of a resolved run by its dotted key; of other position methods the defaults."""
+    others = {f"position.{key}": field.default for key, field in all_keys().items()}
+    return others | dict(leaves(tomllib.loads(dump_config(load_config(path_of(run))))))
 
 
 def written(path: Path) -> dict[str, object]:

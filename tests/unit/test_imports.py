@@ -17,6 +17,7 @@ FLOORS = [
     {"pretrain"},
     {"pretrain.interrupt"},
     {"pretrain.kernels", "pretrain.config"},
+    {"pretrain.positions"},
     {"pretrain.rundir"},
     {"pretrain.processes", "pretrain.platform"},
     {"pretrain.topology"},
@@ -29,6 +30,7 @@ FLOORS = [
     {"pretrain.__main__"},
 ]
 BESIDE = {
+    "pretrain.config": {"pretrain.positions"},  # [position] is an instance of the method's class
     "pretrain.checkpoint": {"pretrain.optim"},  # saves and loads what the optimizer holds
     "pretrain.train": {"pretrain.evaluate"},  # evaluates in the loop
     "pretrain.huggingface": {"pretrain.evaluate"},  # puts the length curve on the model card

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pretrain.kernels.alibi import sinusoidal_table
+from pretrain.positions.sinusoidal import sinusoidal_table
 
 SHAPES = [(64, 6), (300, 128), (2100, 96)]
 

@@ -13,8 +13,8 @@ import torch
 from pretrain.config import ConfigError, dump_config, load_config, parse_config
 from pretrain.config.describe import describe
 from pretrain.config.trajectory import differences, settings_hash
-from pretrain.kernels.alibi import alibi_slopes, chosen_slopes
 from pretrain.launcher.sweep import parse_axes, sweep_runs
+from pretrain.positions.alibi import alibi_slopes, published_slopes
 from tests.conftest import TINY, tiny_config
 
 RANGE = {"first": 0.5, "last": 2.0**-8}
@@ -27,18 +27,21 @@ def slopes(value: object, **model: object):
 def test_the_default_is_published_to_the_last_bit():
     for heads in range(1, 41):
         config = tiny_config(model={"num_attention_heads": heads, "hidden_size": 8 * heads})
-        assert config.slopes is None
-        assert torch.equal(chosen_slopes(config.slopes, heads), alibi_slopes(heads))
+        found = config.position.initial_values(config)["position.slopes"]
+        assert torch.equal(found, alibi_slopes(heads))
 
 
 def test_a_range_is_geometric_and_its_ends_are_exact():
     # Section 3 of the paper: for 8 heads 1/2, 1/4, ..., 1/256.
-    assert slopes(RANGE).slopes == pytest.approx([2.0**-k for k in range(1, 9)], rel=1e-15)
-    found = slopes({"first": 0.9, "last": 0.0039}, num_attention_heads=12).slopes
+    assert slopes(RANGE).position.slopes_of(8) == pytest.approx(
+        [2.0**-k for k in range(1, 9)], rel=1e-15
+    )
+    found = slopes({"first": 0.9, "last": 0.0039}, num_attention_heads=12).position.slopes_of(12)
     assert (found[0], found[-1], len(found)) == (0.9, 0.0039, 12)
     ratios = [b / a for a, b in itertools.pairwise(found)]
     assert ratios == pytest.approx([(0.0039 / 0.9) ** (1 / 11)] * 11, rel=1e-12)
-    assert slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1).slopes == (0.3,)
+    single = slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1)
+    assert single.position.slopes_of(1) == (0.3,)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +49,13 @@ def test_a_range_is_geometric_and_its_ends_are_exact():
     [
         ("[0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2]", (0.5, 0, 1, 0.25, 100, 1e-3, 0.125, 2)),
         ("{first = 0.5, last = 0.00390625}", tuple(2.0**-k for k in range(1, 9))),
-        ("published", None),
-        ('"published"', None),
+        ("published", tuple(2.0**-k for k in range(1, 9))),
+        ('"published"', tuple(2.0**-k for k in range(1, 9))),
     ],
 )
 def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
     config = parse_config(TINY, "tiny", [f"position.slopes={text}"])
-    assert config.slopes == (expected if expected is None else pytest.approx(expected, rel=1e-15))
+    assert config.position.slopes_of(8) == pytest.approx(expected, rel=1e-15)
     assert parse_config(tomllib.loads(dump_config(config)), "dumped") == config
 
 
@@ -83,7 +86,7 @@ def test_what_is_no_slopes_is_refused(text, reason):
 
 
 def test_slopes_belong_to_alibi():
-    with pytest.raises(ConfigError, match=r'position\.method = "rotary" has no slopes'):
+    with pytest.raises(ConfigError, match=r'position\.method = "rotary" has the keys rotary_base'):
         tiny_config(position={"slopes": RANGE, "method": "rotary"})
     one = {"num_attention_heads": 1}
     with pytest.raises(ConfigError, match="one head has one slope"):
@@ -98,7 +101,7 @@ def test_other_slopes_are_another_model():
     assert found.effect == "fixed"
     assert settings_hash(published, "data") != settings_hash(other, "data")
     # How they are written does not matter.
-    same = slopes(list(other.slopes))
+    same = slopes(list(other.position.slopes_of(8)))
     assert differences(other, same) == []
     assert settings_hash(other, "data") == settings_hash(same, "data")
 
@@ -116,10 +119,10 @@ def test_a_sweep_over_slopes(tmp_path):
     config.write_text(dump_config(tiny_config(run={"directory": str(tmp_path / "run")})))
     values = f"{[0.5] * 8}, {{first = 0.9, last = 0.01}}, 'published'"
     runs = sweep_runs(config, parse_axes([f"position.slopes={values}"]), [], tmp_path / "run")
-    assert [load_config(config, run.settings).slopes for run in runs] == [
+    assert [load_config(config, run.settings).position.slopes_of(8) for run in runs] == [
         (0.5,) * 8,
-        slopes({"first": 0.9, "last": 0.01}).slopes,
-        None,
+        slopes({"first": 0.9, "last": 0.01}).position.slopes_of(8),
+        published_slopes(8),
     ]
     names = [Path(run.config.run.directory).name for run in runs]
     assert names[2] == "published"

@@ -1,0 +1,31 @@
+"""Position methods: how the model knows the order of tokens. One file a method, over `base`.
+
+A file here is all that the other rooms know of a method: they ask `config.position`, which is an
+instance of the class that position.method names, and compare no names. A method of your own is one
+subclass of PositionMethod; once its module is imported, every command knows it.
+
+Nothing here imports torch before a model is built: the launcher reads configs too.
+"""
+
+# RunConfig needs PositionMethod, which is a section of a config. Whichever of the two packages is
+# imported first, this line makes pretrain.config the outer one.
+import pretrain.config  # noqa: F401  # isort: skip
+from pretrain.positions.alibi import Alibi
+from pretrain.positions.base import METHODS, PositionMethod, Rope
+from pretrain.positions.learned import Learned
+from pretrain.positions.none import NoPositions
+from pretrain.positions.rotary import Rotary
+from pretrain.positions.sinusoidal import Sinusoidal
+from pretrain.positions.t5 import T5
+
+__all__ = [
+    "METHODS",
+    "Alibi",
+    "Learned",
+    "NoPositions",
+    "PositionMethod",
+    "Rope",
+    "Rotary",
+    "Sinusoidal",
+    "T5",
+]

@@ -1,0 +1,207 @@
+"""ALiBi: add -m_h (i - j) to the score of query i and key j in head h.
+
+Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, arXiv 2108.12409. Model, kernels,
+export and benchmarks all take their slopes from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from pretrain.config.errors import Refusal
+from pretrain.config.schema import Section
+from pretrain.positions.base import PositionMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pretrain.config.run import RunConfig
+
+MAX_SLOPE = 100.0
+"""Largest slope. exp(-104) is 0 in fp32, so a steeper head sees nothing but a token itself, too."""
+
+
+_ABOUT = """ ALiBi ([Press, Smith and Lewis, 2022](https://arxiv.org/abs/2108.12409)) adds a bias to
+attention scores that falls with the distance between two tokens, so that the model can read texts
+that are longer than those it was trained on."""
+
+
+class SlopeRange(Section):
+    """A geometric sequence of slopes, from the first head to the last."""
+
+    first: float = Field(gt=0, le=MAX_SLOPE)
+    """Slope of the first head."""
+
+    last: float = Field(gt=0, le=MAX_SLOPE)
+    """Slope of the last head."""
+
+
+def _as_slopes(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a value of several types, with one message where pydantic has one for each type."""
+    try:
+        # TOML and JSON have lists, which are no tuples to a strict schema.
+        return validate(tuple(value) if isinstance(value, list) else value)
+    except ValidationError:
+        raise PydanticCustomError(
+            "slopes",
+            "input should be 'published', a list with a number from 0 to 100 for each head, or a "
+            "table {first = 0.5, last = 0.00390625} of numbers above 0, up to 100",
+        ) from None
+
+
+_Slope = Annotated[float, Field(ge=0, le=MAX_SLOPE, allow_inf_nan=False)]
+Slopes = Annotated[
+    Literal["published"] | Annotated[tuple[_Slope, ...], Field(min_length=1)] | SlopeRange,
+    WrapValidator(_as_slopes),
+]
+"""The word "published", one slope for each head, or the ends of a geometric sequence."""
+
+
+class Alibi(PositionMethod):
+    """Linear biases on the attention scores.
+
+    A tensor-parallel rank takes its slice of the slopes of all heads. Computing slopes for the
+    number of local heads instead would give each rank the slopes of a smaller model.
+    """
+
+    method: Literal["alibi"] = "alibi"
+
+    slopes: Slopes = "published"
+    """The slopes of the heads. published: those of the paper, 2^(-8 (h + 1) / n) for n heads where
+    n is a power of two, and those of the authors' code for other n. A list has one slope for each
+    head of the model, from 0, which adds nothing to a head's scores, to 100. A table such as
+    {first = 0.5, last = 0.00390625} is a geometric sequence from the first head to the last."""
+
+    trainable_slopes: bool = False
+    """Train the slopes, from those of position.slopes on. The paper found it slower, and worse
+    beyond the training length."""
+
+    title = "ALiBi"
+    about = _ABOUT
+    bias = "slopes"
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        heads = config.model.num_attention_heads
+        if isinstance(self.slopes, tuple) and len(self.slopes) != heads:
+            yield Refusal(
+                "position.slopes",
+                list(self.slopes),
+                f"lists {len(self.slopes)}, and model.num_attention_heads = {heads}",
+                f"Give {heads}, one for each head of the model; tensor-parallel ranks take their "
+                "part",
+            )
+        ends = self.slopes if isinstance(self.slopes, SlopeRange) else None
+        if ends is not None and heads == 1 and ends.first != ends.last:
+            yield Refusal(
+                "position.slopes",
+                ends.model_dump(),
+                "one head has one slope, which cannot be the first and the last of them",
+                f"Set position.slopes = [{ends.first}]",
+            )
+
+    def slopes_of(self, num_heads: int) -> tuple[float, ...]:
+        """Return the slope of each head, of all heads of a model.
+
+        Args:
+            num_heads: Number of heads of the whole model.
+        """
+        if isinstance(self.slopes, SlopeRange):
+            first, last = self.slopes.first, self.slopes.last
+            # The ends are exact, so that the range says what it holds.
+            middle = [
+                first * (last / first) ** (head / (num_heads - 1))
+                for head in range(1, num_heads - 1)
+            ]
+            return (first, *middle, last)[:num_heads]
+        return published_slopes(num_heads) if self.slopes == "published" else self.slopes
+
+    def resolved(self, config: RunConfig) -> dict[str, Any]:
+        if self.slopes == "published":
+            return {}
+        # A range and the list of its values are one model.
+        return {"slopes": list(self.slopes_of(config.model.num_attention_heads))}
+
+    @property
+    def result_name(self) -> str:
+        if self.trainable_slopes:
+            return "alibi_trained_slopes"
+        return self.method if self.slopes == "published" else "alibi_other_slopes"
+
+    def description(self, config: RunConfig) -> str:
+        if self.slopes == "published":
+            return "alibi with trainable slopes" if self.trainable_slopes else "alibi"
+        found = self.slopes_of(config.model.num_attention_heads)
+        trained = "trainable slopes, at first" if self.trainable_slopes else "slopes"
+        return f"alibi with {trained} {' '.join(f'{slope:.4g}' for slope in found)}"
+
+    def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        shape = (config.model.num_attention_heads,)
+        return {"position.slopes": shape} if self.trainable_slopes else {}
+
+    def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
+        import torch
+
+        slopes = self.slopes_of(config.model.num_attention_heads)
+        return {"position.slopes": torch.tensor(slopes, dtype=torch.float32)}
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        import torch
+
+        if self.trainable_slopes:
+            return {"slopes": own["slopes"].float()}
+        slopes = self.slopes_of(config.model.num_attention_heads)[heads]
+        return {"slopes": torch.tensor(slopes, dtype=torch.float32, device=device)}
+
+    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
+        # MPT has erf GELU and no biases, Bloom has tanh GELU, biases and a LayerNorm on the
+        # embeddings. A model with tanh GELU and no biases is exported as Bloom, with biases of 0.
+        m = config.model
+        is_mpt = m.hidden_act == "gelu" and not m.use_bias and not m.embedding_layernorm
+        stock = "mpt" if is_mpt else "bloom"
+        # Bloom computes the published slopes. So does MPT: MptModel.forward does not pass
+        # attn_config.alibi_bias_max on, whatever it says (transformers/models/mpt/modeling_mpt.py).
+        is_published = self.slopes == "published" and not self.trainable_slopes
+        return (stock if is_published else f"{stock}_slopes"), ""
+
+    def export_bytes_a_position(self, config: RunConfig) -> int:
+        # MPT makes the biases of all positions in each forward pass, and slices them.
+        return 12 * config.model.num_attention_heads
+
+
+def published_slopes(num_heads: int) -> tuple[float, ...]:
+    """Return the published slopes of all heads of a model, each in (0, 1).
+
+    For n heads, n a power of two, head h has the slope 2^(-8 (h + 1) / n) (section 3 of the paper).
+    For other n, this follows the authors' code and every public model: the slopes of the largest
+    power of two below n, then every second slope of twice as many heads.
+
+    Raises:
+        ValueError: `num_heads` is less than 1.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads = {num_heads}: it must be at least 1")
+    power = 1 << (num_heads.bit_length() - 1)
+    return (*_geometric(power), *_geometric(2 * power)[0::2][: num_heads - power])
+
+
+def _geometric(num_heads: int) -> list[float]:
+    """Return the slopes of `num_heads` heads, a power of two."""
+    return [2.0 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)]
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Return `published_slopes` as a tensor, fp32 [num_heads].
+
+    A tensor-parallel rank must slice this tensor. Calling it with the rank's own head count would
+    give different slopes.
+    """
+    import torch
+
+    return torch.tensor(published_slopes(num_heads), dtype=torch.float32)

@@ -1,0 +1,248 @@
+"""What a position method has to say: the questions that the rooms ask, with the answers of none.
+
+The fields of a method are its keys in [position]. Its class variables and functions say what it
+adds to embeddings and scores, what it does to queries and keys, what it learns, how far it reaches,
+what it costs, and which transformers class can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple
+
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
+
+from pretrain.config.errors import Refusal
+from pretrain.config.schema import Effect, Section
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pretrain.config.run import RunConfig
+
+METHODS: dict[str, type[PositionMethod]] = {}
+"""Value of position.method -> its class. A subclass of PositionMethod enters itself."""
+
+DEFAULT_METHOD = "alibi"
+"""What a config has that names none."""
+
+OWN = "position."
+"""Begins the global name of a parameter that the method itself holds."""
+
+LEARNED_TABLE = "embedding.position_embeddings.weight"
+"""Global name of Megatron's learned position table."""
+
+
+class Rope(NamedTuple):
+    """Megatron's rotary embeddings, which are also those of GPT-NeoX."""
+
+    base: int
+    """Base of the frequencies."""
+
+    percent: float
+    """Share of each head's channels that is rotated, the first ones."""
+
+
+class PositionMethod(Section):
+    """[position]: how the model knows the order of tokens."""
+
+    # A subclass answers what it does otherwise. In every question, config is the whole run; B are
+    # sequences, S tokens, and D is the width of a head.
+
+    EFFECT = Effect.FIXED
+
+    method: str = DEFAULT_METHOD
+    """alibi: linear biases on attention scores. sinusoidal, learned: a table added to the
+    embeddings. rotary: queries and keys are rotated. t5: a learned bias on attention scores for
+    each bucket of distances. none: no positions. Each has the keys that name it."""
+
+    title: ClassVar[str] = ""
+    """What people call it, as in "a model with ALiBi positions". Default: position.method."""
+
+    about: ClassVar[str] = ""
+    """Sentences about it for the model card, with a space before them."""
+
+    adds_to_embeddings: ClassVar[bool] = False
+    """True if something is added to the embeddings: `embedded`, or Megatron's learned table."""
+
+    bias: ClassVar[Literal["none", "slopes", "table"]] = "none"
+    """What `score_terms` hands to the kernels: nothing, a slope for each head as ALiBi's, or a
+    table of heads and buckets as T5's. Kernels, memory and time follow from it."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        METHODS[cls.model_fields["method"].default] = cls
+
+    @field_validator("method")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in METHODS:
+            *names, last = (f"'{name}'" for name in METHODS)
+            expected = f"{', '.join(names)} or {last}"
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return value
+
+    # ---- config ----
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """Yield why the model cannot have these positions, beside what the types of keys say."""
+        yield from ()
+
+    def resolved(self, config: RunConfig) -> dict[str, Any]:
+        """Return the values that keys stand for, where two spellings may mean one model.
+
+        They are what two configs are compared by. Keys that are left out count as they are written.
+        """
+        return {}
+
+    @property
+    def result_name(self) -> str:
+        """The name under which results are compared: other settings may be another method."""
+        return self.method
+
+    def description(self, config: RunConfig) -> str:
+        """Return the method and its unusual settings, for `pretrain config`."""
+        return self.method
+
+    # ---- parameters: model, optimizer, checkpoint and plan follow from this list ----
+
+    def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        """Return the parameters that it learns: global name -> shape in the whole model.
+
+        There are two kinds. "position.NAME" has the heads of the model as axis 0, which tensor
+        ranks divide among them; every pipeline stage holds a copy, and the gradients of the copies
+        are summed. Megatron's learned table, LEARNED_TABLE, is held whole by the first stage.
+        """
+        return {}
+
+    def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
+        """Return the initial fp32 values of parameters that are not drawn at random, whole."""
+        return {}
+
+    def learning_rate_mult(self, config: RunConfig) -> float:
+        """Return the factor on the learning rate of the "position.*" parameters."""
+        return config.optimizer.position_learning_rate_mult
+
+    # ---- model ----
+
+    def embedded(self, config: RunConfig, positions: Tensor) -> Tensor | None:
+        """Return what is added to the embeddings at some positions; None if nothing, or learned.
+
+        Args:
+            config: The run.
+            positions: Positions in the text, counted from 0; integers of any shape [...].
+
+        Returns:
+            [..., hidden_size], of any float type.
+        """
+        return None
+
+    def rope(self) -> Rope | None:
+        """Return the rotation that Megatron applies to queries and keys in every layer."""
+        return None
+
+    def queries_and_keys(
+        self, config: RunConfig, query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as the scores see them, where that is not Megatron's rotation.
+
+        Args:
+            config: The run.
+            query: [queries, B, heads of this rank, D]; they are the last positions of the keys.
+            key: [keys, B, key heads of this rank, D], from position 0 on.
+        """
+        return query, key
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        """Return what is added to the scores of some heads.
+
+        Args:
+            config: The run.
+            heads: The heads of this tensor-parallel rank, among those of the whole model.
+            own: This rank's part of `tensors`, "position.NAME" by NAME.
+            device: The device of the queries.
+
+        Returns:
+            Keyword arguments of `pretrain.kernels.dispatch.attention`. Where nothing is learned,
+            they are kept for later calls.
+        """
+        return {}
+
+    # ---- reach and costs ----
+
+    def table_end(self, config: RunConfig) -> int | None:
+        """Return the number of positions that exist; None if there is one for every token."""
+        return None
+
+    def reach(self, config: RunConfig) -> int:
+        """Return the distance in tokens from which on the bias of a table is the same."""
+        return config.data.sequence_length
+
+    def rotated_channels(self, config: RunConfig) -> int:
+        """Return the channels of each head that are rotated, in new tensors of queries and keys."""
+        return 0
+
+    # ---- Hugging Face ----
+
+    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
+        """Return which class of `pretrain.huggingface` computes these positions, by model_type.
+
+        None where no class does, with the reason; it begins in lower case, without a full stop.
+        """
+        return None, f"no stock transformers decoder computes {self.method} positions"
+
+    def export_bytes_a_position(self, config: RunConfig) -> int:
+        """Return the memory that its class takes for each position it reaches, when it is made."""
+        return 0
+
+
+def all_keys() -> dict[str, FieldInfo]:
+    """Return every key of [position], whichever methods have it, with its field."""
+    return {key: field for each in METHODS.values() for key, field in each.model_fields.items()}
+
+
+FOREIGN_KEY: Final = "foreign_key"
+"""The type of the error of a key that another method has."""
+
+
+def _chosen(section: Any) -> Any:
+    """Validate a [position] section by the class that its method names."""
+    if not isinstance(section, dict):
+        return section
+    name = section.get("method", DEFAULT_METHOD)
+    if not isinstance(name, str) or name not in METHODS:
+        # Says which methods there are.
+        return PositionMethod.model_validate({"method": name})
+    chosen = METHODS[name]
+    foreign = {key: field for key, field in all_keys().items() if key not in chosen.model_fields}
+    # A default that is written out changes nothing, also one of another method: a base file of
+    # several methods, and the configs of a study, say what all of them are trained with.
+    own = {k: v for k, v in section.items() if k not in foreign or v != foreign[k].default}
+    if unused := own.keys() & foreign.keys():
+        raise ValidationError.from_exception_data(
+            "position", [_foreign(chosen, key, own[key]) for key in own if key in unused]
+        )
+    return chosen.model_validate(own)
+
+
+def _foreign(chosen: type[PositionMethod], key: str, value: Any) -> InitErrorDetails:
+    """Return the error of a key that other methods have, and the chosen one has not."""
+    keys = ", ".join(name for name in chosen.model_fields if name != "method")
+    homes = ", ".join(f'"{name}"' for name, each in METHODS.items() if key in each.model_fields)
+    message = (
+        f'position.method = "{chosen.model_fields["method"].default}" has '
+        f"{f'the keys {keys} and not this one' if keys else 'no keys'}. Remove it, or set "
+        f"position.method = {homes}"
+    )
+    # Braces would be read as the fields of a template.
+    kind = PydanticCustomError(FOREIGN_KEY, "{message}", {"message": message})
+    return InitErrorDetails(type=kind, loc=(key,), input=value)
+
+
+Position = Annotated[SerializeAsAny[PositionMethod], BeforeValidator(_chosen)]
+"""The section [position]: an instance of the class that its method names."""

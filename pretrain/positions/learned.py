@@ -1,0 +1,48 @@
+"""Learned positions: Megatron's table, added to the embeddings. It ends where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from pretrain.config.errors import Refusal
+from pretrain.positions.base import LEARNED_TABLE, PositionMethod
+
+if TYPE_CHECKING:
+    from pretrain.config.run import RunConfig
+
+
+class Learned(PositionMethod):
+    """A learned table added to the embeddings."""
+
+    method: Literal["learned"] = "learned"
+
+    max_position_embeddings: int | None = Field(default=None, gt=0)
+    """Rows of the position table, in tokens, beyond which the model cannot be evaluated. Default:
+    data.sequence_length."""
+
+    adds_to_embeddings = True
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        rows, length = self.table_end(config), config.data.sequence_length
+        if length > rows:
+            yield Refusal(
+                "position.max_position_embeddings",
+                rows,
+                f"less than data.sequence_length = {length}",
+                f"Set {length} or more, or remove the key",
+            )
+
+    def resolved(self, config: RunConfig) -> dict[str, Any]:
+        return {"max_position_embeddings": self.table_end(config)}
+
+    def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        return {LEARNED_TABLE: (self.table_end(config), config.model.hidden_size)}
+
+    def table_end(self, config: RunConfig) -> int:
+        return self.max_position_embeddings or config.data.sequence_length
+
+    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
+        return "opt", ""

@@ -1,0 +1,191 @@
+"""A position method of one's own is one class: every command knows it, as a user meets them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pretrain.config import RunConfig, load_config
+from pretrain.config.errors import Refusal
+from pretrain.plan.memory import Activations, attention_backend
+from pretrain.positions.base import METHODS, PositionMethod
+from tests.end_to_end import commands
+from tests.end_to_end.commands import Done, explained, metrics, sets
+
+
+class Toy(PositionMethod):
+    """Rotates queries and keys and lets them fade, as xPos, and learns a bias for each head."""
+
+    method: Literal["toy"] = "toy"
+
+    toy_base: float = Field(default=1000.0, gt=1)
+    """Base of the frequencies."""
+
+    bias = "slopes"
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        if config.head_dim % 2:
+            why = f"toys turn pairs of channels, and a head has {config.head_dim}"
+            yield Refusal("model.hidden_size", config.model.hidden_size, why, "Be even")
+
+    def tensors(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+        return {"position.toy_slopes": (config.model.num_attention_heads,)}
+
+    def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
+        return {"position.toy_slopes": torch.linspace(0.5, 0.01, config.model.num_attention_heads)}
+
+    def queries_and_keys(
+        self, config: RunConfig, query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        last = len(key)
+        return self._turned(query, last - len(query), 1.0), self._turned(key, 0, -1.0)
+
+    def _turned(self, x: Tensor, first: int, sign: float) -> Tensor:
+        half = x.shape[-1] // 2
+        place = torch.arange(first, first + len(x), dtype=torch.float64)[:, None, None, None]
+        share = torch.arange(half, dtype=torch.float64) / half
+        angle, fade = place * self.toy_base**-share, (0.99 + 0.01 * share) ** (sign * place)
+        a, b = x[..., :half], x[..., half:]
+        turned = [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()]
+        return (torch.cat(turned, dim=-1) * torch.cat([fade, fade], dim=-1)).to(x.dtype)
+
+    def score_terms(
+        self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        return {"slopes": own["toy_slopes"].float()}
+
+    def rotated_channels(self, config: RunConfig) -> int:
+        return config.head_dim
+
+    def held_by(self, config: RunConfig) -> tuple[str | None, str]:
+        return None, "no class both turns heads and biases them"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    """Other tests of this process list the methods that there are."""
+    METHODS["toy"] = Toy
+    yield
+    del METHODS["toy"]
+
+
+def main(*arguments: Any) -> None:
+    """Run a command in a process that imports this module for it, and with it the toy."""
+    METHODS["toy"] = Toy
+    commands._main(*arguments)
+
+
+del METHODS["toy"]
+
+
+def pretrain(*arguments: object, world_size: int = 1) -> Done:
+    """Run `pretrain` on some ranks; return how rank 0 ended, after all did so well."""
+    with TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(world_size):
+            environment = {}
+            if world_size > 1:
+                environment = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            words, output = [str(word) for word in arguments], f"{folder}/{rank}"
+            process = commands.SERVER.Process(
+                target=main, args=(words, environment, output, None, str(commands.ROOT))
+            )
+            process.start()
+            processes.append(process)
+        done = [commands._end(p, Path(f"{folder}/{rank}")) for rank, p in enumerate(processes)]
+    assert world_size == 1 or all(each.code == 0 for each in done), done
+    return done[0]
+
+
+# Dropout's masks belong to a layout.
+SETTINGS = ["position.method=toy", "model.hidden_dropout=0", "model.attention_dropout=0"]
+SETTINGS += ["logging.interval_steps=1"]
+FOUR = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
+FOUR += ["parallel.sequence_parallel=true", "train.num_steps=4", "train.profile_steps=[2,3]"]
+
+
+@pytest.fixture(scope="module")
+def toy(workspace: Path, config: Path) -> Path:
+    """A run of the toy: four steps as tp2 x pp2 with sequence parallelism, four on two ranks."""
+    run = workspace / "runs/toy"
+    words = ["train", config, *sets(f"run.directory={run}", *SETTINGS)]
+    pretrain(*words, *sets(*FOUR), world_size=4)
+    pretrain(*words, world_size=2)
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    records = [record for record in metrics(run) if "evaluation" not in record]
+    return [record["loss_nats"] for record in records]
+
+
+def test_it_trains_and_resumes_in_another_layout(toy, workspace, config):
+    """The losses are those of one process, whose sums are in another order."""
+    whole = workspace / "runs/whole"
+    done = pretrain("train", config, *sets(f"run.directory={whole}", *SETTINGS))
+    assert done.code == 0, done.text
+    assert len(losses(toy)) == 8
+    assert losses(toy) == pytest.approx(losses(whole), rel=1e-5)
+    # Evaluated beyond the training length, too.
+    for a, b in zip(metrics(toy), metrics(whole), strict=True):
+        assert a.get("evaluation") == b.get("evaluation") or "evaluation" in a
+    profile = list((toy / "profile").iterdir())
+    assert [path.name for path in profile] == ["step-00000002-00000003.rank0.json.gz"]
+
+
+def test_it_is_evaluated(toy):
+    done = pretrain("evaluate", toy, "--lengths", "32,128", "--max-tokens", "1024")
+    assert done.code == 0, done.text
+    assert len(re.findall(r"\btoy\b.*\b128\b", done.out)) >= 1, done.out
+
+
+def test_it_is_planned(toy):
+    words = ["--gpus", "4", "--gpu-type", "h200", *sets("train.precision=bf16")]
+    done = pretrain("plan", toy / "config.toml", *words)
+    assert done.code == 0, done.text
+    assert ", toy, " in done.out
+    config = load_config(toy / "config.toml", ["train.precision=bf16"])
+    assert attention_backend(config, is_modern=True) == "triton"
+    # It keeps what ALiBi keeps and, as rotary positions, turned queries and keys with their angles.
+    kept = {
+        method: Activations(
+            load_config(toy / "config.toml", [f"position.method={method}", "train.precision=bf16"]),
+            is_modern=True,
+        ).whole_layer()
+        for method in ("toy", "alibi", "rotary", "none")
+    }
+    assert kept["toy"] - kept["alibi"] == kept["rotary"] - kept["none"] > 0
+
+
+def test_it_is_refused_for_export_in_its_own_words(toy, tmp_path):
+    said = "position.method = toy: no class both turns heads and biases them."
+    explained(pretrain("export", toy, tmp_path / "out"), 2, said)
+    done = pretrain("config", toy / "config.toml")
+    assert done.code == 0 and f"none: {said}" in done.out
+    assert re.search(r'\nmethod = "toy" .*\ntoy_base = 1000.0 ', done.out)
+
+
+def test_its_keys_and_rules_are_its_own(config):
+    explained(
+        pretrain("config", config, *sets("position.method=toy", "position.toy_base=1")),
+        2,
+        "position.toy_base = 1: input should be greater than 1",
+    )
+    explained(
+        pretrain("config", config, *sets("position.method=t5", "position.toy_base=7")),
+        2,
+        'set position.method = "toy"',
+    )
+    odd = sets("position.method=toy", "model.hidden_size=36", "model.num_attention_heads=4")
+    explained(
+        pretrain("config", config, *odd), 2, "model.hidden_size = 36: toys turn pairs of channels"
+    )

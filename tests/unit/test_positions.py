@@ -1,0 +1,127 @@
+"""Position methods: what a section may say, and that no room but their own compares their names."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import ConfigError, dump_config, parse_config
+from pretrain.config.trajectory import differences
+from pretrain.positions import METHODS
+from tests.conftest import TINY, tiny_config
+
+ROOT = Path(__file__).parents[2]
+# Claims are about names: what the paper says of each method.
+ABOUT_NAMES = ("pretrain/positions/", "pretrain/study/", "pretrain/evaluate/comparison.py")
+ABOUT_NAMES += ("pretrain/evaluate/judge.py",)
+
+
+def product() -> Iterator[Path]:
+    for folder in ("pretrain", "launcher", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not any(path.is_relative_to(ROOT / each) for each in ABOUT_NAMES):
+                yield path
+
+
+def names_in(nodes: list[ast.expr]) -> set[object]:
+    """The texts of some expressions, and of the lists, tuples and sets that they are."""
+    members = [part for node in nodes for part in getattr(node, "elts", [node])]
+    return {part.value for part in members if isinstance(part, ast.Constant)}
+
+
+def comparisons(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines where a method's name, or its class, decides something."""
+    classes = {each.__name__ for each in METHODS.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            found = names_in([node.left, *node.comparators]) & METHODS.keys()
+            # Other keys of a config have a "none", too.
+            if found - {"none"} or (found and "method" in ast.unparse(node)):
+                yield node.lineno
+        elif isinstance(node, ast.Dict):
+            # One alone may be a setting of a transformers class.
+            if len(names_in([key for key in node.keys if key]) & METHODS.keys()) > 1:
+                yield node.lineno
+        elif isinstance(node, ast.MatchValue):
+            if names_in([node.value]) & METHODS.keys() - {"none"}:
+                yield node.value.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            kinds = {ast.unparse(each) for each in getattr(node.args[1], "elts", node.args[1:])}
+            if kinds & classes:
+                yield node.lineno
+
+
+def test_no_room_compares_the_name_of_a_method() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in product()
+        for line in comparisons(ast.parse(path.read_text()))
+    ]
+    assert not found, "ask config.position instead"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'config.position.method == "alibi"',
+        'method in ("alibi", "t5")',
+        'config.position.method != "none"',
+        '{"alibi": 1, "t5": 2}.get(method)',
+        "isinstance(config.position, Rotary)",
+        'match method:\n    case "learned":\n        pass',
+    ],
+)
+def test_a_comparison_is_found(code: str) -> None:
+    assert list(comparisons(ast.parse(code)))
+    assert not list(comparisons(ast.parse('recompute == "none" and position.bias == "slopes"')))
+
+
+@pytest.mark.parametrize("first", ["pretrain.positions", "pretrain.config", "pretrain.model"])
+def test_whichever_package_comes_first_all_methods_are_there(first: str) -> None:
+    code = (
+        f"import json, sys, {first}; from pretrain.positions.base import METHODS; "
+        "from pretrain.config.load import section_keys; "
+        "print(json.dumps([list(METHODS), section_keys()['position'], 'torch' in sys.modules]))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    methods, keys, has_torch = json.loads(out.stdout)
+    assert methods == ["alibi", "learned", "none", "rotary", "sinusoidal", "t5"]
+    assert keys[:3] == ["method", "slopes", "trainable_slopes"] and len(keys) == 9
+    assert not has_torch
+
+
+def test_a_section_has_the_keys_of_its_method() -> None:
+    rotary = tiny_config(position={"method": "rotary", "rotary_base": 500_000})
+    [section] = dump_config(rotary).split("[position]\n")[1:]
+    assert section.startswith('method = "rotary"\nrotary_base = 500000\nrotary_percent = 1.0\n\n[')
+    with pytest.raises(ConfigError) as error:
+        parse_config(TINY, "tiny", ["position.method=t5", "position.rotary_base=500000"])
+    assert str(error.value) == (
+        'tiny: --set position.rotary_base = 500000: position.method = "t5" has the keys '
+        "relative_attention_num_buckets, relative_attention_max_distance and not this one. Remove "
+        'it, or set position.method = "rotary"'
+    )
+    with pytest.raises(ConfigError, match=r'position\.method = "none" has no keys\. Remove it'):
+        parse_config(TINY, "tiny", ["position.method=none", "position.trainable_slopes=true"])
+
+
+def test_a_default_of_another_method_changes_nothing() -> None:
+    """A base of several methods says what each of them is trained with."""
+    written = {"method": "t5", "rotary_base": 10_000, "trainable_slopes": False}
+    found = tiny_config(position=written)
+    assert found == tiny_config(position={"method": "t5"})
+    assert "rotary_base" not in dump_config(found)
+
+
+def test_of_two_methods_the_name_differs_and_keys_that_say_more() -> None:
+    alibi, rotary = tiny_config(), tiny_config(position={"method": "rotary"})
+    assert [each.key for each in differences(alibi, rotary)] == ["position.method"]
+    slow = tiny_config(position={"method": "rotary", "rotary_base": 500_000})
+    found = {each.key: (each.before, each.after) for each in differences(alibi, slow)}
+    assert found["position.rotary_base"] == (10_000, 500_000) and len(found) == 2
