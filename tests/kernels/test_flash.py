@@ -138,17 +138,29 @@ def test_exact_forward_and_backward(case):
     assert_exact(make(*shape, torch.float32), torch.float32, **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+HALVES = ["odd length, odd width", "slopes with gradient", "table", "dropout", "symmetric"]
+
+
 @pytest.mark.parametrize(
-    "case", ["odd length, odd width", "slopes with gradient", "table", "dropout", "symmetric"]
+    ("case", "dtype"),
+    mark_torture(
+        [(case, dtype) for case in HALVES for dtype in (torch.bfloat16, torch.float16)],
+        {(case, torch.bfloat16) for case in HALVES}
+        | {("odd length, odd width", torch.float16), ("dropout", torch.float16)},
+    ),
 )
 def test_half_precision_is_exact(case, dtype):
     *shape, arguments = CASES[case]
     assert_exact(make(*shape, dtype), dtype, **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "dtype"),
+    mark_torture(
+        [(causal, dtype) for causal in (True, False) for dtype in (torch.bfloat16, torch.float16)],
+        {(True, torch.bfloat16), (False, torch.float16)},
+    ),
+)
 def test_gradients_of_slopes_do_not_suffer_from_the_rounded_output(causal, dtype):
     """Compare with fp64: the error is that of fp32 sums, far below plain torch's in this dtype.
 
@@ -215,8 +227,16 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("shape", ["causal", "symmetric, grouped, keys from before"])
+SHAPES = ("causal", "symmetric, grouped, keys from before")
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    mark_torture(
+        [(shape, kind) for shape in SHAPES for kind in INPUTS],
+        {(SHAPES[0], kind) for kind in INPUTS} | {(SHAPES[1], "scale 8"), (SHAPES[1], "giant key")},
+    ),
+)
 def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     causal = shape == "causal"
     queries, keys, groups = (160, 160, 2) if causal else (64, 192, 1)
@@ -365,7 +385,11 @@ def test_nan_propagates_through_skipped_tiles(name, bad):
 
 
 @pytest.mark.parametrize(
-    "case", ["keys from before", "symmetric table", "dropout, symmetric, trained"]
+    ("case",),
+    mark_torture(
+        [("keys from before",), ("symmetric table",), ("dropout, symmetric, trained",)],
+        {("keys from before",), ("dropout, symmetric, trained",)},
+    ),
 )
 def test_every_element_is_written_and_runs_agree_to_the_last_bit(case, monkeypatch):
     *shape, arguments = CASES[case]

@@ -1,4 +1,9 @@
-"""Compare the messages about mistakes that users make in configs with what they have to say."""
+"""The one table of messages: how each is provoked, and what it must name.
+
+A message names the file, the key, the value and the remedy, as far as there are such. A row says
+the words without which it would not, and nothing of the sentence around them. The rest of the tests
+says that something is refused, not how.
+"""
 
 from __future__ import annotations
 
@@ -64,39 +69,109 @@ def path(tmp_path):
     return file
 
 
-DIGITS = "Write all of its digits, without a unit, a comma or a space: 50000 or 50_000"
+DIGITS = ("all of its digits", "50000 or 50_000")
+REMOVE = "--set evaluation.max_tokens="
+
+# A value of the command line: --set -> what the message names beside the file and the key.
+VALUES: list[tuple[str, tuple[str, ...]]] = [
+    ("train.num_steps=50k", DIGITS),
+    ("data.vocab_size=32,000", DIGITS),
+    ("optimizer.learning_rate=0,003", DIGITS),
+    ("optimizer.learning_rate=3 e-3", DIGITS),
+    ("position.method=alibbi", ("'alibbi'", 'mean "alibi"?')),
+    ("position.method='alibi", ('mean "alibi"?',)),
+    ("position.method=ALIBI", ("'ALIBI'", "'alibi'")),
+    ("train.precision=bfloat16", ('mean "bf16"?',)),
+    ("evaluation.lengths=512", ("int", "list: [512]")),
+    ("evaluation.lengths=64,256", ("str", "list: [64, 256]")),
+    ("evaluation.lengths=64 256", ("list: [64, 256]",)),
+    ('evaluation.lengths=[64, "256"]', ("evaluation.lengths[1] = '256'",)),
+    ("evaluation.lengths=[]", ("empty", "remove the key")),
+    ("evaluation.lengths=[64, 18446744073709551616]", ("18446744073709551616", "larger than")),
+    ("evaluation.protocols=sliding,nonoverlapping", ('["sliding", "nonoverlapping"]',)),
+    ("evaluation.max_tokens=none", ("remove the key", REMOVE)),
+    ("evaluation.max_tokens=None", ("remove the key", REMOVE)),
+    ("evaluation.max_tokens=null", ("remove the key", REMOVE)),
+    ("data.paths=a.txt,b.txt", ('list: ["a.txt", "b.txt"]',)),
+    ("data.paths=my notes.txt", ('list: ["my notes.txt"]',)),
+    ("train.profile_steps=10", ("list", "int")),
+    ("optimizer.learning_rate=.003", ("0.003",)),
+    ("optimizer.learning_rate=3.e-3", ("0.003",)),
+    ("optimizer.learning_rate=inf", ("inf", "finite")),
+    (f"optimizer.learning_rate=1{'0' * 400}", ("larger than",)),
+    (f"optimizer.learning_rate=1{'0' * 5000}", ()),
+    ("optimizer.clip_grad=nan", ("nan", "greater than or equal to 0")),
+    ("train.num_steps=0040", ("40",)),
+    ("train.num_steps=", ("missing", "default")),
+    ("train.num_steps=3 # three", ("'3 # three'",)),
+    ("train.num_steps=3\nx=4", ("'3\\nx=4'",)),
+    ("train.num_steps=3,", ("'3,'",)),
+    ("train.num_steps=18446744073709551616", ("18446744073709551616", "larger")),
+    ("model.hidden_size=none", ("needed", "set a value")),
+    ("model.use_bias=True", ("'True'", "boolean", "true or false")),
+    ("run.seed=1e3", ("without a point and an exponent", "1000")),
+    ('run.seed="3"', ("without quotes",)),
+    ("run.seed=9223372036854775808", ("9223372036854775808", "larger than")),
+    ("run.seed=9007199254740993", ("9007199254740991", "JSON")),
+    ("run.directory=", ("missing", "default")),
+    ('run.directory=""', ("''", "empty")),
+    ('data.directory="  "', ("'  '", "empty")),
+    ("run.directory=$UNSET/runs", ("$UNSET/runs", "UNSET is not set")),
+    ("run.directory=${UNSET}", ("UNSET is not set", "export UNSET=")),
+    ("run.directory=$EMPTY/runs", ("EMPTY",)),
+    ("run.directory=$NAMES/runs", ("name of another variable",)),
+    ("run.directory=$LATIN/runs", ("UTF-8",)),
+    ('run.directory="a\\u0000b"', ("NUL",)),
+    ("data.directory=~nobody-of-this-name/x", ("no such home directory",)),
+    ('data.paths=["a", "$UNSET"]', ("$UNSET", "UNSET is not set")),
+]
+# A key that there is not -> the one that is meant.
+KEYS = [
+    ("position.methd=", "position.methd", "position.method"),
+    ("positions.method=", "positions", "position"),
+    ("Position.Method=rotary", "Position", "position"),
+    ("position.METHOD=rotary", "position.METHOD", "position.method"),
+    ("position.METHOD=", "position.METHOD", "position.method"),
+]
 
 
-@pytest.mark.parametrize(
-    ("override", "remedy"),
-    [
-        ("train.num_steps=50k", DIGITS),
-        ("data.vocab_size=32,000", DIGITS),
-        ("optimizer.learning_rate=0,003", DIGITS),
-        ("optimizer.learning_rate=3 e-3", DIGITS),
-        ("position.method=alibbi", 'Did you mean "alibi"?'),
-        ("position.method='alibi", 'Did you mean "alibi"?'),
-        ("train.precision=bfloat16", 'Did you mean "bf16"?'),
-        ("evaluation.lengths=512", "should be a list (got int). Write a list: [512]"),
-        ('evaluation.lengths=[64, "256"]', "evaluation.lengths[1] = '256'"),
-        ("evaluation.lengths=[]", "an empty list. Name at least one value, or remove the key"),
-        ("evaluation.lengths=64,256", "should be a list (got str). Write a list: [64, 256]"),
-        ("evaluation.lengths=64 256", "Write a list: [64, 256]"),
-        ("evaluation.protocols=sliding,nonoverlapping", '["sliding", "nonoverlapping"]'),
-        ("data.paths=a.txt,b.txt", 'Write a list: ["a.txt", "b.txt"]'),
-        ("data.paths=my notes.txt", 'Write a list: ["my notes.txt"]'),
-        ("train.profile_steps=10", "should be a list (got int)"),
-        ("optimizer.learning_rate=.003", "Write it as TOML has numbers: 0.003"),
-        ("optimizer.learning_rate=3.e-3", "Write it as TOML has numbers: 0.003"),
-        ("train.num_steps=0040", "Write it as TOML has numbers: 40"),
-        ("model.hidden_size=none", "The key is needed: set a value"),
-    ],
-)
-def test_a_value_of_the_command_line_is_refused_as_such_with_how_to_write_it(
-    path, override, remedy
-):
-    said = message(path, override)
-    assert said.startswith(f"{path}: --set {override.partition('=')[0]}") and remedy in said
+@pytest.mark.parametrize(("override", "names"), VALUES, ids=[row[0][:40] for row in VALUES])
+def test_a_value_of_the_command_line(path, monkeypatch, override, names):
+    for name, value in (("EMPTY", ""), ("NAMES", "$UNSET"), ("LATIN", "\udce9")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("UNSET", raising=False)
+    key, said = override.partition("=")[0], message(path, override)
+    assert said.startswith(f"{path}: ") and key in said.splitlines()[0]
+    assert all(name in said for name in names), said
+
+
+@pytest.mark.parametrize(("override", "wrong", "right"), KEYS)
+def test_a_key_that_there_is_not(path, override, wrong, right):
+    assert f"{wrong}: no such key, did you mean {right}?" in message(path, override)
+
+
+# What cannot be read as a config -> what the message names beside the file.
+FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "a torn section": (b"[run\n", ("TOML", "line 1")),
+    "no value": (b"a = \n", ("TOML", "line 1")),
+    "a section twice": (b"[run]\n[run]\n", ("TOML", "line 2")),
+    "nothing": (b"", ("model: missing", "train: missing")),
+    "a key without its section": (b"num_steps = 4\n", ("train.num_steps",)),
+    "binary": (b"\xff\xfe\x00", ("not a readable config file",)),
+    "latin1": (f"{TEXT}# é\n".encode("latin1"), ("not UTF-8", "0xe9")),
+    **{
+        name: (f"{mark}{TEXT}# é\n".encode(name), ("UTF-16", "iconv -f utf"))
+        for name, mark in (("utf-16", ""), ("utf-16-be", "\ufeff"), ("utf-32", ""))
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_config(path, name):
+    content, names = FILES[name]
+    path.write_bytes(content)
+    said = message(path)
+    assert said.startswith(f"{path}: ") and all(name in said for name in names), said
 
 
 def test_a_value_of_the_file_is_not_blamed_on_the_command_line(path):
