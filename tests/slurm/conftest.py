@@ -1,4 +1,4 @@
-"""Start one cluster for all tests of the session, when the first test asks for it."""
+"""Start one cluster for all tests of this folder, when the first test asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.slurm.cluster import Cluster, missing
 LOG_LINES = 40
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """Start a real Slurm of 16 nodes with 8 fake GPUs each.
 
