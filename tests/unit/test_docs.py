@@ -41,7 +41,8 @@ def citations(page: Path) -> list[tuple[str, str]]:
     cited = [
         (label.strip("`"), target)
         for label, target in links(page)
-        if re.fullmatch(r"`[^`]+`", label) and target.endswith(".py")
+        if re.fullmatch(r"`[^`/]+`", label) and target.endswith(".py")
+        if not label.endswith(".py`")
     ]
     places = re.findall(r"`([\w./]+/[\w./]+)::(\w+)`", page.read_text())
     return cited + [(name, file) for file, name in places]
