@@ -8,7 +8,7 @@ import os
 import pwd
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.config import ConfigError, RunFailed
@@ -35,8 +35,6 @@ POLL_SECONDS = 0.5
 """Between two looks at the files of an attempt."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue."""
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-"""States of a job of which nothing runs."""
 
 
 def cancel(run: Path, save: bool) -> None:
@@ -64,14 +62,13 @@ def cancel(run: Path, save: bool) -> None:
         # First, or the supervisor would send another job for each evaluation cancelled below.
         evaluations.pause(run)
     for job in training:
-        if save and job.state not in WAITING:
+        if save and not job.is_starting:
             _save_and_stop(run, job)
             continue
         slurm.cancel(job.job_id)
         # Slurm sends SIGTERM to running processes, and SIGKILL after KillWait (30 s by default).
         # The ranks save on SIGTERM, which succeeds if it is faster than that.
-        waited = job.state == "PENDING"
-        effect = "was waiting" if waited else "may save until Slurm kills it (KillWait)"
+        effect = "was waiting" if job.is_pending else "may save until Slurm kills it (KillWait)"
         print(f"job {job.job_id}: cancelled; it {effect}")
     for job in evaluating:
         if save:
@@ -130,7 +127,7 @@ def _requeue_job(run: Path, job: JobState) -> None:
     Raises:
         RunFailed: The job is held, so Slurm will not start it.
     """
-    if job.state in ("RUNNING", "SUSPENDED"):
+    if job.is_running or job.is_suspended:
         if not _attempts_of(run, job):
             print(
                 f"job {job.job_id}: is starting, and no attempt has begun, so there is nothing to "
@@ -145,12 +142,9 @@ def _requeue_job(run: Path, job: JobState) -> None:
             f"job {job.job_id}: asked to save and start again; follow it with `launcher logs "
             f"{shlex.quote(str(run))} --follow`"
         )
-    elif "held" in job.reason.lower():
-        # JobHeldUser, JobHeldAdmin, or "launch failed requeued held" after a failed prolog.
-        raise RunFailed(
-            f"job {job.job_id}: is held ({job.reason}). Release it with `scontrol release "
-            f"{job.job_id}`"
-        )
+    elif job.is_held:
+        release = slurm.order("release", job.job_id)
+        raise RunFailed(f"job {job.job_id}: is held ({job.reason}). Release it with `{release}`")
     else:
         reason = f" ({job.reason})" if job.reason else ""
         print(f"job {job.job_id}: {job.state}{reason}, starts by itself")
@@ -195,7 +189,7 @@ def _save_and_stop(run: Path, job: JobState) -> None:
     Raises:
         RunFailed: The attempt ended without a checkpoint, or the job is suspended and stays so.
     """
-    if job.state != "COMPLETING":
+    if not job.is_ending:
         if not _attempts_of(run, job):
             slurm.cancel(job.job_id)
             print(f"job {job.job_id}: cancelled; no attempt had begun, so it had nothing to save")
@@ -230,7 +224,7 @@ def _resume(run: Path, job: JobState) -> None:
     Raises:
         RunFailed: The user may not do that.
     """
-    if job.state != "SUSPENDED":
+    if not job.is_suspended:
         return
     before = _sign_of_life(run, job)
     try:
@@ -238,9 +232,10 @@ def _resume(run: Path, job: JobState) -> None:
     except slurm.SlurmAway:
         raise
     except slurm.SlurmError as error:
+        order = slurm.order("resume", job.job_id)
         raise RunFailed(
             f"job {job.job_id}: is suspended, so it cannot save, and it was left as it is. Only an "
-            f"operator of the cluster can resume it, with `scontrol resume {job.job_id}` ({error})"
+            f"operator of the cluster can resume it, with `{order}` ({error})"
         ) from None
     print(f"job {job.job_id}: was suspended; resumed", flush=True)
     deadline = time.monotonic() + 2 * HEARTBEAT_SECONDS
@@ -320,7 +315,7 @@ def _is_over(job: JobState, queue: Queue | None) -> bool:
     now = queue.states.get(job.job_id)
     if now is None or now.is_over:
         return True
-    starts_again = now.state in WAITING or now.restarts > job.restarts
+    starts_again = now.is_starting or now.restarts > job.restarts
     if starts_again:
         slurm.cancel(job.job_id)
     return starts_again
@@ -340,7 +335,7 @@ def _check_readable(run: Path) -> None:
         except PermissionError:
             raise ConfigError(
                 f"{path}: you may not read it. Its jobs can be cancelled and requeued by "
-                f"{_owner_of(path)}, and by an operator of the cluster with scancel and scontrol"
+                f"{_owner_of(path)}, and by an operator of the cluster"
             ) from None
         except OSError:
             continue
@@ -382,16 +377,10 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     if index is not None:
         # Still an array, of this run's task alone: the script chooses the run by
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
-        own = {"--array=": str(index), "--job-name=": record.name}
-        arguments = [_with_own_value(word, own) for word in arguments]
-    number = slurm.submit(arguments, script)
+        arguments = slurm.of_one_task(arguments, index, record.name)
+    number = slurm.submit_script(arguments, script)
     # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
     print(plain(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}"))
-
-
-def _with_own_value(word: str, own: Mapping[str, str]) -> str:
-    """Return an option of sbatch, "--array=0-7", with the value of `own` where that has one."""
-    return next((name + value for name, value in own.items() if word.startswith(name)), word)

@@ -194,8 +194,6 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
         if record.kind == JobKind.EVALUATE and record.checkpoint in waiting
     ]
     states = slurm.jobs((record.job_id for record in sent), slurm.TRIES)
-    if states is None:
-        raise slurm.SlurmAway("squeue: slurmctld does not answer")
     # An evaluation job calls this at its end. If its own checkpoint still waits, it has failed, and
     # counts as over although Slurm says that it runs.
     over = {
@@ -218,10 +216,11 @@ def _submit(run: Path, plan: Plan, name: str) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
     with writing(plan.job.logs):
         make_directory(plan.job.logs)
-    job = dataclasses.replace(plan.job, commands=(launcher_command("evaluation", str(run), name),))
-    # Slurm runs jobs of one name and user one after the other. The name is this run's own, so its
+    command = launcher_command("evaluation", str(run), name)
+    # Jobs of one name and user run one after the other. The name is this run's own, so its
     # evaluations take at most one node from training, and runs do not wait for each other.
-    job_id = slurm.submit(["--dependency=singleton", *job.arguments()], job.script())
+    job = dataclasses.replace(plan.job, commands=(command,), dependency="singleton")
+    job_id = slurm.submit(job)
     say(f"evaluation job {job_id}: {name}")
     append_job(
         run,
@@ -456,12 +455,7 @@ def run_job(run: Path, name: str) -> int:
             f"{checkpoint}: no such checkpoint. Name one of the folders step-######## in "
             f"{paths.checkpoints}"
         )
-    plan, job_id = read_plan(run), job_id_of(os.environ)
-    if job_id is None:
-        raise ConfigError(
-            "launcher evaluation: SLURM_JOB_ID is not set; this command runs inside a Slurm job. "
-            "Use `launcher evaluate-checkpoints`, or on this machine `pretrain evaluate`"
-        )
+    plan, job_id = read_plan(run), slurm.own_job_id("launcher evaluation")
     python = [plan.job.site.ranks_python or sys.executable, "-m", "pretrain"]
 
     def start(out: Path) -> Ranks:

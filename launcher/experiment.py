@@ -37,7 +37,6 @@ from pretrain.launcher.slurm import (
     check_time,
     job_name,
     launcher_command,
-    run_command,
 )
 from pretrain.launcher.status import RunStatus, read_statuses
 from pretrain.launcher.submit import allocate, check_with_slurm, submit, training_job
@@ -162,14 +161,14 @@ def _print_dry_run(job: Job) -> None:
     """
     print(job.script())
     print(
-        f"# each of the two stages is submitted with\n{shlex.join(['sbatch', *job.arguments()])}\n"
-        "# where --array, --output and the path above follow from the tasks and the stage\n"
+        f"# each of the two stages is submitted with\n{job.command_line()}\n"
+        "# where the size of the array, its logs and the path above follow from the stage\n"
     )
     try:
-        print(f"# sbatch --test-only: {slurm.test(job.arguments(), job.script())}\n")
+        print(slurm.answer(slurm.test(job.arguments(), job.script())), end="\n\n")
     except ConfigError as error:
         # A machine without Slurm's commands may show the job all the same.
-        print(f"# sbatch --test-only: not asked: {error}\n")
+        print(slurm.answer(f"not asked: {error}"), end="\n\n")
 
 
 # ---- a job array ---------------------------------------------------------------------------------
@@ -193,14 +192,13 @@ def run_array(job: Job, stop: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     job_id = None
     if job.repeats:
-        job_id = slurm.submit(job.arguments(), job.script())
+        job_id = slurm.submit(job)
         say(
             f"job {job_id}: {job.repeats} array tasks, at most {job.concurrent} at the same time. "
             "Ctrl-C cancels it"
         )
     is_wanted = _wait(job.name, stop, job_id)
-    ends = slurm.array_ends(job_id) if job_id else {}
-    if bad := {state: count for state, count in ends.items() if state != "COMPLETED"}:
+    if bad := slurm.array_failures(job_id) if job_id else None:
         say(f"job {job_id}: {', '.join(f'{n} tasks {state}' for state, n in bad.items())}")
     if not is_wanted:
         say("What is finished is kept; run the same command to go on")
@@ -235,13 +233,13 @@ def _wait(name: str, stop: Path, ours: str | None) -> bool:
 def _in_words(live: dict[str, set[str]] | None, ours: str | None) -> str:
     """Say what is worth knowing about the jobs; nothing about a job of ours that runs."""
     if live is None:
-        return "slurmctld does not answer; it is asked again, and jobs go on meanwhile"
+        return f"{slurm.AWAY}; it is asked again, and jobs go on meanwhile"
     ids = ", ".join(sorted(live))
     if not ours:
         return f"job {ids}: left by an earlier command. Waiting for its end; Ctrl-C cancels it"
     # Slurm has not yet looked at a job whose reason is None.
     waits_for = sorted(set().union(*live.values()) - {"None"})
-    if not waits_for or "RUNNING" in waits_for:
+    if not waits_for or "" in waits_for:
         return ""
     return f"job {ids}: waits in the queue ({', '.join(waits_for)})"
 
@@ -266,7 +264,7 @@ def _cancel(name: str, seen: set[str]) -> None:
                 asked.add(job_id)
                 say(f"job {job_id}: cancelled")
         time.sleep(FIRST_LOOK_SECONDS)
-    say(f"`squeue --me --name={name}` still shows jobs; the next command waits for them")
+    say(f"jobs named {name} are still in the queue; the next command waits for them")
 
 
 LOOK_SECONDS = 2.0
@@ -441,7 +439,7 @@ def _status(experiment: Experiment) -> RunStatus:
         [status], away = read_statuses([experiment.directory])
         if not away:
             return status
-        run_command("squeue", ["--version"])
+        slurm.check_installed()
         if away != printed:
             say(f"{away}; it is asked again, and jobs go on meanwhile")
         printed = away

@@ -9,7 +9,6 @@ nodes are left, or when too little of its time is.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -35,8 +34,6 @@ from pretrain.launcher.supervise import (
     job_is_over,
     job_owner,
     job_signals,
-    job_state,
-    restart_count,
     signals_blocked,
     waiting,
 )
@@ -48,7 +45,7 @@ from pretrain.rundir.attempts import (
     read_attempt,
     read_attempts,
 )
-from pretrain.rundir.jobs import LaunchRecord, already_done, is_done, job_id_of, read_launch
+from pretrain.rundir.jobs import LaunchRecord, already_done, is_done, read_launch
 from pretrain.rundir.lock import HEARTBEAT_SECONDS, Attempt
 from pretrain.rundir.paths import (
     ExitCode,
@@ -66,8 +63,6 @@ STARTUP_SECONDS = 60.0
 """The time to the first step that an attempt is taken to need, before one has been measured."""
 EARLY_SECONDS = 60.0
 """Slurm may send its signal so much earlier than it was told; see sbatch(1)."""
-EXCLUDE = "--exclude="
-"""The option of sbatch that keeps a job off nodes."""
 
 
 class Allocation:
@@ -94,10 +89,9 @@ class Allocation:
     # ---- nodes ----
     def nodes(self) -> list[str]:
         """Return all nodes that the job holds now: with --no-kill a dead one has been taken out."""
-        state = job_state(self._job_id)
-        held = state.nodes if state and state.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
+        state = slurm.job(self._job_id)
         try:
-            return slurm.hostnames(held)
+            return slurm.hostnames((state and state.nodes) or slurm.own_nodes())
         except slurm.SlurmError:
             return []
 
@@ -122,10 +116,12 @@ class Allocation:
         hold the job forever (BadConstraints).
         """
         options, nodes = self._launch.sbatch, sorted(self.excluded())
-        given = [word.removeprefix(EXCLUDE) for word in options if word.startswith(EXCLUDE)]
-        option = EXCLUDE + ",".join([*given, *nodes])
         # A refusal without the option has another cause, such as a limit on waiting jobs.
-        if not nodes or _can_start([*options, option]) or not _can_start(options):
+        if (
+            not nodes
+            or slurm.can_start(slurm.excluding(options, nodes))
+            or not slurm.can_start(options)
+        ):
             return nodes
         say(f"job {self._job_id}: may start on {', '.join(nodes)} again: Slurm has too few others")
         return []
@@ -191,12 +187,12 @@ class Allocation:
             startup_seconds(read_attempts(self._run))
             + self._config.recovery.preflight_seconds
             + EARLY_SECONDS
-            + lead_seconds(self._launch.sbatch)
+            + slurm.lead_seconds(self._launch.sbatch)
         )
 
     def seconds_left(self) -> float | None:
         """Return the time to the job's limit; None when it has none, or Slurm does not answer."""
-        state = job_state(self._job_id)
+        state = slurm.job(self._job_id)
         return state.ends_at - time.time() if state and state.ends_at else None
 
     def _records(self) -> list[AttemptRecord]:
@@ -206,16 +202,7 @@ class Allocation:
 
 
 def _is_of_this_start(attempt: AttemptRecord) -> bool:
-    return (attempt.owner.slurm_restart_count or 0) == restart_count()
-
-
-def _can_start(options: Sequence[str]) -> bool:
-    """Return True unless Slurm says that a job with these options of sbatch cannot start."""
-    try:
-        slurm.test(options, "#!/bin/sh\n")
-    except slurm.SlurmError as error:
-        return isinstance(error, slurm.SlurmAway | slurm.SlurmInterrupted)
-    return True
+    return (attempt.owner.slurm_restart_count or 0) == slurm.own_restarts()
 
 
 def startup_seconds(attempts: Sequence[AttemptRecord]) -> float:
@@ -225,14 +212,6 @@ def startup_seconds(attempts: Sequence[AttemptRecord]) -> float:
             if mark.phase == Phase.TRAINING:
                 return max(0.0, mark.at - attempt.owner.began_at)
     return STARTUP_SECONDS
-
-
-def lead_seconds(sbatch: Sequence[str]) -> float:
-    """Return how long before the time limit a job was submitted to be signalled; 0 if it is not."""
-    for word in sbatch:
-        if match := re.fullmatch(r"--signal=(?:[BR]*:)?USR1@(\d+)", word):
-            return float(match[1])
-    return 0.0
 
 
 # ---- Requeue a job whose batch host has died: `launcher guard`, a job step on other nodes ----
@@ -261,11 +240,7 @@ def guard(run: Path) -> int:
     Raises:
         ConfigError: Not inside a Slurm job.
     """
-    job_id = job_id_of(os.environ)
-    if job_id is None:
-        raise ConfigError(
-            "launcher guard: SLURM_JOB_ID is not set; the jobs of `launcher submit` start it"
-        )
+    job_id = slurm.own_job_id("launcher guard")
     beat, since = _heartbeat(run), time.monotonic()
     while True:
         time.sleep(HEARTBEAT_SECONDS / 5)
@@ -290,14 +265,17 @@ def guarded(run: Path, job_id: str, options: Sequence[str]) -> Iterator[None]:
         job_id: The job.
         options: The job's options of sbatch; without --no-kill there is nothing to guard.
     """
-    state = job_state(job_id) if "--no-kill" in options else None
+    state = slurm.job(job_id) if slurm.survives_nodes(options) else None
     nodes = slurm.hostnames(state.nodes)[1:][-GUARDS:] if state else []
     if not nodes:
         yield
         return
+    launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
+    # Slurm's warning before the time limit goes to every process of every step.
+    shell = ["sh", "-c", f"trap '' USR1 USR2; exec {shlex.join(launcher)}"]
     with signals_blocked():
         step = subprocess.Popen(
-            _command(run, nodes, options),
+            slurm.own_step(STEP, nodes, options, shell),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -307,37 +285,6 @@ def guarded(run: Path, job_id: str, options: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         step.terminate()
-
-
-def _command(run: Path, nodes: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the srun command line that starts guards on these nodes.
-
-    Args:
-        run: The run's directory.
-        nodes: The nodes.
-        options: The job's options of sbatch.
-    """
-    has_gpus = any(option.startswith("--gpus-per-node=") for option in options)
-    launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
-    # Slurm's warning before the time limit goes to every process of every step.
-    script = f"trap '' USR1 USR2; exec {shlex.join(launcher)}"
-    return [
-        "srun",
-        f"--job-name={STEP}",
-        f"--nodes={len(nodes)}",
-        f"--nodelist={','.join(nodes)}",
-        f"--ntasks={len(nodes)}",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        "--mem=0",
-        *(["--gpus-per-node=0"] if has_gpus else []),
-        # Beside the ranks, whose processors it may use, and on what is left of its nodes.
-        "--overlap",
-        "--no-kill",
-        "sh",
-        "-c",
-        script,
-    ]
 
 
 def _heartbeat(run: Path) -> float:
@@ -386,12 +333,7 @@ def attempt(run: Path) -> int:
             "file system that all nodes share, and submit the run again"
         )
     launch, config = read_launch(run), load_config(paths.launch_config)
-    job_id = job_id_of(os.environ)
-    if job_id is None:
-        raise ConfigError(
-            "launcher attempt: SLURM_JOB_ID is not set; this command runs inside a Slurm job. Use "
-            "`launcher submit`, or on this machine `launcher local`"
-        )
+    job_id = slurm.own_job_id("launcher attempt")
     if is_finished(run, config.train.num_steps) and is_done(config, launch.allow_changed):
         # A user may requeue the job of a finished run.
         say(already_done(config))
@@ -487,14 +429,15 @@ class _Start:
             attempt: The attempt that has just ended.
         """
         began, num_signals = time.monotonic(), len(self._signals.received)
-        if not _is_away(self._job_id):
+        if not slurm.is_away():
             return
         minutes = f"{AWAY_SECONDS / 60:.0f} minutes"
-        say(f"job {self._job_id}: waits for slurmctld, which is away, for up to {minutes}")
-        with waiting(attempt.directory, f"slurmctld, which is away, for up to {minutes}"):
+        what = f"{slurm.CONTROLLER}, which is away, for up to {minutes}"
+        say(f"job {self._job_id}: waits for {what}")
+        with waiting(attempt.directory, what):
             while time.monotonic() - began < AWAY_SECONDS:
                 time.sleep(RETRY_SECONDS)
-                if len(self._signals.received) > num_signals or not _is_away(self._job_id):
+                if len(self._signals.received) > num_signals or not slurm.is_away():
                     return
 
     def _why_requeue(self, end: End) -> str | None:
@@ -533,20 +476,10 @@ class _Start:
             if time.monotonic() - began > REFUSED_SECONDS:
                 return False
             time.sleep(RETRY_SECONDS)
-        if state.restarts > restart_count():
+        if state.restarts > slurm.own_restarts():
             return True
-        if state.preempted_at is None:
-            return False
         # A user who stops a run in its grace time asks for the stop, and `scancel` asks Slurm.
-        return state.state != "RUNNING" or not self._signals.stops
-
-
-def _is_away(job_id: str) -> bool:
-    """Return True if slurmctld does not answer."""
-    try:
-        return slurm.jobs([job_id]) is None
-    except slurm.SlurmError:
-        return False
+        return state.is_chosen and (state.is_ending or not self._signals.stops)
 
 
 def _exit_code(end: End) -> int:
@@ -577,8 +510,8 @@ def _requeue(job_id: str, signals: Signals, without: Iterable[str] = ()) -> bool
     printed = ""
     state = slurm.preemption(job_id)
     # Slurm ends the job already, as when it is preempted without a grace time.
-    is_ending = state is not None and state.state != "RUNNING"
-    while not (state is not None and state.restarts > restart_count()):
+    is_ending = state is not None and state.is_ending
+    while not (state is not None and state.restarts > slurm.own_restarts()):
         try:
             slurm.requeue(job_id)
             break

@@ -275,10 +275,10 @@ def _job_and_nodes(status: RunStatus, now: float) -> list[str]:
         words.append(f"job {job.job_id}")
     if status.nodes:
         words.append(f"on {status.nodes}")
-    if job and job.state == "RUNNING" and job.ends_at:
+    if job and job.is_running and job.ends_at:
         words.append(f"time limit at {moment(job.ends_at, now)}")
     # Slurm has an estimate only for pending jobs that its backfill scheduler has looked at.
-    if job and job.state == "PENDING" and job.started_at:
+    if job and job.is_pending and job.started_at:
         words.append(f"estimated start {moment(job.started_at, now)}")
     return words
 

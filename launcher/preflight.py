@@ -14,7 +14,6 @@ import errno
 import itertools
 import json
 import queue
-import re
 import secrets
 import signal
 import statistics
@@ -30,7 +29,6 @@ from pretrain.config import ConfigError, NoSpace, RunConfig, free_bytes, in_byte
 from pretrain.config.architectures import is_supported, not_supported
 from pretrain.config.tensors import checkpoint_bytes, num_parameters_of_rank
 from pretrain.launcher import slurm
-from pretrain.launcher.ranks import end_step
 from pretrain.launcher.supervise import Signals, signals_blocked
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import PREFLIGHT, Preflight
@@ -43,15 +41,6 @@ from pretrain.rundir.paths import RunPaths
 # ---- Keep what the processes of a preflight say, line by line, as srun passes it on ----
 
 
-LABELLED = re.compile(r"\s*(?P<rank>\d+): (?P<text>.*)")
-"""A line of a process, with the number that `srun --label` puts before it."""
-ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
-"""The words of srun for processes that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
-NOT_LAUNCHED = re.compile(
-    r"srun: error: (?:Task launch for \S+ failed on node (?P<silent>\S+): (?P<why>.*)"
-    r"|Node failure on (?P<failed>\S+))"
-)
-"""The words of srun for a node whose slurmd does not start its processes, or that died."""
 STAGES = ("started", "directory", "torch", "device", "gemm", "ready")
 """The stages that a process of the preflight goes through by itself, in order."""
 
@@ -156,24 +145,24 @@ class Readings:
             now: The present time of the clock by which silence is measured.
             time: The present time in unix seconds.
         """
-        if labelled := LABELLED.fullmatch(line):
-            rank = int(labelled["rank"])
+        if labelled := slurm.labelled(line.encode()):
+            rank, text = labelled[0], labelled[1].decode().strip()
             process = self.processes.setdefault(rank, Process(rank, said_at=now, worked_at=now))
             process.said_at = now
-            content = parse_json(labelled["text"])
+            content = parse_json(text)
             if said := from_json(Said, content):
                 self._take_reading(process, said, content, now, time)
-            elif labelled["text"].strip():
-                process.words = labelled["text"].strip()
-        elif ended := ENDED.fullmatch(line):
-            for rank in _numbers(ended["ranks"]):
+            elif text:
+                process.words = text
+        elif ended := slurm.ended_tasks(line):
+            for rank in _numbers(ended.ranks):
                 process = self.processes.setdefault(rank, Process(rank, said_at=now, worked_at=now))
-                process.ended = ended["how"]
-                # srun may report several nodes in one line, as n[1-2].
-                if not set("[,") & set(ended["node"]):
-                    process.node = ended["node"]
-        elif failed := NOT_LAUNCHED.fullmatch(line):
-            self.not_launched[failed["silent"] or failed["failed"]] = failed["why"] or "it died"
+                process.ended = ended.how
+                if not set("[,") & set(ended.node):
+                    process.node = ended.node
+        elif lost := slurm.lost_node(line):
+            node, why = lost
+            self.not_launched[node] = why
 
     def _take_reading(
         self, process: Process, said: Said, content: Json, now: float, time: float
@@ -621,7 +610,7 @@ class Check:
         links = self._together(nodes)
         diagnosis = diagnose(self._readings, self._expected, self._now, links)
         if not self._readings.processes and not diagnosis.faults:
-            said = next((line for line in reversed(self._output) if line), "srun said nothing")
+            said = next((line for line in reversed(self._output) if line), "nothing was said")
             diagnosis.warnings = [f"the nodes could not be checked ({said})"]
         return diagnosis
 
@@ -843,7 +832,7 @@ class _Step:
         try:
             self._srun.wait(QUIT_SECONDS)
         except subprocess.TimeoutExpired:
-            end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
+            slurm.end_step(self._srun, self._job_id, self._name, KILL_SECONDS)
         self._reader.join(KILL_SECONDS)
 
     def _copy(self, log: Path) -> None:
@@ -922,7 +911,7 @@ def check_nodes(
     command = [launch.python, "-m", "pretrain", "preflight", str(token)]
     command += ["--precision", config.train.precision]
     check = Check(
-        _step(launch.command, command),
+        lambda *step: [*slurm.check_step(launch.command, *step), *command],
         expected,
         config.recovery.preflight_seconds,
         attempt,
@@ -964,35 +953,6 @@ def _check_room(checkpoints: Path, needed: int) -> None:
 def _parameters_of_ranks(config: RunConfig) -> list[int]:
     stages = config.parallel.pipeline_model_parallel_size
     return [num_parameters_of_rank(config, stage) for stage in range(stages)]
-
-
-def _step(step: Sequence[str], command: Sequence[str]) -> StepWords:
-    """Return a function that makes srun's command line from the step's name, nodes and tasks."""
-    # What comes after --label may be the container's. Of an option given twice, srun takes the
-    # last.
-    end = list(step).index("--label") + 1 if "--label" in step else len(step)
-
-    def words(name: str, nodes: Sequence[str], num_tasks: int) -> list[str]:
-        """Return srun's command line for a step of this name, on these nodes."""
-        return [
-            *step[:end],
-            "--label",
-            f"--job-name={name}",
-            f"--nodes={len(nodes)}",
-            f"--nodelist={','.join(nodes)}",
-            f"--ntasks={num_tasks}",
-            "--distribution=block",
-            # A process that fails does not end the others, which have findings of their own.
-            "--kill-on-bad-exit=0",
-            "--wait=0",
-            # What is left of it on a broken node must not keep the ranks from starting.
-            "--overlap",
-            "--input=all",
-            *step[end:],
-            *command,
-        ]
-
-    return words
 
 
 def _record(attempt: Attempt, expected: Expected, diagnosis: Diagnosis, seconds: float) -> None:

@@ -18,6 +18,8 @@ from pretrain.config.toml import read_toml
 from pretrain.launcher.slurm import (
     OUR_OPTIONS,
     SRUN_OPTIONS,
+    default_of,
+    is_own_variable,
     is_plain,
     option_name,
     seconds_of,
@@ -36,8 +38,6 @@ VARIABLE_KEYS = ("partition", "account", "qos", "constraint")
 """Keys of a site for which a variable SBATCH_<KEY> may stand in."""
 VARIABLE_ARGUMENTS = ("reservation", "wckey")
 """Options of sbatch that are no keys of a site, for which such a variable may stand in as well."""
-_RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PRETRAIN_ATTEMPT"}
-"""Variables that tell a process which rank it is; Slurm and the launcher set them for each rank."""
 
 
 class Site(Section):
@@ -158,7 +158,7 @@ def with_variables(values: dict[str, Any], environment: Mapping[str, str]) -> di
     set_here = {
         key: value
         for key in (*VARIABLE_KEYS, *VARIABLE_ARGUMENTS)
-        if (value := environment.get(f"SBATCH_{key.upper()}"))
+        if (value := default_of(key, environment))
     }
     keys = {key: set_here[key] for key in VARIABLE_KEYS if key in set_here}
     arguments = values.get("sbatch_arguments", [])
@@ -231,11 +231,7 @@ def _refused_variables(site: Site) -> Iterator[str]:
         key = f"environment.{name}" if is_plain(name) else f"environment.{name!r}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             yield f"{key}: not a variable's name. Use letters, digits and underscores"
-        elif (
-            name in _RANK_VARIABLES
-            or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
-            or name in ("BASH_ENV", "IFS")
-        ):
+        elif is_own_variable(name):
             yield f"{key}: Slurm and the launcher set this themselves. Leave it out"
         elif "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
             yield f"{key} = {value!r}: no variable can hold this. Use printable text"
@@ -278,8 +274,8 @@ def _refused_sizes(site: Site) -> Iterator[str]:
         )
     if site.gpu_type and not re.fullmatch(r"[\w.+-]+", site.gpu_type):
         yield (
-            f"gpu_type = {site.gpu_type!r}: not the name of a type. `scontrol show node` prints it "
-            "as Gres=gpu:TYPE:8"
+            f"gpu_type = {site.gpu_type!r}: not the name of a type. Slurm shows it for a node as "
+            "Gres=gpu:TYPE:8"
         )
     try:
         share_of_memory(site.memory_per_node or "0", 1, 1)
@@ -297,7 +293,7 @@ def _refused_arguments(site: Site) -> Iterator[str]:
     if site.container and site.container[0].startswith("-"):
         yield (
             f"container = {list(site.container)}: begins with an option, and is a command. Options "
-            f'of srun, as those of pyxis, belong into srun_arguments = ["{site.container[0]}"]'
+            f'of pyxis belong into srun_arguments = ["{site.container[0]}"]'
         )
 
 

@@ -12,19 +12,24 @@ import contextlib
 import os
 import re
 import shlex
+import signal as signals
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGTERM
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.rundir.jobs import job_id_of
 
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 COMMAND_SECONDS = 120.0
@@ -42,20 +47,21 @@ _NO_CLUSTER = re.compile(
     re.IGNORECASE,
 )
 """Words of Slurm's commands on a machine that belongs to no cluster."""
-_RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PRETRAIN_ATTEMPT",
-    "PRETRAIN_RENDEZVOUS",
+_RANK_VARIABLES = _words(
+    """
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PRETRAIN_ATTEMPT
+    PRETRAIN_RENDEZVOUS
+    """
 )
 """Variables that tell a process which rank it is. sbatch hands its environment on to the job, and
 the rank of a process that submits must not become the rank of the job's processes."""
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 """Variables of Slurm that say how to reach the cluster."""
+
+
+CONTROLLER = "slurmctld"
+"""The name of Slurm's controller, for messages."""
+AWAY = f"{CONTROLLER} does not answer"
 
 
 class SlurmError(RunFailed):
@@ -68,6 +74,9 @@ class NoSlurm(ConfigError):
 
 class SlurmAway(SlurmError):
     """slurmctld, Slurm's controller, does not answer. A later try may succeed."""
+
+    def __init__(self, message: str = AWAY) -> None:
+        super().__init__(message)
 
 
 class SlurmInterrupted(SlurmError):
@@ -112,8 +121,8 @@ def run_command(
             "cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
         ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmAway(f"{program}: no answer within {COMMAND_SECONDS:.0f} s") from None
-    if answer.returncode == -SIGTERM:
+        raise SlurmAway(f"{program}: {AWAY} within {COMMAND_SECONDS:.0f} s") from None
+    if answer.returncode == -signals.SIGTERM:
         raise SlurmInterrupted(f"{program}: ended by SIGTERM")
     if answer.returncode:
         words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
@@ -124,7 +133,9 @@ def run_command(
                 "find no configuration (slurm.conf, or the file that SLURM_CONF names). Log in to "
                 "a cluster; `launcher local` and `launcher sweep --nproc` train on this machine"
             )
-        raise (SlurmAway if _AWAY.search(words) else SlurmError)(f"{program}: {words}")
+        if _AWAY.search(words):
+            raise SlurmAway(f"{program}: {AWAY} ({words})")
+        raise SlurmError(f"{program}: {words}")
     return answer
 
 
@@ -166,74 +177,27 @@ def words_of(text: str) -> str:
 # Name the options of sbatch and srun that the launcher sets itself, and refuse them elsewhere.
 
 
-OUR_OPTIONS = (
-    "account",
-    "array",
-    "batch",
-    "chdir",
-    "constraint",
-    "cpus-per-task",
-    "dependency",
-    "export",
-    "gpus-per-node",
-    "help",
-    "job-name",
-    "mem",
-    "nodes",
-    "no-requeue",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "error",
-    "input",
-    "no-kill",
-    "export-file",
-    "parsable",
-    "partition",
-    "qos",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "time-min",
-    "uid",
-    "usage",
-    "version",
-    "wait",
-    "wrap",
+OUR_OPTIONS = _words(
+    """
+    account array batch chdir constraint cpus-per-task dependency export gpus-per-node help
+    job-name mem nodes no-requeue ntasks ntasks-per-node open-mode output error input no-kill
+    export-file parsable partition qos requeue signal test-only time time-min uid usage version
+    wait wrap
+    """
 )
 """Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
 would change what the launcher relies on. sbatch also accepts any unambiguous beginning of an
 option's name."""
-SRUN_OPTIONS = (
-    "chdir",
-    "cpus-per-task",
-    "error",
-    "exclude",
-    "export",
-    "gpus-per-node",
-    "input",
-    "jobid",
-    "job-name",
-    "kill-on-bad-exit",
-    "label",
-    "multi-prog",
-    "nodelist",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "output",
-    "pty",
-    "signal",
-    "test-only",
-    "time",
-    "wait",
+SRUN_OPTIONS = _words(
+    """
+    chdir cpus-per-task error exclude export gpus-per-node input jobid job-name kill-on-bad-exit
+    label multi-prog nodelist nodes ntasks ntasks-per-node output pty signal test-only time wait
+    """
 )
 """Options of srun that a site file may not give, for the same reasons."""
 
 
-def why_refused(argument: str, ours: Sequence[str] = OUR_OPTIONS) -> str:
+def why_refused(argument: str, ours: Collection[str] = OUR_OPTIONS) -> str:
     """Return why an argument may not be passed on to Slurm; "" if it may.
 
     Args:
@@ -252,24 +216,72 @@ def option_name(argument: str) -> str:
     return argument.removeprefix("--").split("=")[0]
 
 
+def default_of(key: str, environment: Mapping[str, str]) -> str | None:
+    """Return what a variable SBATCH_<KEY> gives for an option of sbatch; None where it is unset."""
+    return environment.get(f"SBATCH_{key.upper()}") or None
+
+
+def is_own_variable(name: str) -> bool:
+    """Return True for a variable of jobs that Slurm, bash or the launcher sets itself."""
+    # A site may choose where ranks meet.
+    ours = _RANK_VARIABLES - {"MASTER_ADDR", "MASTER_PORT"} | {"BASH_ENV", "IFS"}
+    return name in ours or name.startswith(("SLURM_", "SBATCH_", "BASH_FUNC_"))
+
+
+# ---- The job that this process runs in ----
+
+
+def own_job_id(command: str) -> str:
+    """Return the id of the job that this process runs in.
+
+    Args:
+        command: What the user has called, for the message.
+
+    Raises:
+        ConfigError: Not inside a Slurm job.
+    """
+    if (job_id := job_id_of(os.environ)) is None:
+        raise ConfigError(
+            f"{command}: SLURM_JOB_ID is not set; this command runs inside a Slurm job. "
+            "`launcher submit` and `launcher evaluate-checkpoints` send such jobs"
+        )
+    return job_id
+
+
+def own_restarts() -> int:
+    """Return how often Slurm had requeued the job when this process started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def own_nodes() -> str:
+    """Return the node list that the job of this process started with."""
+    return os.environ.get("SLURM_JOB_NODELIST", "")
+
+
+def own_cluster() -> str | None:
+    """Return the name of this process's cluster."""
+    return os.environ.get("SLURM_CLUSTER_NAME")
+
+
+# ---- Ask about jobs, and order what happens to them ----
+
+
 TRIES = 5
 """Calls of squeue before an order is given up that needs its answer. Where the answer is
 only shown, or asked for again later, it is asked once."""
 RETRY_SECONDS = 1.0
 """Time between two of these tries."""
-OVER = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-}
+OVER = _words(
+    """
+    BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
+    TIMEOUT
+    """
+)
 """States of a job that has ended."""
+STARTS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+"""States of a job that is in the queue and of which nothing runs."""
+LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
+"""Beginnings of the reasons for a job whose batch script could not be started."""
 _FIELDS = (
     "JobArrayID",
     "JobID",
@@ -323,8 +335,49 @@ class JobState:
         """Return True if the job has ended."""
         return self.state in OVER
 
+    @property
+    def is_pending(self) -> bool:
+        """Return True while the job waits for nodes."""
+        return self.state == "PENDING"
 
-def submit(arguments: Sequence[str], script: str) -> str:
+    @property
+    def is_starting(self) -> bool:
+        """Return True while nothing of the job runs, because it waits or gets its nodes."""
+        return self.state in STARTS
+
+    @property
+    def is_running(self) -> bool:
+        """Return True while the job's processes run."""
+        return self.state == "RUNNING"
+
+    @property
+    def is_suspended(self) -> bool:
+        """Return True while the job's processes stand still on its nodes."""
+        return self.state == "SUSPENDED"
+
+    @property
+    def is_ending(self) -> bool:
+        """Return True once Slurm ends the job's processes."""
+        return self.state == "COMPLETING"
+
+    @property
+    def is_held(self) -> bool:
+        """Return True if the job waits until somebody releases it."""
+        # JobHeldUser, JobHeldAdmin, or "launch failed requeued held" after a failed prolog.
+        return "held" in self.reason.lower()
+
+    @property
+    def was_not_launched(self) -> bool:
+        """Return True if Slurm could not start the job's batch script."""
+        return self.reason.replace("_", " ").startswith(LAUNCH_FAILURES)
+
+
+def submit(job: Job) -> str:
+    """Submit a job, and return its id; see `submit_script`."""
+    return submit_script([*job.waiting(), *job.arguments()], job.script())
+
+
+def submit_script(arguments: Sequence[str], script: str) -> str:
     """Submit a batch script.
 
     Args:
@@ -352,6 +405,11 @@ def submit(arguments: Sequence[str], script: str) -> str:
     return job_id
 
 
+def answer(words: str) -> str:
+    """Return the line of a dry run with what `test` said."""
+    return f"# sbatch --test-only: {words}"
+
+
 def test(arguments: Sequence[str], script: str) -> str:
     """Ask Slurm when a job could start, without submitting it.
 
@@ -369,15 +427,12 @@ def test(arguments: Sequence[str], script: str) -> str:
     return words_of(answer.stderr or answer.stdout)
 
 
-def ask(program: str, *arguments: str) -> str | None:
-    """Return what one of Slurm's commands prints, or None when it fails or does not answer."""
-    try:
-        return run_command(program, arguments).stdout
-    except (ConfigError, SlurmError):
-        return None
+def check_installed() -> None:
+    """Raise NoSlurm where there are no Slurm commands."""
+    run_command("squeue", ["--version"])
 
 
-def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState] | None:
+def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState]:
     """Ask Slurm for the states of jobs.
 
     Args:
@@ -385,10 +440,11 @@ def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState] | None:
         tries: How often squeue is asked when it fails.
 
     Returns:
-        The states by the ids that were asked for, or None when slurmctld does not answer. Slurm
-        forgets a job minutes after its end; such ids are left out.
+        The states by the ids that were asked for. Slurm forgets a job minutes after its end; such
+        ids are left out.
 
     Raises:
+        SlurmAway: slurmctld does not answer.
         SlurmError: squeue failed for another reason.
     """
     asked = set(ids)
@@ -399,8 +455,6 @@ def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState] | None:
     query = ["--array", "--states=all", f"--jobs={','.join(sorted(asked))}"]
     try:
         answer = _squeue([*query, f"--Format={columns}"], tries)
-    except SlurmAway:
-        return None
     except SlurmError as error:
         # squeue fails like this for a single forgotten id; among several it leaves one out.
         if _UNKNOWN_JOB in str(error):
@@ -412,17 +466,37 @@ def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState] | None:
     return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
 
 
+def job(job_id: str) -> JobState | None:
+    """Return what Slurm says about a job; None when it says nothing, for whatever reason."""
+    try:
+        return jobs([job_id]).get(job_id)
+    except SlurmError:
+        return None
+
+
 def is_over(job_id: str) -> bool | None:
-    """Return True if a job has ended or is forgotten, None if slurmctld does not answer."""
-    states = jobs([job_id])
-    return None if states is None else job_id not in states or states[job_id].is_over
+    """Return True if a job has ended or is forgotten, None where Slurm does not say."""
+    try:
+        state = jobs([job_id]).get(job_id)
+    except SlurmError:
+        return None
+    return state is None or state.is_over
+
+
+def is_away() -> bool:
+    """Return True if slurmctld does not answer."""
+    try:
+        _squeue(["--me", "--format=%A"])
+    except SlurmError as error:
+        return isinstance(error, SlurmAway)
+    return False
 
 
 def jobs_named(name: str) -> dict[str, set[str]] | None:
     """Ask Slurm for this user's jobs of a name that are not over; the tasks of an array are one.
 
     Returns:
-        "RUNNING" or why the job waits, for each part of a job, by job id. None when squeue fails.
+        Why each part of a job waits, "" if it runs, by job id. None when squeue fails.
     """
     try:
         answer = _squeue(["--me", f"--name={name}", "--format=%F|%T|%r"])
@@ -432,12 +506,12 @@ def jobs_named(name: str) -> dict[str, set[str]] | None:
     for line in answer.stdout.splitlines():
         if line.count("|") >= 2:
             job_id, state, reason = line.strip().split("|", 2)
-            found.setdefault(job_id, set()).add(reason if state == "PENDING" else "RUNNING")
+            found.setdefault(job_id, set()).add(reason if state == "PENDING" else "")
     return found
 
 
-def array_ends(job_id: str) -> Counter[str]:
-    """Return how many tasks of a job array have ended in each state, as far as Slurm remembers.
+def array_failures(job_id: str) -> Counter[str]:
+    """Return how many tasks of a job array have ended badly, by state, as far as Slurm remembers.
 
     Nothing while slurmctld does not answer: this is for messages alone.
     """
@@ -445,7 +519,7 @@ def array_ends(job_id: str) -> Counter[str]:
         answer = _squeue(["--array", "--states=all", f"--jobs={job_id}", "--format=%T"])
     except SlurmError:
         return Counter()
-    return Counter(state for state in answer.stdout.split() if state in OVER)
+    return Counter(state for state in answer.stdout.split() if state in OVER - {"COMPLETED"})
 
 
 def array_size() -> int:
@@ -470,6 +544,11 @@ def requeue(job_id: str) -> None:
         SlurmInterrupted: Inside the job: Slurm ends its processes, and with them this command.
     """
     run_command("scontrol", ["requeue", job_id])
+
+
+def order(what: str, job_id: str) -> str:
+    """Return the command with which a user may "release" or "resume" a job."""
+    return f"scontrol {what} {job_id}"
 
 
 def resume(job_id: str) -> None:
@@ -624,12 +703,12 @@ def exclude(job_id: str, nodes: Iterable[str]) -> None:
 class Preemption:
     """The facts that tell a preempted job from one that a user cancelled."""
 
-    state: str
-    """RUNNING in the grace time, COMPLETING once Slurm ends the job."""
+    is_ending: bool
+    """Slurm ends the job already; False in the grace time."""
     restarts: int
     """One more than in the job's own environment once Slurm has requeued it."""
-    preempted_at: str | None
-    """Unix seconds at which Slurm chose the job to make room; None if it did not."""
+    is_chosen: bool
+    """Slurm has chosen the job to make room."""
 
 
 def preemption(job_id: str) -> Preemption | None:
@@ -643,7 +722,7 @@ def preemption(job_id: str) -> Preemption | None:
     fields = lines[0].split("|") if lines else []
     if len(fields) < 3 or not fields[1].isdigit():
         return None
-    return Preemption(fields[0], int(fields[1]), fields[2] if fields[2] != "N/A" else None)
+    return Preemption(fields[0] != "RUNNING", int(fields[1]), fields[2] != "N/A")
 
 
 def has_lost_batch_host(job_id: str) -> bool:
@@ -654,6 +733,356 @@ def has_lost_batch_host(job_id: str) -> bool:
         return state == "RUNNING" and batch_host not in hostnames(nodes)
     except (SlurmError, ValueError):
         return False
+
+
+# ---- Partitions and their limits ----
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, as scontrol shows it."""
+
+    name: str
+    is_default: bool
+    """Jobs that name no partition go here."""
+    default_seconds: int | None
+    """The time limit of a job that names none; None: no limit."""
+    max_seconds: int | None
+    """The longest time limit; None: no limit."""
+    nodes: int
+    """All its nodes, whatever their state."""
+
+
+def partitions(names: str | None) -> list[Partition]:
+    """Return the partitions of these names, or the default one; none when Slurm does not say."""
+    wanted = (names or "").split(",")
+    found = []
+    for line in _ask("scontrol", "--oneliner", "show", "partition"):
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        longest = _seconds(fields.get("MaxTime", ""))
+        default = fields.get("DefaultTime", "NONE")
+        partition = Partition(
+            fields.get("PartitionName", ""),
+            fields.get("Default") == "YES",
+            longest if default == "NONE" else _seconds(default),
+            longest,
+            int(fields["TotalNodes"]) if fields.get("TotalNodes", "").isdigit() else 0,
+        )
+        if partition.name in wanted or (not names and partition.is_default):
+            found.append(partition)
+    return found
+
+
+def waits_for_drained_nodes(partition: str | None, needed: int) -> bool:
+    """Return True if a job needs nodes that are drained, as all may be before a maintenance.
+
+    `sbatch --test-only` then gives the answer that it gives for what can never run.
+    """
+    found = partitions(partition)
+    total = max((each.nodes for each in found), default=0)
+    names = ",".join(each.name for each in found)
+    query = ["--noheader", "--Node", f"--partition={names}", "--format=%N %T"]
+    states = dict(line.split() for line in _ask("sinfo", *query) if len(line.split()) == 2)
+    usable = sum("drain" not in state for state in states.values())
+    return bool(states) and usable < needed <= total
+
+
+def _seconds(limit: str) -> int | None:
+    """Return a time limit as scontrol shows it, in seconds; None where there is none."""
+    try:
+        return seconds_of(limit)
+    except ConfigError:
+        return None
+
+
+def clock(seconds: int) -> str:
+    """Return seconds as "H:MM:SS", a time limit of sbatch."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _ask(program: str, *arguments: str) -> list[str]:
+    """Return the lines that one of Slurm's commands prints; none when it fails."""
+    try:
+        return run_command(program, arguments).stdout.splitlines()
+    except (ConfigError, SlurmError):
+        return []
+
+
+# ---- The options with which a job was sent, as it reads them back ----
+
+
+def lead_seconds(sbatch: Sequence[str]) -> float:
+    """Return how long before the time limit a job was submitted to be signalled; 0 if it is not."""
+    for word in sbatch:
+        if match := re.fullmatch(r"--signal=(?:[BR]*:)?USR1@(\d+)", word):
+            return float(match[1])
+    return 0.0
+
+
+def survives_nodes(options: Sequence[str]) -> bool:
+    """Return True if a job that was sent with these options of sbatch outlives a dead node."""
+    return "--no-kill" in options
+
+
+def excluding(options: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Return options of sbatch that also exclude these nodes."""
+    begin = "--exclude="
+    given = [word.removeprefix(begin) for word in options if word.startswith(begin)]
+    return [*options, begin + ",".join([*given, *nodes])]
+
+
+def can_start(options: Sequence[str]) -> bool:
+    """Return True unless Slurm says that a job with these options of sbatch cannot start."""
+    try:
+        test(options, "#!/bin/sh\n")
+    except SlurmError as error:
+        return isinstance(error, SlurmAway | SlurmInterrupted)
+    return True
+
+
+# ---- Job steps: how srun starts one, and what it says of its end ----
+
+
+def own_step(
+    name: str, nodes: Sequence[str], options: Sequence[str], command: Sequence[str]
+) -> list[str]:
+    """Return the command of a step that runs one process on each of these nodes beside the ranks.
+
+    Args:
+        name: The step's name.
+        nodes: The nodes, of which it takes what is left.
+        options: The job's options of sbatch.
+        command: What it runs.
+    """
+    has_gpus = any(option.startswith("--gpus-per-node=") for option in options)
+    return [
+        "srun",
+        f"--job-name={name}",
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={len(nodes)}",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--mem=0",
+        *(["--gpus-per-node=0"] if has_gpus else []),
+        "--overlap",
+        "--no-kill",
+        *command,
+    ]
+
+
+def named_step(step: Sequence[str], name: str, nodes: Sequence[str]) -> list[str]:
+    """Return the command of a step with its name and its nodes, where they are known.
+
+    Args:
+        step: srun with its options, then what each rank runs.
+        name: The name of the step, by which `steps` finds it.
+        nodes: Nodes of the job, in Slurm's order; by default srun chooses.
+    """
+    where = [f"--nodelist={','.join(nodes)}"] if nodes else []
+    return [step[0], f"--job-name={name}", *where, *step[1:]]
+
+
+def check_step(step: Sequence[str], name: str, nodes: Sequence[str], num_tasks: int) -> list[str]:
+    """Return the command of a step that checks these nodes, up to what its processes run.
+
+    Args:
+        step: The command that starts the ranks (`Job.step`).
+        name: The step's name.
+        nodes: The nodes.
+        num_tasks: Processes on all of them.
+    """
+    # What comes after --label may be the container's. Of an option given twice, srun takes the
+    # last.
+    end = list(step).index("--label") + 1 if "--label" in step else len(step)
+    return [
+        *step[:end],
+        "--label",
+        f"--job-name={name}",
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={num_tasks}",
+        "--distribution=block",
+        # A process that fails does not end the others, which have findings of their own.
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        # What is left of it on a broken node must not keep the ranks from starting.
+        "--overlap",
+        "--input=all",
+        *step[end:],
+    ]
+
+
+def of_one_task(options: Sequence[str], index: int, name: str) -> list[str]:
+    """Return the options of sbatch that send one task of an array again, under its own name."""
+    own = {"--array=": str(index), "--job-name=": name}
+    return [
+        next((begin + value for begin, value in own.items() if word.startswith(begin)), word)
+        for word in options
+    ]
+
+
+# What srun writes. Lines that a task prints have a label before them, so they cannot be taken for
+# srun's own.
+_LABEL = re.compile(rb"\s*(\d+): ?")
+"""The beginning that `srun --label` gives to each line of a task: its rank, padded with spaces."""
+_SAID = "srun: error: "
+_TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")
+"""Tasks that ended badly: "srun: error: n2: tasks 2-3: Killed"."""
+_EXITED = re.compile(r"Exited with exit code (\d+)")
+"""The words for a task that exited by itself."""
+_LOST = re.compile(
+    r"srun: error: (?:Node failure on (?P<failed>\S+)"
+    r"|Task launch for \S+ failed on node (?P<silent>\S+): (?P<why>.*))"
+)
+"""A node died, or no task can be started on it."""
+_NO_STEP = re.compile(
+    r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: "
+    r"(?:Memory required by task is not available|Unable to contact slurm controller)"
+)
+"""srun gives up because slurmctld is away, or has just come back and does not know yet that the
+step before is over."""
+
+
+class EndedTasks(NamedTuple):
+    """Tasks of a step that ended badly, as srun reports them."""
+
+    node: str
+    """srun may report several nodes in one line, as n[1-2]."""
+    ranks: str
+    """Such as "0,2-4"."""
+    how: str
+    """Such as "Killed", or "Exited with exit code 3"."""
+
+    @property
+    def code(self) -> int | None:
+        """The exit code with which the first of them exited; None if something else ended it."""
+        exited = _EXITED.fullmatch(self.how)
+        return int(exited[1]) if exited else None
+
+
+def labelled(line: bytes) -> tuple[int, bytes] | None:
+    """Return the rank and the text of a line that a task printed; None for srun's own."""
+    label = _LABEL.match(line)
+    return (int(label[1]), line[label.end() :]) if label else None
+
+
+def ended_tasks(line: str) -> EndedTasks | None:
+    """Return the tasks whose bad end a line of srun reports."""
+    match = _TASKS.fullmatch(line)
+    return EndedTasks(match["node"], match["ranks"], match["how"]) if match else None
+
+
+def lost_node(line: str) -> tuple[str, str] | None:
+    """Return the node that died or takes no task, and the reason, if a line of srun says so."""
+    match = _LOST.fullmatch(line)
+    return (match["failed"] or match["silent"], match["why"] or "it died") if match else None
+
+
+def made_no_step(lines: Sequence[str]) -> bool:
+    """Return True if srun ended because slurmctld made no job step, and may make one soon."""
+    return any(map(_NO_STEP.match, lines)) and not any(map(ended_tasks, lines))
+
+
+def nodes_of_ranks(step: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Return the node of each rank of a step that fills one node after the other.
+
+    Args:
+        step: The command that starts the ranks.
+        nodes: Its nodes, in Slurm's order.
+    """
+    found = (re.fullmatch(r"--ntasks-per-node=(\d+)", word) for word in step)
+    tasks = next((int(match[1]) for match in found if match), 0)
+    return [node for node in nodes for _ in range(tasks)]
+
+
+class Failure(NamedTuple):
+    """The failure that ended a job step first."""
+
+    reason: str
+    """One line for the user."""
+    code: int
+    """The exit code of what failed first."""
+    nodes: tuple[str, ...] = ()
+    """The nodes it came from; empty where more than one may have failed first."""
+    is_loss: bool = False
+    """True if the nodes died, or take no task."""
+
+
+def first_failure(lines: Sequence[str], code: int) -> Failure:
+    """Find out what ended a job step first, from what srun has written.
+
+    srun reports tasks that end badly in the order in which they end. Where a node died, ranks of
+    other nodes may end first, because their connections to it break.
+
+    Args:
+        lines: All lines of the step's log.
+        code: The exit code of srun.
+    """
+    errors = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
+    tasks = [found for line in lines if (found := ended_tasks(line))]
+    if lost := [line for line in lines if lost_node(line)]:
+        nodes = tuple(dict.fromkeys(node[0] for line in lost if (node := lost_node(line))))
+        where = f"{', '.join(nodes)} failed ({lost[0].removeprefix(_SAID)})"
+        first = tasks[0].code if tasks else None
+        return Failure(where, code or 1 if first is None else first, nodes, is_loss=True)
+    for task in tasks[:1]:
+        where = f"rank {task.ranks} on {task.node}"
+        if task.code is None:
+            return Failure(f"{where} was ended ({task.how})", code, (task.node,))
+        # A bug ends ranks on all nodes; what one node does wrong shows on its ranks alone.
+        alike = {each.node for each in tasks if each.how == task.how}
+        reason = f"{where} ended with exit code {task.code}"
+        return Failure(reason, task.code, tuple(alike) if len(alike) == 1 else ())
+    # The last: a step may have been refused before it was created.
+    why = f" ({errors[-1]})" if errors else ""
+    return Failure(f"srun ended with exit code {code}{why}", code)
+
+
+def signal_step(job_id: str, name: str, number: int) -> None:
+    """Have slurmctld send a signal to the processes of a job's step; print when it cannot.
+
+    Args:
+        job_id: The job.
+        name: The step's name, from srun --job-name.
+        number: The signal.
+    """
+    word = signals.Signals(number).name
+    try:
+        for step in steps(job_id, name):
+            signal(step, word.removeprefix("SIG"))
+    except SlurmAway as error:
+        print(f"{word}: not sent to the ranks: {error}", file=sys.stderr, flush=True)
+    except SlurmError:
+        # The step is ending, alone or with its job; in the second case Slurm has sent the ranks a
+        # signal itself.
+        pass
+
+
+def end_step(srun: subprocess.Popen[bytes], job_id: str, name: str, seconds: float) -> None:
+    """Have srun kill the processes of its step, or slurmctld where srun does not.
+
+    Args:
+        srun: The running srun.
+        job_id: The job.
+        name: The step's name.
+        seconds: How long either of them may take.
+    """
+    # srun answers SIGTERM by sending SIGKILL to its tasks on all nodes. SIGKILL to srun itself
+    # would leave the tasks running. A SIGTERM that comes while srun starts its tasks may have no
+    # effect (seen with tests/slurm on a busy machine), so more follow after 1, 2, 4, ... seconds.
+    until, pause = time.monotonic() + seconds, 1.0
+    while time.monotonic() < until:
+        srun.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            srun.wait(min(pause, until - time.monotonic()))
+            return
+        pause *= 2
+    signal_step(job_id, name, signals.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        srun.wait(seconds)
+    srun.kill()
+    srun.wait()
 
 
 # ---- Times and amounts as Slurm writes them ----
@@ -830,6 +1259,10 @@ class Job:
         if self.dependency is None:
             return []
         return [f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"]
+
+    def command_line(self) -> str:
+        """Return the command that sends the job, as a user would type it."""
+        return shlex.join(["sbatch", *self.waiting(), *self.arguments()])
 
     def script(self) -> str:
         """Return the batch script.

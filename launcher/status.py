@@ -515,8 +515,6 @@ def _number(record: Record, key: str, default: float = 0.0) -> float:
     return default
 
 
-LAUNCH_FAILURES = ("JobLaunchFailure", "launch failed")
-"""Beginnings of Slurm's reasons for a job whose batch script it could not start."""
 UNREADABLE = "unreadable"
 """The state of a run whose files cannot be read, which may be so for a moment only."""
 SEARCH_DEPTH = 4
@@ -628,11 +626,10 @@ def _reading(run: Path, broken: dict[Path, RunStatus]) -> Iterator[None]:
 def ask_slurm(ids: Sequence[str], tries: int = 1) -> Queue:
     """Return what Slurm knows about these jobs. Never raises: see `Queue.away`."""
     try:
-        states = slurm.jobs(ids, tries)
-    except (ConfigError, slurm.SlurmError) as error:
-        # ConfigError: this machine has no squeue. SlurmError: squeue failed with an error.
+        return Queue(slurm.jobs(ids, tries))
+    # There may be no Slurm here at all.
+    except (slurm.NoSlurm, slurm.SlurmError) as error:
         return Queue(away=str(error))
-    return Queue(away="slurmctld does not answer") if states is None else Queue(states)
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
@@ -709,7 +706,7 @@ def _status(
     training = queued(sent, queue, JobKind.TRAIN)
     # Two can be in the queue when one was sent by hand. The running one is of interest.
     newest = training[-1] if training else None
-    job = next((job for job in training if job.state == "RUNNING"), newest)
+    job = next((job for job in training if job.is_running), newest)
     waits = waits_for(attempts[-1].directory, now) if attempts else ""
     if job:
         state, reason = job.state, (job.reason or waits) + _why_not_launched(run, job)
@@ -723,7 +720,7 @@ def _status(
         job and attempts and attempts[-1].ended is None and _is_attempt_of(attempts[-1], job)
     )
     running = alive or is_made_by_job
-    if job and job.state == "SUSPENDED" and running:
+    if job and job.is_suspended and running:
         # The supervisor stands still too, and records it when it goes on.
         attempts[-1] = _suspended_since(attempts[-1], now)
     splits = time_splits(attempts, now if running else None)
@@ -785,7 +782,7 @@ def _is_attempt_of(attempt: AttemptRecord, job: JobState) -> bool:
     A requeued job keeps its id, so the restart count has to agree as well.
     """
     return (
-        job.state in ("RUNNING", "SUSPENDED")
+        (job.is_running or job.is_suspended)
         and attempt.owner.is_of_job(job.job_id)
         and (attempt.owner.slurm_restart_count or 0) == job.restarts
     )
@@ -849,14 +846,11 @@ def _why_not_launched(run: Path, job: JobState) -> str:
     Slurm's own log on the node says it; a user sees only that the job's log was never opened.
     """
     log = RunPaths(run).slurm_log(job.job_id)
-    launched = not job.reason.replace("_", " ").startswith(LAUNCH_FAILURES) or log.exists()
+    if not job.was_not_launched or log.exists():
+        return ""
     return (
-        ""
-        if launched
-        else (
-            f": node {job.nodes or 'of the job'} could not open {log}. Put run.directory on a file "
-            "system that all nodes share, or leave out a node that lacks it (sbatch --exclude)"
-        )
+        f": node {job.nodes or 'of the job'} could not open {log}. Put run.directory on a file "
+        "system that all nodes share, or leave out a node that lacks it (--sbatch exclude=NODE)"
     )
 
 

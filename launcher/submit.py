@@ -252,13 +252,14 @@ def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
         for record in read_jobs(run.directory)
         if record.kind == JobKind.TRAIN
     }
-    states = slurm.jobs(sent, slurm.TRIES)
-    if states is None:
+    try:
+        states = slurm.jobs(sent, slurm.TRIES)
+    except slurm.SlurmAway as error:
         job_id, run = list(sent.items())[-1]
         raise slurm.SlurmAway(
-            f"squeue: slurmctld does not answer, so it is unknown if job {job_id} still trains "
-            f"{run.directory}. Try again later"
-        )
+            f"{error}, so it is unknown if job {job_id} still trains {run.directory}. Try again "
+            "later"
+        ) from None
     # squeue forgets a job minutes after its end (MinJobAge), so one without a state is over.
     return {
         run.directory: f"job {job_id} ({states[job_id].state})"
@@ -276,10 +277,10 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
     jobs = jobs_of(runs)
     for run in runs:
         if job := jobs.get(run.directory):
-            job_id = job.split()[1]
+            name = run.config.run.directory
             raise ConfigError(
-                f"run.directory = {run.config.run.directory}: {job} trains this run. Wait until it "
-                f"ends, or cancel it with `scancel {job_id}`"
+                f"run.directory = {name}: {job} trains this run. Wait until it ends, or cancel it "
+                f"with `launcher cancel {shlex.quote(name)}`"
             )
 
 
@@ -296,21 +297,6 @@ STEP_SECONDS = 60.0
 """Assumed duration of a step, for a run that has not taken one yet."""
 START_SECONDS = 60.0
 """Assumed time in which Python and its libraries are loaded and the ranks find each other."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A partition, as scontrol shows it."""
-
-    name: str
-    is_default: bool
-    """Jobs that name no partition go here."""
-    default_seconds: int | None
-    """The time limit of a job that names none; None: no limit."""
-    max_seconds: int | None
-    """The longest time limit; None: no limit."""
-    nodes: int
-    """All its nodes, whatever their state."""
 
 
 def signal_seconds(run: TrainingRun) -> int:
@@ -398,24 +384,26 @@ def check_with_slurm(runs: Sequence[TrainingRun], job: Job) -> str:
     except slurm.SlurmAway:
         raise
     except slurm.SlurmError as error:
-        if not _waits_for_drained_nodes(job):
+        if not slurm.waits_for_drained_nodes(job.site.partition, job.nodes):
             raise
         said = f"{error}: nodes are drained. The job waits until they are back"
         print(f"warning: {said}", file=sys.stderr)
-    found = _partitions(job.site.partition)
+    found = slurm.partitions(job.site.partition)
     if found:
         _check_limits(runs, job, found)
     return said
 
 
-def _check_limits(runs: Sequence[TrainingRun], job: Job, partitions: Sequence[Partition]) -> None:
+def _check_limits(
+    runs: Sequence[TrainingRun], job: Job, partitions: Sequence[slurm.Partition]
+) -> None:
     """Raise ConfigError when the job does not fit into the time limits of its partitions."""
     names = ", ".join(partition.name for partition in partitions)
     if job.time_limit is None:
         limits = [p.default_seconds for p in partitions if p.default_seconds is not None]
         if limits and job.signal_seconds:
             # "H:MM:SS", which sbatch would take.
-            limit = _clock(min(limits))
+            limit = slurm.clock(min(limits))
             try:
                 check_times(runs, limit, job.signal_seconds)
             except ConfigError as error:
@@ -430,60 +418,8 @@ def _check_limits(runs: Sequence[TrainingRun], job: Job, partitions: Sequence[Pa
     if wanted is None or wanted > most:
         raise ConfigError(
             f"time limit {job.time_limit}: longer than partition {names} allows, which is "
-            f"{_clock(most)}, so the job would never start. Set a shorter one with --time"
+            f"{slurm.clock(most)}, so the job would never start. Set a shorter one with --time"
         )
-
-
-def _partitions(names: str | None) -> list[Partition]:
-    """Return the partitions of these names, or the default one; none when Slurm does not say."""
-    wanted = (names or "").split(",")
-    answer = slurm.ask("scontrol", "--oneliner", "show", "partition") or ""
-    found = []
-    for line in answer.splitlines():
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        longest = _seconds(fields.get("MaxTime", ""))
-        default = fields.get("DefaultTime", "NONE")
-        partition = Partition(
-            fields.get("PartitionName", ""),
-            fields.get("Default") == "YES",
-            longest if default == "NONE" else _seconds(default),
-            longest,
-            int(fields["TotalNodes"]) if fields.get("TotalNodes", "").isdigit() else 0,
-        )
-        if partition.name in wanted or (not names and partition.is_default):
-            found.append(partition)
-    return found
-
-
-def _waits_for_drained_nodes(job: Job) -> bool:
-    """Return True if the job needs nodes that are drained, as all may be before a maintenance.
-
-    `sbatch --test-only` then gives the answer that it gives for what can never run.
-    """
-    found = _partitions(job.site.partition)
-    total = max((partition.nodes for partition in found), default=0)
-    names = ",".join(partition.name for partition in found)
-    query = ["--noheader", "--Node", f"--partition={names}", "--format=%N %T"]
-    states = dict(
-        line.split()
-        for line in (slurm.ask("sinfo", *query) or "").splitlines()
-        if len(line.split()) == 2
-    )
-    usable = sum("drain" not in state for state in states.values())
-    return bool(states) and usable < job.nodes <= total
-
-
-def _seconds(limit: str) -> int | None:
-    """Return a time limit as scontrol shows it, in seconds; None where there is none."""
-    try:
-        return seconds_of(limit)
-    except ConfigError:
-        return None
-
-
-def _clock(seconds: int) -> str:
-    """Return seconds as "H:MM:SS", a time limit of sbatch."""
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 NO_FILES: Mapping[Path, str] = MappingProxyType({})
@@ -663,8 +599,7 @@ def print_dry_run(
             f"step, ZeRO {run.config.parallel.zero_stage}"
         )
     print(f"\n{job.script()}")
-    sbatch = shlex.join(["sbatch", *job.waiting(), *job.arguments()])
-    print(f"# submitted with\n{sbatch} < train.sbatch\n")
+    print(f"# submitted with\n{job.command_line()} < train.sbatch\n")
     srun = shlex.join([*job.step(), _ranks_python(job.site)])
     print(f"# the job starts its ranks with\n{srun} -m pretrain train ...\n")
     for path, text in files.items():
@@ -672,10 +607,10 @@ def print_dry_run(
     # Before sbatch, whose answer may take a while, or be the error that ends this command.
     sys.stdout.flush()
     try:
-        print(f"# sbatch --test-only: {check_with_slurm(runs, job)}")
+        print(slurm.answer(check_with_slurm(runs, job)))
     except (slurm.SlurmAway, slurm.NoSlurm) as error:
         # The job may be shown all the same, also on a machine without Slurm's commands.
-        print(f"# sbatch --test-only: not asked: {error}")
+        print(slurm.answer(f"not asked: {error}"))
         if isinstance(error, slurm.SlurmAway):
             print(
                 f"warning: Slurm was not asked whether it takes the job: {error}", file=sys.stderr
@@ -712,7 +647,7 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
     # Before sbatch: on an idle cluster the job may start, and read them, before sbatch returns;
     # and Slurm does not make the folder of --output, without it a job dies with no message.
     with _files_unless_refused(launch_files, folders):
-        job_id = slurm.submit([*job.waiting(), *job.arguments()], job.script())
+        job_id = slurm.submit(job)
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (run_job_id, run) in enumerate(zip(ids, runs)):
         claim_version(run.directory)

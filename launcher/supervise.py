@@ -593,19 +593,6 @@ def choose_nodes(
 # ---- Say whose an attempt is: this process, in this start of a job ----
 
 
-def restart_count() -> int:
-    """Return how often Slurm had requeued the job when this process started."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
-
-
-def job_state(job_id: str) -> slurm.JobState | None:
-    """Return what Slurm says about a job, None when it says nothing: an attempt goes on without."""
-    try:
-        return (slurm.jobs([job_id]) or {}).get(job_id)
-    except slurm.SlurmError:
-        return None
-
-
 def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
     """Describe this process as the owner of an attempt inside a Slurm job.
 
@@ -614,27 +601,20 @@ def job_owner(job_id: str, num_tasks: int, is_first: bool = True) -> Owner:
         num_tasks: Number of ranks of the attempt.
         is_first: True for the first attempt of this start of the job, which waited in the queue.
     """
-    try:
-        state = job_state(job_id)
-    except slurm.SlurmError:
-        # The time of submission is for the account of the run's time alone.
-        state = None
+    state = slurm.job(job_id)
     return Owner.here(
         slurm_job_id=job_id,
-        slurm_restart_count=restart_count(),
-        slurm_cluster=os.environ.get("SLURM_CLUSTER_NAME"),
+        slurm_restart_count=slurm.own_restarts(),
+        slurm_cluster=slurm.own_cluster(),
         submitted_at=state.submitted_at if state and is_first else None,
         num_processes=num_tasks,
-        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+        nodes=slurm.own_nodes(),
     )
 
 
 def job_is_over(other: Owner) -> bool | None:
     """Return True if the job of another owner is over, None where Slurm does not say."""
-    try:
-        return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
-    except slurm.SlurmError:
-        return None
+    return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
 
 
 POLL_SECONDS = 0.02

@@ -94,7 +94,7 @@ class Sweep:
 
     def wait_until_over(self, *indices: int) -> None:
         ids = [self.ids[index] for index in indices]
-        wait_for(lambda: all((slurm.jobs([id]) or {})[id].is_over for id in ids), 60)
+        wait_for(lambda: all(slurm.is_over(id) for id in ids), 60)
 
 
 def commands(folder: Path, cluster: Cluster, script: str, **values: object) -> dict[str, str]:

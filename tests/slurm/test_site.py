@@ -356,7 +356,7 @@ def test_all_that_runs_where_the_ranks_run_is_in_the_container(
     site = load_site(desk.work / "site.toml")
     (tmp_path / "build").mkdir()
     job = data_job(site, "build", tmp_path / "build/executor.pik", 1, 1, None)
-    ids = [*desk.job_ids("run"), slurm.submit(job.arguments(), job.script())]
+    ids = [*desk.job_ids("run"), slurm.submit(job)]
     desk.wait_until_over(*ids)
     lines = (desk.notes / "inside").read_text().splitlines()
     said = {word for line in lines for word in line.split() if word in KINDS}

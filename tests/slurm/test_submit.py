@@ -294,8 +294,9 @@ def test_while_slurmctld_is_away_nothing_is_sent_or_written(
     (tmp_path / "slurm.conf").write_text(conf)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     before = files(desk.work)
-    assert slurm.jobs(["1"]) is None and slurm.is_over("1") is None
+    assert slurm.job("1") is None and slurm.is_over("1") is None and slurm.is_away()
     for order, *words in (
+        (slurm.jobs, ["1"]),
         (slurm.requeue, "1"),
         (slurm.cancel, "1"),
         (slurm.signal, "1", "USR1"),

@@ -252,8 +252,8 @@ class Queue:
         monkeypatch.setattr(sys, "stdin", os.fdopen(read))
         monkeypatch.setattr(slurm, "jobs_named", self.look)
         monkeypatch.setattr(slurm, "cancel", self.cancel)
-        monkeypatch.setattr(slurm, "array_ends", lambda job_id: {"COMPLETED": 4})
-        monkeypatch.setattr(slurm, "submit", lambda arguments, script: "7")
+        monkeypatch.setattr(slurm, "array_failures", lambda job_id: {})
+        monkeypatch.setattr(slurm, "submit", lambda job: "7")
         monkeypatch.setattr(signal, "signal", lambda number, handler: None)
         monkeypatch.setattr(data, "FIRST_LOOK_SECONDS", 0.01)
 
@@ -266,7 +266,7 @@ class Queue:
         self.cancelled.append(job_id)
 
 
-RUNS = {"7": {"RUNNING", "Resources"}}
+RUNS = {"7": {"", "Resources"}}
 
 
 def test_the_wait_outlasts_a_controller_that_is_away(monkeypatch, tmp_path, capsys):
@@ -278,7 +278,7 @@ def test_the_wait_outlasts_a_controller_that_is_away(monkeypatch, tmp_path, caps
 
 
 def test_jobs_of_an_earlier_command_are_waited_for(monkeypatch, tmp_path, capsys):
-    Queue(monkeypatch, {"3": {"RUNNING"}}, {"3": {"RUNNING"}}, {})
+    Queue(monkeypatch, {"3": {""}}, {"3": {""}}, {})
     monkeypatch.setattr(slurm, "submit", None)
     data.run_array(job(CPU, tasks=0), tmp_path / "stop")
     assert capsys.readouterr().err.count("job 3: left by an earlier command") == 1

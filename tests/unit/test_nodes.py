@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.launcher.job import _requeue, lead_seconds, startup_seconds
-from pretrain.launcher.ranks import _nodes_of_ranks, _stuck_nodes
+from pretrain.launcher.job import _requeue, startup_seconds
+from pretrain.launcher.ranks import _stuck_nodes
+from pretrain.launcher.slurm import lead_seconds, nodes_of_ranks
 from pretrain.launcher.supervise import Signals, choose_nodes, count_failures, failing_nodes
 from pretrain.rundir.attempts import AttemptRecord, Ended, Owner, PhaseChange
 
@@ -62,7 +63,7 @@ HERE, THERE = '"/x/train/step.py", line 3', '"/x/torch/distributed/distributed_c
     ],
 )
 def test_the_node_of_a_rank_that_hangs_by_itself(stacks, nodes):
-    where = _nodes_of_ranks(["srun", "--ntasks-per-node=2", "--ntasks=4"], ["n1", "n2"])
+    where = nodes_of_ranks(["srun", "--ntasks-per-node=2", "--ntasks=4"], ["n1", "n2"])
     said = "".join(STACK.format(rank, rank, file) for rank, file in stacks) + "srun: got SIGCONT\n"
     assert _stuck_nodes(said.encode(), where) == nodes
 

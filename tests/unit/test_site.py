@@ -43,7 +43,7 @@ REFUSED = [
     (GPU | {"cpus_per_node": 7}, ["cpus_per_node = 7", "8 ranks"]),
     (GPU | {"precisions": ["fp8"]}, ["precisions.0 = 'fp8'"]),
     (CPU | {"gpu_type": "v100"}, ["gpu_type = v100", "gpus_per_node is 0"]),
-    (GPU | {"gpu_type": "v100:8,a"}, ["gpu_type", "scontrol show node"]),
+    (GPU | {"gpu_type": "v100:8,a"}, ["gpu_type", "Gres=gpu:TYPE:8"]),
     (GPU | {"time_limit": "tomorrow"}, ["time limit 'tomorrow'", "12:00:00"]),
     (GPU | {"memory_per_node": "lots"}, ["memory_per_node = 'lots'", '"480G"']),
     (GPU | {"partition": "a\nb"}, ["partition = 'a\\nb'", "control characters"]),

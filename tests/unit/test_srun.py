@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.launcher import ranks as srun
+from pretrain.launcher import slurm
+from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.supervise import Signals, Supervisor
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.lock import Attempt
@@ -29,10 +30,10 @@ sys.exit(7)
 
 def test_a_step_that_has_forgotten_its_end_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(srun, "signal_step", lambda job, name, number: asked.append(number))
+    monkeypatch.setattr(slurm, "signal_step", lambda job, name, number: asked.append(number))
     process = subprocess.Popen([sys.executable, "-c", FORGETFUL], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"runs\n"
-    srun.end_step(process, "1", "train", 60)
+    slurm.end_step(process, "1", "train", 60)
     assert process.returncode == 7 and asked == []
     process.stdout.close()
 
@@ -41,12 +42,12 @@ def test_a_step_that_srun_does_not_end_is_ended_by_slurmctld(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(srun, "signal_step", lambda job, name, number: asked.append(number))
+    monkeypatch.setattr(slurm, "signal_step", lambda job, name, number: asked.append(number))
     ignoring = "import signal; signal.pthread_sigmask(0, {15}); print('runs', flush=True);"
     command = [sys.executable, "-c", f"{ignoring} signal.pause()"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"runs\n"
-    srun.end_step(process, "1", "train", 1.5)
+    slurm.end_step(process, "1", "train", 1.5)
     assert process.returncode == -signal.SIGKILL and asked == [signal.SIGKILL]
     process.stdout.close()
 
@@ -66,9 +67,9 @@ def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_o
     settings = [f"run.directory={tmp_path / 'run'}", "recovery.hang_seconds=1"]
     attempt = Attempt.begin(tmp_path / "run")
 
-    def start(attempt: Attempt) -> srun.SrunRanks:
+    def start(attempt: Attempt) -> SrunRanks:
         attempt.phase("training", 7)
-        return srun.SrunRanks([str(program)], "1", "a", {}, tmp_path / "log", ["n1", "n2"])
+        return SrunRanks([str(program)], "1", "a", {}, tmp_path / "log", ["n1", "n2"])
 
     config = load_config("configs/demo.toml", settings)
     end = Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start)
