@@ -16,7 +16,6 @@ from pretrain.launcher import evaluations, slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.status import (
     Queue,
-    Records,
     Repeated,
     ask_slurm,
     check_run,
@@ -249,7 +248,7 @@ def _sign_of_life(run: Path, job: JobState) -> tuple[float, Progress | None]:
     return attempt.last_heartbeat, attempt.progress
 
 
-def _attempts_of(run: Path, job: JobState, records: Records | None = None) -> list[AttemptRecord]:
+def _attempts_of(run: Path, job: JobState) -> list[AttemptRecord]:
     """Return the attempts that a job has begun since Slurm started it for the last time.
 
     Once there is one, the launcher in the job handles signals.
@@ -257,12 +256,11 @@ def _attempts_of(run: Path, job: JobState, records: Records | None = None) -> li
     Args:
         run: The run's directory.
         job: Its job.
-        records: What was read before, to read only what is new.
     """
     # A requeued job keeps its id: attempts before that differ in the count.
     return [
         attempt
-        for attempt in (records or Records()).attempts(run)
+        for attempt in read_attempts(run)
         if attempt.owner.is_of_job(job.job_id)
         and (attempt.owner.slurm_restart_count or 0) == job.restarts
     ]
@@ -282,13 +280,13 @@ def _wait_for_end(run: Path, job: JobState) -> AttemptRecord | None:
     Returns:
         The last attempt, or None if the job ended before it began one.
     """
-    records, printed = Records(), ""
+    printed = ""
     answers = Repeated(lambda: ask_slurm([job.job_id]), SQUEUE_SECONDS)
     while True:
         # Slurm is asked as well, because a killed node leaves an attempt without an end. It is
         # asked before the files are read, so an end that was written until then is seen.
         job_is_over = _is_over(job, answers.new())
-        attempts = _attempts_of(run, job, records)
+        attempts = _attempts_of(run, job)
         attempt = attempts[-1] if attempts else None
         # After another outcome the job may have begun the next attempt before it was asked to stop.
         settled = attempt and attempt.ended and attempt.ended.outcome not in STARTED_AGAIN

@@ -22,7 +22,6 @@ from pretrain.launcher import terminal
 from pretrain.launcher.status import (
     PARTS,
     WAITING,
-    Records,
     Repeated,
     RunStatus,
     TimeSplit,
@@ -34,13 +33,22 @@ from pretrain.launcher.status import (
     total,
 )
 from pretrain.launcher.supervise import failing_nodes
-from pretrain.launcher.terminal import plain, plain_output
-from pretrain.rundir.attempts import AttemptRecord, read_attempts
+from pretrain.launcher.terminal import aligned, plain, plain_output
+from pretrain.rundir.attempts import AttemptRecord, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, named_by_step, newest_checkpoint_step
 from pretrain.rundir.files import open_regular
 from pretrain.rundir.history import steps_lost
 from pretrain.rundir.jobs import read_jobs, read_local_launch
-from pretrain.rundir.paths import ENDED_WELL, STARTED_AGAIN, ExitCode, JobKind, RunPaths, in_words
+from pretrain.rundir.paths import (
+    ENDED_WELL,
+    STARTED_AGAIN,
+    ExitCode,
+    JobKind,
+    RunPaths,
+    attempt_directory,
+    attempt_numbers,
+    in_words,
+)
 
 # ---- Format what `launcher status` prints: a table of runs that fits the terminal, or one run ----
 # A terminal may be narrow and a table may have long paths and reasons, so columns are first
@@ -89,10 +97,9 @@ def show_status(given: Sequence[Path], watch: bool) -> None:
     Raises:
         ConfigError: One of `given` is not a run's directory, or there are no runs.
     """
-    records = Records()
     # Called once and not for each page, because it prints which folders are no runs.
     given = find_runs(given) if given else given
-    text = _page(given, records)
+    text = _page(given)
     if not watch:
         print(text)
         return
@@ -106,15 +113,15 @@ def show_status(given: Sequence[Path], watch: bool) -> None:
                 text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
             print(text, end="" if in_place else "\n\n", flush=True)
             time.sleep(WATCH_SECONDS)
-            text = _page(given, records)
+            text = _page(given)
     except KeyboardInterrupt:
         print()
 
 
-def _page(given: Sequence[Path], records: Records | None = None) -> str:
-    """Return what `launcher status` prints once; `records` is the same for all pages of --watch."""
+def _page(given: Sequence[Path]) -> str:
+    """Return what `launcher status` prints once."""
     now = time.time()
-    statuses, away = read_statuses(given or find_runs([]), now, records)
+    statuses, away = read_statuses(given or find_runs([]), now)
     text = detail(statuses[0], now) if len(given) == 1 else table(statuses, now, terminal_width())
     # Runs that have ended are shown from their own files, so Slurm's absence is of no interest.
     live = ("running", WAITING, "unknown")
@@ -142,10 +149,9 @@ def table(statuses: Sequence[RunStatus], now: float, width: int) -> str:
     for column in DROPPED:
         if sum(widths[c] for c in columns) + len(GAP) * (len(columns) - 1) > width:
             columns.remove(column)
-    lines = [dict(zip(COLUMNS, (c.upper() for c in COLUMNS))), *rows]
-    return "\n".join(
-        GAP.join(_cell(line[c], widths[c], c) for c in columns).rstrip() for line in lines
-    )
+    lines = [{c: c.upper() for c in columns}, *rows]
+    right = {number for number, column in enumerate(columns) if column in RIGHT}
+    return "\n".join(aligned([[_cell(r[c], widths[c], c) for c in columns] for r in lines], right))
 
 
 def detail(status: RunStatus, now: float) -> str:
@@ -248,11 +254,11 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
 
 
 def _cell(text: str, width: int, column: str) -> str:
-    """Return text shortened and padded to `width`."""
-    if len(text) > width:
-        # The end of a path distinguishes it from others, the beginning of a reason says the most.
-        text = "…" + text[-width + 1 :] if column == "run" else text[: width - 1] + "…"
-    return text.rjust(width) if column in RIGHT else text.ljust(width)
+    """Return text shortened to `width`."""
+    if len(text) <= width:
+        return text
+    # The end of a path distinguishes it from others, the beginning of a reason says the most.
+    return "…" + text[-width + 1 :] if column == "run" else text[: width - 1] + "…"
 
 
 # ---- the details of one run ----
@@ -323,15 +329,9 @@ def _attempts(
         rows.append([str(attempt.number), began, outcome, *_split(split)])
     if len(rows) > 1:
         rows.append(["all", "", "", *_split(total(splits))])
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    lines = []
-    for row in ([head.upper() for head in heads], *rows):
-        cells = [
-            cell.ljust(width) if head in ("began", "end") else cell.rjust(width)
-            for head, cell, width in zip(heads, row, widths)
-        ]
-        lines.append("  " + " ".join(cells))
-    return lines
+    right = {number for number, head in enumerate(heads) if head not in ("began", "end")}
+    lines = aligned([[head.upper() for head in heads], *rows], right, gap=" ")
+    return [f"  {line}" for line in lines]
 
 
 def _split(split: TimeSplit) -> list[str]:
@@ -417,7 +417,7 @@ TAIL_BYTES = 1024 * 1024
 """Bytes at the end of a log that are searched for these lines."""
 CHUNK_BYTES = 1024 * 1024
 """Bytes of a log that are read at a time."""
-POLL_SECONDS = 0.3
+POLL_SECONDS = 0.5
 """Between two looks at a log that has not grown."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue that ask if the run is over."""
@@ -507,18 +507,17 @@ def follow(run: Path, rank: int | None = None) -> str:
         ConfigError: There is no such rank, or its output goes to a terminal.
     """
     check_run(run)
-    records = Records()
-    end_of_run = _EndOfRun(run, records)
+    end_of_run = _EndOfRun(run)
     log: LogReader | None = None
     attempt: AttemptRecord | None = None
-    if records.newest_attempt(run) is None:
+    if _newest_attempt(run) is None:
         print(
             plain(f"{run}: no attempt has begun; waiting for the first one. {_why_no_log(run)}"),
             file=sys.stderr,
             flush=True,
         )
     while True:
-        newest = records.newest_attempt(run)
+        newest = _newest_attempt(run)
         # Before the log is read, so that it contains all that was printed until this end.
         end = end_of_run.reason(newest)
         lines = log.read() if log else []
@@ -633,9 +632,9 @@ class _EndOfRun:
     moment in which no attempt is alive and no job is running.
     """
 
-    def __init__(self, run: Path, records: Records) -> None:
-        self._run, self._records = run, records
-        self._status = Repeated(lambda: read_statuses([run], records=records)[0][0], SQUEUE_SECONDS)
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._status = Repeated(lambda: read_statuses([run])[0][0], SQUEUE_SECONDS)
         self._last_answer = ""
 
     def reason(self, newest: AttemptRecord | None) -> str:
@@ -658,8 +657,14 @@ class _EndOfRun:
             record.kind == JobKind.TRAIN
             and record.job_id != owner.slurm_job_id
             and record.submitted_at > owner.began_at
-            for record in self._records.read(read_jobs, self._run, RunPaths(self._run).jobs)
+            for record in read_jobs(self._run)
         )
+
+
+def _newest_attempt(run: Path) -> AttemptRecord | None:
+    """Return the newest attempt at a run; None before the first."""
+    number = max(attempt_numbers(RunPaths(run).attempts), default=0)
+    return read_attempt(attempt_directory(run, number)) if number else None
 
 
 def _find_log(run: Path, attempt: AttemptRecord, rank: int | None) -> tuple[Path, int | None]:

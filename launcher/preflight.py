@@ -58,8 +58,6 @@ class Said:
 
     stage: str
     """The stage or round whose result the line is; "alive" is a sign of life."""
-    at: float
-    """Unix seconds by the node's clock."""
     node: str
     during: str = ""
     """Of a sign of life: the stage the process is in."""
@@ -131,19 +129,15 @@ class Readings:
         self.processes: dict[int, Process] = {}
         self.not_launched: dict[str, str] = {}
         """Nodes on which srun started nothing, with its words."""
-        self.offsets: dict[str, float] = {}
-        """By how many seconds the clock of a node is behind this one's, and a little more: the
-        least difference between the time of a line and its arrival."""
         self.warned = False
         """Slurm has sent the processes SIGUSR1, its warning before the time limit."""
 
-    def take(self, line: str, now: float, time: float) -> None:
+    def take(self, line: str, now: float) -> None:
         """Take a line of srun's output.
 
         Args:
             line: The line.
             now: The present time of the clock by which silence is measured.
-            time: The present time in unix seconds.
         """
         if labelled := slurm.labelled(line.encode()):
             rank, text = labelled[0], labelled[1].decode().strip()
@@ -151,7 +145,7 @@ class Readings:
             process.said_at = now
             content = parse_json(text)
             if said := from_json(Said, content):
-                self._take_reading(process, said, content, now, time)
+                self._take_reading(process, said, content, now)
             elif text:
                 process.words = text
         elif ended := slurm.ended_tasks(line):
@@ -164,13 +158,9 @@ class Readings:
             node, why = lost
             self.not_launched[node] = why
 
-    def _take_reading(
-        self, process: Process, said: Said, content: Json, now: float, time: float
-    ) -> None:
+    def _take_reading(self, process: Process, said: Said, content: Json, now: float) -> None:
         """Take a line of JSON that a process printed."""
         process.node = process.node or said.node
-        offset = time - said.at
-        self.offsets[process.node] = min(offset, self.offsets.get(process.node, offset))
         self.warned = self.warned or said.warned
         if said.stage != "alive":
             process.found[said.stage], process.worked_at = content, now
@@ -205,13 +195,11 @@ def _numbers(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-SKEW_SECONDS = 5.0
-"""A clock that differs by more is worth a warning. Leases do not depend on it, times in logs do."""
 SLOW, TOO_SLOW = 2.0, 5.0
 """A node whose matrix product takes so many times as long as the others' is worth a warning; a GPU
 is taken for broken."""
 LEAST_NODES = 3
-"""Nodes that it takes to say which one is slow, or which clock is wrong."""
+"""Nodes that it takes to say which one is slow."""
 USED_SHARE = 0.1
 """Share of a GPU's memory that may be in use before the run starts. A context of CUDA takes 1 % of
 80 GB."""
@@ -257,20 +245,13 @@ class Diagnosis:
     """The refusal is that the disk is full."""
 
 
-Links = Mapping[tuple[str, str], str | None]
-"""The nodes that added up numbers in pairs: None where it worked, else what went wrong."""
-
-
-def diagnose(
-    readings: Readings, expected: Expected, now: float, links: Links | None = None
-) -> Diagnosis:
+def diagnose(readings: Readings, expected: Expected, now: float) -> Diagnosis:
     """Return what follows from the readings of a preflight that is over.
 
     Args:
         readings: What the processes said.
         expected: What the run needs.
         now: The present time of the clock by which silence is measured.
-        links: The pairs that were tried because not all nodes together could add up.
     """
     diagnosis = Diagnosis()
     faults: dict[str, Fault] = {}
@@ -285,8 +266,6 @@ def diagnose(
         elif fault:
             faults[node] = fault
     _judge_speed(readings, expected, faults, diagnosis)
-    _judge_clocks(readings, expected, diagnosis)
-    _judge_links(links or {}, faults, diagnosis)
     _judge_all(readings, faults, diagnosis)
     _decide(expected, faults, diagnosis)
     return diagnosis
@@ -484,54 +463,12 @@ def _judge_speed(
             diagnosis.warnings.append(f"{node}: {words}")
 
 
-def _judge_clocks(readings: Readings, expected: Expected, diagnosis: Diagnosis) -> None:
-    """Warn of clocks that differ from the others'."""
-    offsets = {node: readings.offsets[node] for node in expected.nodes if node in readings.offsets}
-    if len(offsets) < LEAST_NODES:
-        # Two clocks do not show which of them is wrong, so both are compared with this process's.
-        middle = 0.0
-    else:
-        middle = statistics.median(offsets.values())
-    for node, offset in offsets.items():
-        if abs(offset - middle) > SKEW_SECONDS:
-            way = "behind" if offset > middle else "ahead of"
-            diagnosis.warnings.append(
-                f"{node}: its clock is {abs(offset - middle):.0f} s {way} the others', so times in "
-                "logs and metrics are wrong"
-            )
-
-
-def _judge_links(links: Links, faults: dict[str, Fault], diagnosis: Diagnosis) -> None:
-    """Blame the nodes that could add up numbers with none of their neighbours."""
-    known = {link: error for link, error in links.items() if not set(link) & faults.keys()}
-    nodes = {node for link in known for node in link}
-    for node in sorted(nodes):
-        own = {link: error for link, error in known.items() if node in link}
-        if len(own) > 1 and None not in own.values():
-            others = ", ".join(sorted({name for link in own for name in link} - {node}))
-            error = next(filter(None, own.values()))
-            faults.setdefault(node, Fault("link", f"it reaches none of {others} ({error})"))
-    for link, failure in known.items():
-        if failure and not set(link) & faults.keys():
-            diagnosis.warnings.append(f"{link[0]} and {link[1]}: cannot add up numbers ({failure})")
-
-
 def _judge_all(readings: Readings, faults: dict[str, Fault], diagnosis: Diagnosis) -> None:
     """Warn where all nodes together could not add up numbers and no node is known for the cause."""
     results = [process.found.get("round all", {}) for process in readings.processes.values()]
     error = next((found["error"] for found in results if "error" in found), None)
     if error and not faults:
         diagnosis.warnings.append(f"the nodes cannot add up numbers all together ({error})")
-
-
-def ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return pairs of neighbours in a ring, in rounds in which every node has at most one pair."""
-    if len(nodes) < LEAST_NODES:
-        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
-    pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    even = len(nodes) % 2 == 0
-    rounds = [pairs[0 : len(nodes) - 1 : 2], pairs[1 : len(nodes) - (0 if even else 1) : 2]]
-    return rounds if even else [*rounds, [pairs[-1]]]
 
 
 def _gib(count: float) -> str:
@@ -607,8 +544,8 @@ class Check:
                 break
             nodes = [node for node in nodes if node not in lost]
         self._readings.not_launched = lost
-        links = self._together(nodes)
-        diagnosis = diagnose(self._readings, self._expected, self._now, links)
+        self._together(nodes)
+        diagnosis = diagnose(self._readings, self._expected, self._now)
         if not self._readings.processes and not diagnosis.faults:
             said = next((line for line in reversed(self._output) if line), "nothing was said")
             diagnosis.warnings = [f"the nodes could not be checked ({said})"]
@@ -660,7 +597,7 @@ class Check:
         time.sleep(POLL_SECONDS)
         for line in self._step.lines():
             self._output.append(line)
-            self._readings.take(line, self._now, time.time())
+            self._readings.take(line, self._now)
         passed, self._looked = time.monotonic() - self._looked, time.monotonic()
         self._now += min(passed, MOST_PAUSE)
         if self._now - self._renewed > HEARTBEAT_SECONDS:
@@ -690,37 +627,15 @@ class Check:
         return bool(processes) and not any(working)
 
     # ---- rounds of adding up ---------------------------------------------------------------------
-    def _together(self, nodes: Sequence[str]) -> Links:
-        """Have the processes add up numbers: on each node, then on all, then if need be in pairs.
-
-        Returns:
-            How it went in pairs; nothing when there was no need for them.
-        """
+    def _together(self, nodes: Sequence[str]) -> None:
+        """Have the processes add up numbers: on each node, then on all."""
         per_node = self._expected.per_node
         ready = self._readings.ready_nodes(nodes, per_node, self._now)
         if per_node > 1:
-            self._round("node", [self._ranks([node]) for node in ready], 3)
-            ready = [node for node in ready if self._failure("node", [node]) is None]
-        if len(ready) < 2:
-            return {}
-        self._round("all", [self._ranks(ready)], 2)
-        everyone = self._processes(ready)
-        if self._failure("all", ready) is None or any(map(self._is_lost, everyone)):
-            return {}
-        links: dict[tuple[str, str], str | None] = {}
-        rounds = ring(ready)
-        for number, pairs in enumerate(rounds):
-            name = f"pairs-{number + 1}"
-            # The first process of each node: it is the way between the nodes that is in doubt.
-            firsts = [[self._ranks([node])[0] for node in pair] for pair in pairs]
-            self._round(name, firsts, len(rounds) - number + 1)
-            for pair, ranks in zip(pairs, firsts, strict=True):
-                found = [self._readings.processes[rank].found for rank in ranks]
-                results = [each[f"round {name}"] for each in found if f"round {name}" in each]
-                errors = [str(result["error"]) for result in results if "error" in result]
-                if errors or len(results) == len(ranks):
-                    links[pair] = errors[0] if errors else None
-        return links
+            self._round("node", [self._ranks([node]) for node in ready], 2)
+            ready = [node for node in ready if self._added_up(node)]
+        if len(ready) > 1:
+            self._round("all", [self._ranks(ready)], 1)
 
     def _round(self, name: str, groups: Sequence[Sequence[int]], share: int) -> None:
         """Have groups of processes add up numbers, all groups at the same time.
@@ -761,13 +676,10 @@ class Check:
         """Return True for a process that has ended, or was silent for too long."""
         return bool(process.ended) or process.is_silent(self._now)
 
-    def _failure(self, name: str, nodes: Sequence[str]) -> str | None:
-        """Return why a process of these nodes did not add up in a round; None if all did."""
-        for process in self._processes(nodes):
-            found = process.found.get(f"round {name}", {"error": "no answer"})
-            if "error" in found:
-                return str(found["error"])
-        return None
+    def _added_up(self, node: str) -> bool:
+        """Return True if all processes of a node could add up numbers."""
+        found = [each.found.get("round node") for each in self._processes([node])]
+        return all(result is not None and "error" not in result for result in found)
 
 
 class _Step:

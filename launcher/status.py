@@ -16,22 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar
 
 from pretrain.config import ConfigError
 from pretrain.launcher import slurm
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import (
-    ENDED,
-    OWNER,
-    PHASES,
     PROGRESS,
     AttemptRecord,
     Suspension,
     is_idle,
-    last_heartbeat,
-    read_attempt,
+    read_attempts,
     read_waiting,
 )
 from pretrain.rundir.checkpoints import (
@@ -53,8 +49,6 @@ from pretrain.rundir.paths import (
     Outcome,
     Phase,
     RunPaths,
-    attempt_directory,
-    attempt_numbers,
     check_version,
     in_words,
     is_run,
@@ -77,9 +71,6 @@ PARTS = {
     "or an attempt was refused its input or found every step done",
 }
 """The parts of the wall time, in the order in which an attempt goes through them."""
-JUMP_SECONDS = 60.0
-"""Times that go back by more are those of a clock that was set; by less, clocks disagree."""
-
 GOODPUT = (
     "Goodput is the time spent on training steps that the run kept, as a share of the time it held "
     "its nodes (the wall time without the waiting and without suspensions of its job). Time in "
@@ -132,8 +123,7 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
     """Split the wall time of a run by attempts and parts.
 
     An attempt that left no ended.json ends at its last sign of life. The clocks of different hosts
-    may disagree, so an interval is cut to the time that earlier ones have left free; a clock that
-    was set back is taken for one that went on (`_on_one_clock`).
+    may disagree, so an interval is cut to the time that earlier ones have left free.
 
     Args:
         attempts: All attempts, oldest first.
@@ -143,7 +133,6 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         One split per attempt, oldest first. Their sum (`total`) is the run's wall time.
     """
     splits = []
-    attempts, now = _on_one_clock(attempts, now)
     # The end of what is accounted for: each attempt gets the time from here to its own end.
     free_from = _first_moment(attempts)
     is_finished = False
@@ -179,50 +168,6 @@ def time_splits(attempts: Sequence[AttemptRecord], now: float | None = None) -> 
         splits.append(TimeSplit(parts))
         free_from = end
     return splits
-
-
-def _on_one_clock(
-    attempts: Sequence[AttemptRecord], now: float | None
-) -> tuple[Sequence[AttemptRecord], float | None]:
-    """Move the times after a clock was set back forward, by as much as it was set back at least.
-
-    Otherwise everything until the clock has caught up would count as no time at all.
-    """
-    shift, moved, latest = 0.0, [], 0.0
-
-    def on_clock(at: float, earliest: float) -> float:
-        nonlocal shift
-        behind = earliest - (at + shift)
-        shift += behind if behind > JUMP_SECONDS else 0.0
-        return at + shift
-
-    for attempt in attempts:
-        # Attempts are numbered in the order in which they began.
-        # A damaged owner.json says 0.
-        began = on_clock(attempt.owner.began_at, latest) if attempt.owner.began_at else 0.0
-        latest = max(began, latest)
-        marks, last = [], latest
-        for mark in attempt.phases:
-            last = max(last, on_clock(mark.at, last))
-            marks.append(dataclasses.replace(mark, at=last))
-        ended = attempt.ended
-        if ended is not None:
-            ended = dataclasses.replace(ended, at=on_clock(ended.at, last))
-        moved.append(
-            dataclasses.replace(
-                attempt,
-                owner=dataclasses.replace(attempt.owner, began_at=began),
-                phases=tuple(marks),
-                ended=ended,
-                last_heartbeat=attempt.last_heartbeat + shift if attempt.last_heartbeat else 0.0,
-                suspensions=tuple(
-                    dataclasses.replace(each, at=each.at + shift) for each in attempt.suspensions
-                ),
-            )
-        )
-    if now is not None and attempts:
-        now = on_clock(now, max([latest, *(mark.at for mark in moved[-1].phases)]))
-    return moved, now
 
 
 def total(splits: Sequence[TimeSplit]) -> TimeSplit:
@@ -341,64 +286,10 @@ def resumed_from(attempt: AttemptRecord) -> int | None:
 
 
 # ---- Look at runs again and again, as `status --watch` and `logs --follow` do ----
-# The file server and slurmctld serve all users of a cluster. So a file that has not changed since
-# is not opened again: its inode, size and time of modification are looked up instead. And Slurm,
-# which may take long to answer, is asked in a thread.
+# Slurm may take long to answer, so it is asked in a thread.
 
 
 T = TypeVar("T")
-Signature = tuple[tuple[int, int, int] | None, ...]
-"""Inode, size and time of modification of each of some files; None for one that is missing."""
-
-
-class Records:
-    """Remember what was read from files, until one of them changes."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Callable[[Path], object], Path], tuple[Signature, object]] = {}
-
-    def read(self, reader: Callable[[Path], T], path: Path, *files: Path) -> T:
-        """Return `reader(path)`, from memory while `files` are unchanged.
-
-        Args:
-            reader: Reads what is wanted.
-            path: The argument of `reader`.
-            files: All files that it reads; `path` alone when none is given.
-        """
-        # Before the reading: a file that changes during it is read once more the next time.
-        signature = tuple(map(_signature, files or (path,)))
-        before = self._known.get((reader, path))
-        if before is not None and before[0] == signature:
-            return cast(T, before[1])
-        value = reader(path)
-        self._known[reader, path] = signature, value
-        return value
-
-    def newest_attempt(self, run: Path) -> AttemptRecord | None:
-        """Return the newest attempt at a run; None before the first."""
-        number = max(attempt_numbers(RunPaths(run).attempts), default=0)
-        return self._attempt(attempt_directory(run, number)) if number else None
-
-    def attempts(self, run: Path) -> list[AttemptRecord]:
-        """Return all attempts at a run, oldest first.
-
-        The heartbeat of one that goes on may be old: its file is renewed without another change.
-        """
-        numbers = sorted(attempt_numbers(RunPaths(run).attempts))
-        return [self._attempt(attempt_directory(run, number)) for number in numbers]
-
-    def _attempt(self, directory: Path) -> AttemptRecord:
-        files = (directory / name for name in (OWNER, PHASES, PROGRESS, ENDED))
-        return self.read(read_attempt, directory, *files)
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file does; None when it cannot be looked up."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class Repeated(Generic[T]):
@@ -579,7 +470,7 @@ class RunStatus:
 
 
 def read_statuses(
-    runs: Sequence[Path], now: float | None = None, records: Records | None = None
+    runs: Sequence[Path], now: float | None = None
 ) -> tuple[list[RunStatus], str | None]:
     """Return the status of each run, and why Slurm did not answer (None if it did).
 
@@ -590,21 +481,19 @@ def read_statuses(
         runs: The runs' directories. One that is no run, or cannot be read, gets a status that says
             so, and does not keep the others from theirs.
         now: Unix seconds; by default the time of this call.
-        records: What an earlier call has read, which is read again only where it changed.
     """
     now = time.time() if now is None else now
-    records = Records() if records is None else records
     jobs: dict[Path, list[JobRecord]] = {}
     broken: dict[Path, RunStatus] = {}
     for run in runs:
         with _reading(run, broken):
-            records.read(check_run, run, run, RunPaths(run).version)
-            jobs[run] = records.read(read_jobs, run, RunPaths(run).jobs)
+            check_run(run)
+            jobs[run] = read_jobs(run)
     queue = ask_slurm([record.job_id for sent in jobs.values() for record in sent])
     statuses: dict[Path, RunStatus] = {}
     for run, sent in jobs.items():
         with _reading(run, broken):
-            statuses[run] = _status(run, sent, queue, now, records)
+            statuses[run] = _status(run, sent, queue, now)
     return [broken.get(run) or statuses[run] for run in runs], queue.away
 
 
@@ -686,9 +575,7 @@ def is_alive(attempt: AttemptRecord, now: float) -> bool:
     return attempt.ended is None and now - attempt.last_heartbeat < LEASE_SECONDS
 
 
-def _status(
-    run: Path, sent: Sequence[JobRecord], queue: Queue, now: float, records: Records
-) -> RunStatus:
+def _status(run: Path, sent: Sequence[JobRecord], queue: Queue, now: float) -> RunStatus:
     """Return the status of one run.
 
     Args:
@@ -696,12 +583,8 @@ def _status(
         sent: The jobs that were sent for it, oldest first.
         queue: Slurm's answer about these jobs.
         now: Unix seconds.
-        records: Reads the run's files.
     """
-    paths, attempts = RunPaths(run), records.attempts(run)
-    if attempts and attempts[-1].ended is None:
-        beat = last_heartbeat(attempts[-1].directory)
-        attempts[-1] = dataclasses.replace(attempts[-1], last_heartbeat=beat)
+    attempts = read_attempts(run)
     alive = bool(attempts) and is_alive(attempts[-1], now)
     training = queued(sent, queue, JobKind.TRAIN)
     # Two can be in the queue when one was sent by hand. The running one is of interest.
@@ -724,8 +607,8 @@ def _status(
         # The supervisor stands still too, and records it when it goes on.
         attempts[-1] = _suspended_since(attempts[-1], now)
     splits = time_splits(attempts, now if running else None)
-    rates = records.read(read_rates, paths.metrics)
-    num_steps = records.read(read_num_steps, run, paths.launch_config, paths.config)
+    rates = read_rates(RunPaths(run).metrics)
+    num_steps = read_num_steps(run)
     return RunStatus(
         run=run,
         state=state,

@@ -6,7 +6,6 @@ directories are the same, so a sweep may begin in one place and go on in the oth
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -34,6 +33,7 @@ from pretrain.launcher.look import stopped
 from pretrain.launcher.ranks import PASSED_ON, run_locally
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
 from pretrain.launcher.slurm import job_name
+from pretrain.launcher.status import read_statuses
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
@@ -44,21 +44,17 @@ from pretrain.launcher.submit import (
     training_job,
 )
 from pretrain.launcher.supervise import Signals
-from pretrain.launcher.terminal import plain, plain_lines, say
-from pretrain.rundir.attempts import is_idle, read_attempts
+from pretrain.launcher.terminal import aligned, plain, plain_lines, say
 from pretrain.rundir.checkpoints import newest_checkpoint_step
 from pretrain.rundir.jobs import LocalLaunch, check_data, check_goes_on, is_done, read_over
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.rundir.paths import ExitCode, Outcome, RunPaths, exit_code_of, in_words, is_run
+from pretrain.rundir.paths import ExitCode, RunPaths, exit_code_of, is_run
 
 # ---- Name the runs of a sweep: one for each combination of values, or for each config ----
 
 
 NAME_LENGTH = 80
 """Longest name of a run's directory, before its hash."""
-
-Place = tuple[int, int, tuple[str, ...]]
-"""A directory as `place_of` returns it."""
 
 
 @dataclass(frozen=True)
@@ -115,43 +111,22 @@ def wanted_runs(
 
 def check_directories(runs: Sequence[SweepRun]) -> None:
     """Raise ConfigError when the directory of one run is that of another, or lies inside of it."""
-    resolved = [Path(os.path.realpath(run.config.directory)) for run in runs]
-    # Each once: a thousand runs have most of their parents in common.
-    parents = {parent for path in resolved for parent in path.parents}
-    places = {path: place_of(path) for path in parents.union(resolved)}
-    found: dict[Place, SweepRun] = {}
-    for run, path in zip(runs, resolved):
-        other = found.setdefault(places[path], run)
+    found: dict[Path, SweepRun] = {}
+    for run in runs:
+        other = found.setdefault(Path(os.path.realpath(run.config.directory)), run)
         if other is not run:
             raise ConfigError(
                 f"{_shown(run)} is that of {_shown(other)}, and two runs never share one. Name "
                 "another, or make the runs with --over"
             )
-    # One that is there already goes on.
-    new = [(run, path) for run, path in zip(runs, resolved) if not is_run(path)]
-    for run, path in new:
-        for parent in path.parents:
-            if (outer := found.get(places[parent])) is not None:
-                raise ConfigError(
-                    f"{_shown(run)} lies inside {_shown(outer)}, and no run lies inside another "
-                    "one. Name a directory outside of it"
-                )
-
-
-def place_of(path: Path) -> Place:
-    """Return where a path leads, whatever it is called: links and mounts give a place many names.
-
-    Args:
-        path: An absolute path without links. It may not be there yet.
-
-    Returns:
-        Device and inode of what is there of it, and the rest of the path.
-    """
-    for level, parent in enumerate((path, *path.parents)):
-        with contextlib.suppress(OSError):
-            status = parent.stat()
-            return status.st_dev, status.st_ino, path.parts[len(path.parts) - level :]
-    return 0, 0, path.parts
+    for path, run in found.items():
+        outer = next((found[parent] for parent in path.parents if parent in found), None)
+        # One that is there already goes on.
+        if outer is not None and not is_run(path):
+            raise ConfigError(
+                f"{_shown(run)} lies inside {_shown(outer)}, and no run lies inside another one. "
+                "Name a directory outside of it"
+            )
 
 
 def _shown(run: SweepRun) -> str:
@@ -296,22 +271,13 @@ def _check_same_run(directory: Path, over: dict[str, Any]) -> None:
     Otherwise "alibi-64" of a sweep over the hidden size would resume "alibi-64" of a sweep over
     the sequence length.
     """
-    before = _recorded(directory)
-    if before is not None and before != _as_json(over):
+    before = read_over(directory)
+    # As launch.json has them: tuples become lists.
+    if before and before != json.loads(json.dumps(over)):
         raise ConfigError(
             f"{directory}: is the run of {before}, not of {over}. Choose another directory for "
             "this sweep with --set run.directory=DIRECTORY"
         )
-
-
-def _recorded(directory: Path) -> Any:
-    """Return the keys and values of the sweep that sent the run; None if it is of no sweep."""
-    return read_over(directory) or None
-
-
-def _as_json(over: dict[str, Any]) -> Any:
-    """Return the keys and values as launch.json has them: tuples become lists."""
-    return json.loads(json.dumps(over))
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -530,31 +496,6 @@ def sweep_locally(
     return code
 
 
-@dataclass(frozen=True)
-class Row:
-    """The state of a run of the sweep."""
-
-    run: str
-    state: str
-    step: str
-    perplexity: str
-    """At the training length, on validation text, by nonoverlapping windows."""
-
-    @staticmethod
-    def of(config: RunConfig) -> Row:
-        """Read how a run stands from its directory."""
-        attempts = [each for each in read_attempts(config.directory) if not is_idle(each)]
-        ended = attempts[-1].ended if attempts else None
-        saved = newest_checkpoint_step(config.directory)
-        state = in_words(ended.outcome) if ended else "died" if attempts else "not started"
-        step = saved or 0
-        if ended is not None and ended.outcome == Outcome.FINISHED:
-            step = ended.step
-            state = state if step >= config.train.num_steps else "not finished"
-        at = f"{step}/{config.train.num_steps}"
-        return Row(config.run.directory, plain(state), at, last_perplexity(config))
-
-
 def last_perplexity(config: RunConfig) -> str:
     """Return the last validation perplexity at the training length, and where; "-" if none is.
 
@@ -573,13 +514,16 @@ def last_perplexity(config: RunConfig) -> str:
 
 def table(runs: Sequence[SweepRun]) -> str:
     """Return a table of the runs: state, step and last validation perplexity."""
-    rows = [Row.of(run.config) for run in runs]
-    head = Row("RUN", "STATE", "STEP", "PERPLEXITY")
-    cells = [(row.run, row.state, row.step, row.perplexity) for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells
-    )
+    rows = [["RUN", "STATE", "STEP", "PERPLEXITY"]]
+    for run in runs:
+        config = run.config
+        [status], _ = (
+            read_statuses([config.directory]) if is_run(config.directory) else ([None], "")
+        )
+        state, step = (plain(status.state), status.step or 0) if status else ("not started", 0)
+        at = f"{step}/{config.train.num_steps}"
+        rows.append([config.run.directory, state, at, last_perplexity(config)])
+    return "\n".join(aligned(rows))
 
 
 def _train(

@@ -11,7 +11,6 @@ import pytest
 from pretrain.launcher.look import summary
 from pretrain.launcher.status import PARTS, read_statuses, time_splits, total
 from pretrain.rundir.attempts import Owner, read_attempts
-from pretrain.rundir.lock import Attempt
 
 BEGAN = 1_700_000_000.0
 
@@ -315,30 +314,3 @@ def test_a_run_without_attempts(tmp_path):
         and total([]).wall == 0
     )
     assert "no attempt yet" in summary(tmp_path)
-
-
-def test_a_clock_that_was_set_back_blanks_no_part(tmp_path):
-    """By an hour, while an attempt trained and again before the next one."""
-    attempt = Attempt.begin(tmp_path)
-    hour, began = 3600.0, 1_000_000.0
-    owner = json.loads((attempt.directory / "owner.json").read_text()) | {"began_at": began}
-    (attempt.directory / "owner.json").write_text(json.dumps(owner))
-    marks = [("starting", began), ("training", began + 10), ("saving", began + 20 - hour)]
-    marks.append(("training", began + 25 - hour))
-    lines = [json.dumps({"at": at, "phase": phase, "step": 0}) for phase, at in marks]
-    (attempt.directory / "phases.jsonl").write_text("\n".join(lines) + "\n")
-    os.utime(attempt.directory / "heartbeat", (1, began + 40 - hour))
-    [split] = time_splits(read_attempts(tmp_path), began + 45 - hour)
-    assert split.parts["starting"] == 10_000 and split.parts["saving"] == 5_000
-    # The time between the last mark before the jump and the first one after it is not known.
-    assert split.parts["training"] == 20_000 and split.wall == 35_000
-    attempt.end("failed", 1, "", 0)
-    ended = json.loads((attempt.directory / "ended.json").read_text())
-    (attempt.directory / "ended.json").write_text(json.dumps(ended | {"at": began + 45 - hour}))
-    second = Attempt.begin(tmp_path)
-    owner |= {"began_at": began + 50 - 2 * hour}
-    (second.directory / "owner.json").write_text(json.dumps(owner))
-    lines = [json.dumps({"at": began + 60 - 2 * hour, "phase": "training", "step": 0})]
-    (second.directory / "phases.jsonl").write_text("\n".join(lines) + "\n")
-    splits = time_splits(read_attempts(tmp_path), began + 90 - 2 * hour)
-    assert splits[1].parts["training"] == 30_000

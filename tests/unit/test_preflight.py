@@ -20,7 +20,6 @@ from pretrain.launcher.preflight import (
     Expected,
     Readings,
     diagnose,
-    ring,
 )
 from pretrain.launcher.supervise import failing_nodes
 from pretrain.rundir.attempts import Ended, Owner, Preflight, read_attempt
@@ -52,7 +51,6 @@ class Cluster:
         )
         self.readings = Readings()
         self.others: dict[int, dict[str, dict[str, Any] | None]] = {}
-        self.skew: dict[str, float] = {}
         self.spoken = False
 
     def ranks(self, node: str) -> range:
@@ -64,8 +62,8 @@ class Cluster:
         self.others.setdefault(self.ranks(node)[which], {})[stage] = result
 
     def line(self, rank: int, node: str, at: float, **said: Any) -> None:
-        text = json.dumps({"node": node, "at": UNIX + at + self.skew.get(node, 0.0), **said})
-        self.readings.take(f"{rank:>4}: {text}", at, UNIX + at)
+        text = json.dumps({"node": node, "at": UNIX + at, **said})
+        self.readings.take(f"{rank:>4}: {text}", at)
 
     def speak_all(self) -> None:
         for node in self.nodes:
@@ -73,10 +71,10 @@ class Cluster:
                 self.speak(rank, node, local)
         self.spoken = True
 
-    def diagnose(self, links: dict[tuple[str, str], str | None] | None = None) -> Diagnosis:
+    def diagnose(self) -> Diagnosis:
         if not self.spoken:
             self.speak_all()
-        return diagnose(self.readings, self.expected, NOW, links)
+        return diagnose(self.readings, self.expected, NOW)
 
     def speak(self, rank: int, node: str, local: int) -> None:
         device: dict[str, Any] = {"count": 0, "free": 64 * 2**30}
@@ -270,15 +268,6 @@ def test_a_slow_node_is_a_warning(gpus, times):
     ]
 
 
-def test_a_wrong_clock_is_a_warning():
-    cluster = Cluster(5)
-    cluster.skew = {"n1": 3600.0, "n3": -7.0, "n4": 1.0}
-    assert cluster.diagnose().warnings == [
-        "n1: its clock is 3600 s ahead of the others', so times in logs and metrics are wrong",
-        "n3: its clock is 7 s behind the others', so times in logs and metrics are wrong",
-    ]
-
-
 @pytest.mark.parametrize("free", [2 * 2**30, 2 * 2**30 - 1])
 def test_the_memory_of_a_node_must_hold_the_model(free):
     cluster = Cluster(2)
@@ -294,10 +283,10 @@ def test_python_that_does_not_start_is_a_fault_of_the_node_or_of_the_run():
             for which, rank in enumerate(cluster.ranks(node)):
                 cluster.say(node, "started", None, which)
                 words = f"{rank}: slurmstepd-{node}: error: execve(): python: No such file"
-                cluster.readings.take(words, 1.0, UNIX)
+                cluster.readings.take(words, 1.0)
             ranks = f"{cluster.ranks(node)[0]}-{cluster.ranks(node)[-1]}"
             ended = f"srun: error: {node}: tasks {ranks}: Exited with exit code 2"
-            cluster.readings.take(ended, 1.0, UNIX)
+            cluster.readings.take(ended, 1.0)
         return cluster.diagnose()
 
     faults = diagnosis("n2").faults
@@ -310,7 +299,7 @@ def test_python_that_does_not_start_is_a_fault_of_the_node_or_of_the_run():
 def test_a_process_that_is_killed_is_named():
     cluster = Cluster(3, 1)
     cluster.say("n3", "gemm", None)
-    cluster.readings.take("srun: error: n3: task 2: Killed", 2.0, UNIX)
+    cluster.readings.take("srun: error: n3: task 2: Killed", 2.0)
     assert cluster.diagnose().faults == {
         "n3": "process 2 ended while it multiplies matrices (Killed)"
     }
@@ -320,9 +309,9 @@ def test_several_nodes_in_one_line_of_srun():
     cluster = Cluster(4, 1)
     for node in ("n2", "n3"):
         cluster.say(node, "started", None)
-        cluster.readings.take(f"{cluster.ranks(node)[0]}: no such python", 1.0, UNIX)
+        cluster.readings.take(f"{cluster.ranks(node)[0]}: no such python", 1.0)
     line = "srun: error: n[2-3]: tasks 1-2: Exited with exit code 127"
-    cluster.readings.take(line, 1.0, UNIX)
+    cluster.readings.take(line, 1.0)
     faults = cluster.diagnose().faults
     assert list(faults) == ["n2", "n3"] and "no such python" in faults["n2"]
 
@@ -337,7 +326,7 @@ def test_several_nodes_in_one_line_of_srun():
 def test_a_node_without_slurmd_is_named(line, why):
     cluster = Cluster(3, 1)
     cluster.say("n2", "started", None)
-    cluster.readings.take(f"srun: error: {line}", 1.0, UNIX)
+    cluster.readings.take(f"srun: error: {line}", 1.0)
     faults = cluster.diagnose().faults
     assert list(faults) == ["n2"]
     assert faults["n2"].startswith(f"Slurm starts no processes there ({why}")
@@ -360,43 +349,8 @@ def test_a_node_without_slurmd_is_named(line, why):
 )
 def test_lines_that_others_print_disturb_nothing(line):
     cluster = Cluster(2, 1)
-    cluster.readings.take(line, 1.0, UNIX)
+    cluster.readings.take(line, 1.0)
     assert cluster.diagnose().faults == {}
-
-
-# ---- pairs of nodes ------------------------------------------------------------------------------
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 127, 128])
-def test_every_node_has_its_neighbours_in_a_ring(count):
-    nodes = [f"n{i}" for i in range(count)]
-    rounds = ring(nodes)
-    for pairs in rounds:
-        busy = [node for pair in pairs for node in pair]
-        assert len(busy) == len(set(busy))
-    tried = [pair for pairs in rounds for pair in pairs]
-    assert len(tried) == len(set(tried)) == (count if count > 2 else 1)
-    assert {node for pair in tried for node in pair} == set(nodes)
-
-
-def fails(*broken: str, nodes: list[str]) -> dict[tuple[str, str], str | None]:
-    pairs = (pair for pairs in ring(nodes) for pair in pairs)
-    return {pair: "timed out" if set(pair) & set(broken) else None for pair in pairs}
-
-
-@pytest.mark.parametrize("count", [4, 7, 128])
-def test_the_node_that_reaches_no_neighbour_is_named(count):
-    cluster = Cluster(count)
-    diagnosis = cluster.diagnose(fails("n2", nodes=cluster.nodes))
-    assert diagnosis.faults == {"n2": "it reaches none of n1, n3 (timed out)"}
-    assert diagnosis.warnings == []
-
-
-def test_a_link_that_fails_between_two_nodes_names_both_and_blames_neither():
-    for count in (2, 6):
-        cluster = Cluster(count)
-        links = fails(nodes=cluster.nodes) | {("n1", "n2"): "timed out"}
-        diagnosis = cluster.diagnose(links)
-        assert diagnosis.faults == {}
-        assert diagnosis.warnings == ["n1 and n2: cannot add up numbers (timed out)"]
 
 
 # ---- GPUs and torch ------------------------------------------------------------------------------

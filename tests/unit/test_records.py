@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher import look
-from pretrain.launcher.status import Records, Repeated, find_runs, read_statuses
+from pretrain.launcher.status import Repeated, read_statuses
 from pretrain.launcher.supervise import Watchdog
-from pretrain.rundir.attempts import Owner, read_attempts, read_progress, steps_done
+from pretrain.rundir.attempts import read_attempts, read_progress, steps_done
 from pretrain.rundir.lock import Attempt
 from tests.end_to_end.commands import wait_for
 from tests.unit.test_status import make_run, no_slurm  # noqa: F401  a fixture
@@ -60,63 +60,6 @@ class counting:
     @property
     def listed(self):
         return [path for event, path in list(EVENTS) if event == "os.listdir"]
-
-
-def many_runs(count=20):
-    """Make runs with an attempt that failed before and one that goes on, or has finished."""
-    for number in range(count):
-        run, attempt = make_run(f"r{number:02d}", job="7")
-        attempt.end("failed", 1, "killed", 100)
-        second = Attempt.begin(run, Owner.here(slurm_job_id="7"))
-        second.phase("training", 100)
-        if number % 2:
-            second.end("finished", 0, "at step 400", 400)
-    return [Path(f"runs/r{number:02d}") for number in range(count)]
-
-
-def test_watching_opens_only_the_heartbeats_of_runs_that_go_on():
-    runs, records = many_runs(), Records()
-    with counting() as first:
-        look._page([], records)
-        assert len(first.opened) > 10 * len(runs)
-    for _ in range(3):
-        with counting() as again:
-            look._page([], records)
-            assert sorted(again.opened) == [f"{run}/attempts/0002/heartbeat" for run in runs[::2]]
-
-
-def test_watching_reads_again_what_changed():
-    [run, *_], records = many_runs(2), Records()
-    read_statuses(find_runs([]), records=records)
-    with (run / "metrics.jsonl").open("a") as file:
-        line = {"step": 101, "loss_nats": 2.0, "step_seconds": 0.5, "tokens_per_second": 1.0}
-        file.write(json.dumps(line) + "\n")
-    Attempt.join(run / "attempts/0002").end("stopped", 80, "saved", 101)
-    with counting() as again:
-        statuses, _ = read_statuses(find_runs([]), records=records)
-        assert len(again.opened) <= 8
-    assert statuses[0].state == "stopped" and statuses[0].step == 101
-
-
-def test_following_a_run_opens_nothing_again_while_nothing_changes(monkeypatch, capfdbinary):
-    monkeypatch.setattr(look, "POLL_SECONDS", 0.01)
-    run, attempt = make_run("a", job="7")
-    for _ in range(30):
-        attempt.end("restart", 75, "saved", 100)
-        attempt = Attempt.begin(run, Owner.here(slurm_job_id="7"))
-    (run / "logs/attempt-0031.log").write_text("0: first\n")
-    ends = []
-    follower = threading.Thread(target=lambda: ends.append(look.follow(run)))
-    with counting() as seen:
-        follower.start()
-        # Slurm is not asked in this time, so these are looks for another attempt.
-        wait_for(lambda: seen.listed.count(f"{run}/attempts") > 100)
-        assert len(seen.opened) <= 10, seen.opened
-        attempt.end("finished", 0, "at step 400", 400)
-        follower.join(60)
-        assert len(seen.opened) <= 20 and not any("0030" in path for path in seen.opened)
-    assert ends == [f"{run}: finished: at step 400"]
-    assert capfdbinary.readouterr().out == b"0: first\n"
 
 
 def test_an_hour_of_training_writes_and_reads_progress_every_ten_seconds(tmp_path, monkeypatch):
