@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import pwd
 import shlex
 import time
 from collections.abc import Sequence
@@ -332,23 +330,11 @@ def _check_readable(run: Path) -> None:
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         except PermissionError:
             raise ConfigError(
-                f"{path}: you may not read it. Its jobs can be cancelled and requeued by "
-                f"{_owner_of(path)}, and by an operator of the cluster"
+                f"{path}: you may not read it. Its jobs can be cancelled and requeued by its "
+                "owner, and by an operator of the cluster"
             ) from None
         except OSError:
             continue
-
-
-def _owner_of(path: Path) -> str:
-    """Return the name of the user who owns a path, or else the next folder above it."""
-    for each in (path, *path.absolute().parents):
-        with contextlib.suppress(OSError):
-            user = each.stat().st_uid
-            try:
-                return pwd.getpwuid(user).pw_name
-            except KeyError:
-                return f"user {user}"
-    return "its owner"
 
 
 # ---- submit again ----

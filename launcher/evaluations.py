@@ -37,7 +37,6 @@ from pretrain.config import (
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.site import Site, parse_site
-from pretrain.launcher.slurm import Job, check_path, check_time, job_name, launcher_command
 from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
@@ -72,7 +71,7 @@ class Plan:
 
     request: EvaluationRequest
     """The lengths and protocols to measure."""
-    job: Job
+    job: slurm.Job
     """The job of each evaluation, without its command."""
     overrides: tuple[str, ...] = ()
     """Values of --set for `pretrain evaluate`."""
@@ -120,7 +119,7 @@ def read_plan(run: Path) -> Plan:
         )
         return Plan(
             request,
-            Job(
+            slurm.Job(
                 name=job["name"],
                 site=parse_site(job["site"], str(path)),
                 directory=Path(job["directory"]),
@@ -216,7 +215,7 @@ def _submit(run: Path, plan: Plan, name: str) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
     with writing(plan.job.logs):
         make_directory(plan.job.logs)
-    command = launcher_command("evaluation", str(run), name)
+    command = slurm.launcher_command("evaluation", str(run), name)
     # Jobs of one name and user run one after the other. The name is this run's own, so its
     # evaluations take at most one node from training, and runs do not wait for each other.
     job = dataclasses.replace(plan.job, commands=(command,), dependency="singleton")
@@ -293,7 +292,7 @@ class EvaluationOptions:
     time_limit: str | None = None
     """Time limit of one evaluation; None: training's."""
 
-    def plan(self, config: RunConfig, run: Path, training: Job) -> str:
+    def plan(self, config: RunConfig, run: Path, training: slurm.Job) -> str:
         """Return the text of RUN/evaluations/plan.json for a run that the job `training` trains."""
         return make_plan(config, run, training, self).dump()
 
@@ -324,7 +323,9 @@ def check_options(
     return EvaluationOptions(request, tasks, time_limit)
 
 
-def make_plan(config: RunConfig, run: Path, training: Job, options: EvaluationOptions) -> Plan:
+def make_plan(
+    config: RunConfig, run: Path, training: slurm.Job, options: EvaluationOptions
+) -> Plan:
     """Return the plan for the checkpoints of a run.
 
     A model that training splits by tensor parallelism stays split where the evaluation's tasks
@@ -356,8 +357,8 @@ def make_plan(config: RunConfig, run: Path, training: Job, options: EvaluationOp
     # The jobs are sent with --dependency=singleton, so jobs of one name wait for each other. The
     # hash keeps runs apart whose shortened names agree.
     name = f"eval-{training.name[:40]}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:8]}"
-    job = Job(
-        name=job_name(name),
+    job = slurm.Job(
+        name=slurm.job_name(name),
         site=training.site,
         directory=training.directory,
         logs=RunPaths(run).logs,
@@ -366,7 +367,7 @@ def make_plan(config: RunConfig, run: Path, training: Job, options: EvaluationOp
         time_limit=options.time_limit or training.time_limit,
     )
     # An evaluation saves nothing before its time limit, so it needs no time before the signal.
-    check_time(job.time_limit, 0)
+    slurm.check_time(job.time_limit, 0)
     return Plan(options.request, job, overrides)
 
 
@@ -385,13 +386,13 @@ def evaluate_run(run: Path, site: Site, options: EvaluationOptions) -> None:
         ConfigError: `run` is not a run's directory, or the plan does not fit the site.
         SlurmError: Slurm refused a job.
     """
-    check_path("RUN", run)
+    slurm.check_path("RUN", run)
     check_trusted(run)
     check_version(run)
     config = load_config(run_config(run))
     # The run's own job may be long over, so this stands in for it: whole nodes of the site.
-    training = Job(
-        job_name(".".join(run.parts[-2:])),
+    training = slurm.Job(
+        slurm.job_name(".".join(run.parts[-2:])),
         site,
         Path.cwd(),
         RunPaths(run).logs,

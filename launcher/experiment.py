@@ -31,13 +31,6 @@ from pretrain.config import ConfigError, EvaluationRequest, RunConfig, RunFailed
 from pretrain.launcher import evaluations, look, slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.site import Site, load_site
-from pretrain.launcher.slurm import (
-    Job,
-    check_path,
-    check_time,
-    job_name,
-    launcher_command,
-)
 from pretrain.launcher.status import RunStatus, read_statuses
 from pretrain.launcher.submit import allocate, check_with_slurm, submit, training_job
 from pretrain.launcher.terminal import say
@@ -84,9 +77,9 @@ def build(
             f"nodes = {nodes}: site {site.name} has {site.nodes} nodes. Request fewer with --nodes"
         )
     directory = run.data_directory.absolute()
-    check_path("data.directory", directory)
+    slurm.check_path("data.directory", directory)
     workers = nodes * site.cpus_per_node
-    check_time(time_limit or site.time_limit, 0)
+    slurm.check_time(time_limit or site.time_limit, 0)
     name = build_name(directory)
     options = ["--site", str(site_file.absolute()), "--name", name, "--concurrent", str(workers)]
     if time_limit:
@@ -98,7 +91,9 @@ def build(
         command.append("--dry-run")
     else:
         command.append(f"--array-size={slurm.array_size()}")
-        command.append(f"--job-array={json.dumps(launcher_command('data', 'array', *options))}")
+        command.append(
+            f"--job-array={json.dumps(slurm.launcher_command('data', 'array', *options))}"
+        )
     sys.stdout.flush()
     os.execv(command[0], command)
 
@@ -112,12 +107,12 @@ def build_name(directory: Path) -> str:
     digest = hashlib.sha256(os.fsencode(os.path.normpath(directory))).hexdigest()[:12]
     # ASCII alone, because squeue looks for the jobs by this name.
     readable = directory.name[:40].encode("ascii", "ignore").decode()
-    return job_name(f"data-{readable}-{digest}")
+    return slurm.job_name(f"data-{readable}-{digest}")
 
 
 def data_job(
     site: Site, name: str, pickle: Path, tasks: int, concurrent: int, time_limit: str | None
-) -> Job:
+) -> slurm.Job:
     """Return the job array that runs a pickled executor, with one core for each of its tasks.
 
     Args:
@@ -140,7 +135,7 @@ def data_job(
         }
     )
     python = site.ranks_python or sys.executable
-    job = Job(
+    job = slurm.Job(
         name=name,
         site=cores,
         directory=Path.cwd(),
@@ -153,7 +148,7 @@ def data_job(
     return dataclasses.replace(job, commands=((*job.single(), python, *RUN_PICKLED, str(pickle)),))
 
 
-def _print_dry_run(job: Job) -> None:
+def _print_dry_run(job: slurm.Job) -> None:
     """Print a job array as it would be sent, and what Slurm says about its start.
 
     Raises:
@@ -172,7 +167,7 @@ def _print_dry_run(job: Job) -> None:
 
 
 # ---- a job array ---------------------------------------------------------------------------------
-def run_array(job: Job, stop: Path) -> None:
+def run_array(job: slurm.Job, stop: Path) -> None:
     """Submit a job array, and wait until no job of its name is in the queue.
 
     An array of 0 tasks is not submitted: then this waits for jobs that an earlier command left. The
@@ -363,7 +358,7 @@ def _build_data(experiment: Experiment, nodes: int) -> None:
     say(f"{config.data_directory}: not built yet; building it with {nodes} nodes")
     settings = [word for override in experiment.overrides for word in ("--set", override)]
     words = [str(experiment.config_file), "--site", str(experiment.site_file), *settings]
-    process = subprocess.Popen(launcher_command("data", "build", *words, f"--nodes={nodes}"))
+    process = subprocess.Popen(slurm.launcher_command("data", "build", *words, f"--nodes={nodes}"))
     while True:
         try:
             code = process.wait()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.config import ConfigError, RunFailed, writing
+from pretrain.launcher.terminal import say
 from pretrain.rundir.jobs import job_id_of
 
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
@@ -1052,7 +1053,7 @@ def signal_step(job_id: str, name: str, number: int) -> None:
         for step in steps(job_id, name):
             signal(step, word.removeprefix("SIG"))
     except SlurmAway as error:
-        print(f"{word}: not sent to the ranks: {error}", file=sys.stderr, flush=True)
+        say(f"{word}: not sent to the ranks: {error}")
     except SlurmError:
         # The step is ending, alone or with its job; in the second case Slurm has sent the ranks a
         # signal itself.

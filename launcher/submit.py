@@ -26,14 +26,6 @@ from pretrain.config import ConfigError, RunConfig, dump_config, num_parameters,
 from pretrain.config.architectures import is_supported, not_supported
 from pretrain.launcher import slurm
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
-from pretrain.launcher.slurm import (
-    Job,
-    check_path,
-    check_time,
-    job_name,
-    launcher_command,
-    seconds_of,
-)
 from pretrain.launcher.status import check_run, read_statuses
 from pretrain.rundir.attempts import is_finished, read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
@@ -137,7 +129,7 @@ class TrainingRun:
     @property
     def name(self) -> str:
         """Slurm's job name: "demo.alibi" for runs/demo/alibi."""
-        return job_name(".".join(self.directory.parts[-2:]))
+        return slurm.job_name(".".join(self.directory.parts[-2:]))
 
 
 def allocate(
@@ -193,7 +185,7 @@ def allocate(
     config.layout(num_nodes * tasks)
     # Absolute, because the job gets this path whatever directory it starts in.
     directory = Path.cwd() / config.directory
-    check_path("run.directory", directory)
+    slurm.check_path("run.directory", directory)
     return TrainingRun(config, directory, num_nodes, tasks, over or {})
 
 
@@ -213,7 +205,7 @@ def check_runs(runs: Sequence[TrainingRun], site: Site, dry_run: bool = False) -
         SlurmAway: slurmctld does not answer, so it is unknown if a run is in a job.
     """
     # It becomes the job's --chdir, since relative paths in the config begin there.
-    check_path("the directory you are in", Path.cwd())
+    slurm.check_path("the directory you are in", Path.cwd())
     try:
         check_build(site)
     except ConfigError as error:
@@ -358,11 +350,11 @@ def check_times(runs: Sequence[TrainingRun], time_limit: str | None, lead_second
     """
     starts = [start_seconds(run) for run in runs]
     seconds, is_measured = max(starts, default=(0, False))
-    check_time(time_limit, lead_seconds, seconds, is_measured)
+    slurm.check_time(time_limit, lead_seconds, seconds, is_measured)
 
 
 # ---- what Slurm could never start ----------------------------------------------------------------
-def check_with_slurm(runs: Sequence[TrainingRun], job: Job) -> str:
+def check_with_slurm(runs: Sequence[TrainingRun], job: slurm.Job) -> str:
     """Ask Slurm whether it would take a job and could ever start it.
 
     Args:
@@ -395,7 +387,7 @@ def check_with_slurm(runs: Sequence[TrainingRun], job: Job) -> str:
 
 
 def _check_limits(
-    runs: Sequence[TrainingRun], job: Job, partitions: Sequence[slurm.Partition]
+    runs: Sequence[TrainingRun], job: slurm.Job, partitions: Sequence[slurm.Partition]
 ) -> None:
     """Raise ConfigError when the job does not fit into the time limits of its partitions."""
     names = ", ".join(partition.name for partition in partitions)
@@ -409,7 +401,7 @@ def _check_limits(
             except ConfigError as error:
                 raise ConfigError(f"{error}. This is the default of partition {names}") from None
         return
-    wanted = seconds_of(job.time_limit)
+    wanted = slurm.seconds_of(job.time_limit)
     longest = [partition.max_seconds for partition in partitions]
     # A quality of service may allow more than its partition does.
     if job.site.qos or None in longest:
@@ -433,7 +425,7 @@ def submit(
     time_limit: str | None = None,
     save_before: int | None = None,
     dry_run: bool = False,
-    plan: Callable[[RunConfig, Path, Job], str] | None = None,
+    plan: Callable[[RunConfig, Path, slurm.Job], str] | None = None,
     allow_changed: Sequence[str] = (),
     request: SlurmRequest = NO_REQUEST,
     after: Path | None = None,
@@ -508,7 +500,7 @@ def training_job(
     name: str | None = None,
     logs: Path | None = None,
     request: SlurmRequest = NO_REQUEST,
-) -> Job:
+) -> slurm.Job:
     """Return the job that trains a run, or with `concurrent` the job array that trains several.
 
     Args:
@@ -528,12 +520,12 @@ def training_job(
     time_limit = time_limit or site.time_limit
     lead_seconds = save_before or max(signal_seconds(run) for run in runs)
     check_times(runs, time_limit, lead_seconds)
-    return Job(
+    return slurm.Job(
         name=name or runs[0].name,
         site=site,
         directory=Path.cwd(),
         logs=logs or RunPaths(runs[0].directory).logs,
-        commands=tuple(launcher_command("attempt", str(run.directory)) for run in runs),
+        commands=tuple(slurm.launcher_command("attempt", str(run.directory)) for run in runs),
         nodes=runs[0].nodes,
         tasks_per_node=runs[0].tasks_per_node,
         spare_nodes=runs[0].spare_nodes,
@@ -578,7 +570,7 @@ def chained(run: Path, dependency: str | None) -> str | None:
 
 
 def print_dry_run(
-    runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_FILES
+    runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str] = NO_FILES
 ) -> None:
     """Print all that would be sent, and what Slurm says about the job's start.
 
@@ -618,7 +610,9 @@ def print_dry_run(
 
 
 # ---- sending it ----
-def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_FILES) -> list[str]:
+def send(
+    runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str] = NO_FILES
+) -> list[str]:
     """Write RUN/launch, submit the job and record it in each RUN/jobs.jsonl.
 
     Args:
@@ -672,7 +666,7 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str] = NO_F
     return ids
 
 
-def _launch_files(run: TrainingRun, job: Job) -> dict[Path, str]:
+def _launch_files(run: TrainingRun, job: slurm.Job) -> dict[Path, str]:
     """Return the files of RUN/launch, which the job reads, with their texts.
 
     The job reads these copies only, so edits of the user's config and site files while the job

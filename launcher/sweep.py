@@ -32,7 +32,6 @@ from pretrain.launcher import slurm
 from pretrain.launcher.look import stopped
 from pretrain.launcher.ranks import PASSED_ON, run_locally
 from pretrain.launcher.site import NO_REQUEST, Site, SlurmRequest
-from pretrain.launcher.slurm import job_name
 from pretrain.launcher.status import read_statuses
 from pretrain.launcher.submit import (
     TrainingRun,
@@ -366,7 +365,7 @@ def sweep(
         time_limit,
         save_before,
         concurrent or len(runs),
-        job_name(folder.name if axes else ".".join(folder.parts[-2:])),
+        slurm.job_name(folder.name if axes else ".".join(folder.parts[-2:])),
         folder / LOGS,
         request,
     )

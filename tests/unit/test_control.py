@@ -40,4 +40,4 @@ def test_a_run_that_cannot_be_read_is_not_one_without_jobs(tmp_path, as_nobody, 
     with pytest.raises(ConfigError) as error:
         command(run)
     assert str(error.value).startswith(f"{run / hidden}: you may not read it")
-    assert "by root, and by an operator" in str(error.value)
+    assert "by its owner, and by an operator" in str(error.value)

@@ -30,7 +30,7 @@ from pretrain.launcher.site import load_site, parse_site
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import LAUNCHER, ROOT
 from tests.unit.test_data_build import config, write_text
-from tests.unit.test_site import CPU, GPU
+from tests.unit.test_site import CPU
 
 
 # ---- how tasks are shared among jobs -------------------------------------------------------------
@@ -180,40 +180,6 @@ def test_a_task_s_error_stops_the_others(folder, monkeypatch):
 def job(site, pickle=Path("/data/logs/executor.pik"), **options):
     given = {"tasks": 90, "concurrent": 80, "time_limit": None} | options
     return data.data_job(parse_site(site, "site"), "data-x", pickle, **given)
-
-
-def test_a_site_s_values_become_sbatch_s_arguments(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    site = GPU | {
-        "partition": "p q",
-        "account": "a",
-        "qos": "night",
-        "constraint": "c&d",
-        "memory_per_node": "80G",
-        "gpu_type": "v100",
-        "time_limit": "2:00:00",
-        "sbatch_arguments": ["--exclude=n1,n2"],
-    }
-    assert job(site).arguments() == [
-        "--requeue",
-        "--job-name=data-x",
-        "--partition=p q",
-        "--account=a",
-        "--qos=night",
-        "--constraint=c&d",
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        "--mem=2048M",
-        "--time=2:00:00",
-        "--open-mode=append",
-        f"--chdir={tmp_path}",
-        "--output=/data/logs/slurm-%A_%a.log",
-        "--export=ALL",
-        "--array=0-89%80",
-        "--exclude=n1,n2",
-    ]
-    assert "--time=9" in job(site, time_limit="9").arguments()
 
 
 def test_nothing_is_asked_for_that_the_site_does_not_say():

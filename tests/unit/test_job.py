@@ -76,50 +76,6 @@ def job(site=CPU, **fields):
     return Job(site=parse_site(site, "site"), **given)
 
 
-def test_a_gpu_site_is_asked_for_whole_nodes_and_one_task_a_gpu():
-    site = GPU | {
-        "partition": "p",
-        "account": "a",
-        "qos": "q",
-        "constraint": "c&d",
-        "memory_per_node": "80G",
-        "gpu_type": "v100",
-        "sbatch_arguments": ["--exclude=n1,n2"],
-    }
-    made = job(site, nodes=3, tasks_per_node=8, time_limit="1:00:00", signal_seconds=99)
-    assert made.arguments() == [
-        "--requeue",
-        "--job-name=a.b",
-        "--partition=p",
-        "--account=a",
-        "--qos=q",
-        "--constraint=c&d",
-        "--nodes=3",
-        "--ntasks-per-node=8",
-        "--cpus-per-task=5",
-        "--gpus-per-node=v100:8",
-        "--mem=80G",
-        "--time=1:00:00",
-        "--signal=USR1@99",
-        "--open-mode=append",
-        "--chdir=/",
-        "--output=/logs/slurm-%j.log",
-        "--export=ALL",
-        "--exclude=n1,n2",
-    ]
-    assert made.step() == [
-        "srun",
-        "--nodes=3",
-        "--ntasks-per-node=8",
-        "--cpus-per-task=5",
-        "--gpus-per-node=v100:8",
-        "--ntasks=24",
-        "--kill-on-bad-exit=1",
-        "--wait=60",
-        "--label",
-    ]
-
-
 def test_a_site_may_give_no_option_that_jobs_are_sent_with():
     site = GPU | {
         "partition": "p",
@@ -206,31 +162,6 @@ def test_an_array_s_task_runs_its_own_command(tmp_path):
             check=True,
         )
         assert done.stdout == HOSTILE[index] + "\n"
-
-
-def test_modules_and_scratch_stand_in_the_script():
-    made = job(CPU | {"modules": ["cuda/12", "a; b"], "scratch": "/fast disk"})
-    lines = made.script().splitlines()
-    assert any(line.strip().startswith("exec /bin/bash -l ") for line in lines)
-    assert (
-        lines.index("module load cuda/12")
-        < lines.index("module load 'a; b'")
-        < lines.index(f"export TMPDIR='/fast disk/pretrain-{os.getuid()}'")
-    )
-
-
-def test_an_install_without_the_template_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("pretrain.launcher.slurm.TEMPLATE", tmp_path / "job.sbatch")
-    with pytest.raises(RunFailed, match=r"job\.sbatch: not readable.*pip install -e"):
-        job().script()
-
-
-def test_a_container_stands_between_srun_and_python():
-    assert job(CPU | {"container": ["apptainer", "exec", "a b.sif"]}).step()[-3:] == [
-        "apptainer",
-        "exec",
-        "a b.sif",
-    ]
 
 
 def test_options_of_srun_stand_before_the_container_and_need_srun():
