@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.config import ConfigError
-from pretrain.launcher import terminal
+from pretrain.launcher import slurm, terminal
 from pretrain.launcher.status import (
     PARTS,
     WAITING,
@@ -421,8 +420,6 @@ POLL_SECONDS = 0.5
 """Between two looks at a log that has not grown."""
 SQUEUE_SECONDS = 5.0
 """Between two calls of squeue that ask if the run is over."""
-LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
-"""The label of srun --label before a line: the rank, padded to the width of the largest."""
 
 
 def print_log(run: Path, rank: int | None, number: int | None, following: bool) -> None:
@@ -618,11 +615,11 @@ class LogReader:
             # Not a line of text. It must not fill the memory.
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
-            label = LABEL.match(line)
+            rank, text = slurm.labelled(line) or (None, line)
             if self._rank is None:
                 yield line + b"\n"
-            elif label and int(label[1]) == self._rank:
-                yield line[label.end() :] + b"\n"
+            elif rank == self._rank:
+                yield text + b"\n"
 
 
 class _EndOfRun:

@@ -139,7 +139,7 @@ class Readings:
             line: The line.
             now: The present time of the clock by which silence is measured.
         """
-        if labelled := slurm.labelled(line.encode()):
+        if labelled := slurm.labelled(line.encode(errors="backslashreplace")):
             rank, text = labelled[0], labelled[1].decode().strip()
             process = self.processes.setdefault(rank, Process(rank, said_at=now, worked_at=now))
             process.said_at = now

@@ -925,7 +925,7 @@ def of_one_task(options: Sequence[str], index: int, name: str) -> list[str]:
 
 # What srun writes. Lines that a task prints have a label before them, so they cannot be taken for
 # srun's own.
-_LABEL = re.compile(rb"\s*(\d+): ?")
+_LABEL = re.compile(rb" {0,9}(\d{1,9}): ?")
 """The beginning that `srun --label` gives to each line of a task: its rank, padded with spaces."""
 _SAID = "srun: error: "
 _TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>\d+(?:[,-]\d+)*): (?P<how>.*)")

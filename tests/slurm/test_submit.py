@@ -250,7 +250,7 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(
             desk.submit("run", "--set", "train.num_steps=70"),
             2,
             f"job {job_id} (PENDING)",
-            "scancel",
+            "launcher cancel",
         )
         assert sent == {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
         config = load_config(desk.work / "run/launch/config.toml")
