@@ -207,11 +207,11 @@ def data_build(
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --dry-run
       launcher data build configs/cc100_roberta/alibi_1024.toml --site site.toml --nodes 4
     """
-    from pretrain.launcher import experiment as builds
+    from pretrain.launcher import experiment
     from pretrain.launcher.site import load_site
 
     run = load_config(config, overrides)
-    builds.build(config, overrides, run, site, load_site(site), nodes, time, dry_run)
+    experiment.build(config, overrides, run, site, load_site(site), nodes, time, dry_run)
 
 
 @data.command("array", hidden=True)
@@ -226,12 +226,14 @@ def data_array(
 ) -> None:
     """Run a job array of a build of data, on the login node.
 
-    `launcher data build` has this command run by the process that builds.
+    `launcher data build` has this command run by the process that experiment.
     """
-    from pretrain.launcher import experiment as builds
+    from pretrain.launcher import experiment
     from pretrain.launcher.site import load_site
 
-    builds.run_array(builds.data_job(load_site(site), name, pickle, tasks, concurrent, time), stop)
+    experiment.run_array(
+        experiment.data_job(load_site(site), name, pickle, tasks, concurrent, time), stop
+    )
 
 
 # ---- Define `launcher local`, which trains on this machine ----
@@ -620,8 +622,8 @@ def submit(
           --mail me@example.org --sbatch exclude=node07
     """
     from pretrain.launcher import evaluations
-    from pretrain.launcher import submit as jobs
     from pretrain.launcher.site import SlurmRequest, load_site
+    from pretrain.launcher.submit import submit as submit_run
 
     run, plan = load_config(config, overrides), None
     check_allowed(allow_changed)
@@ -642,7 +644,7 @@ def submit(
                 "--evaluation-time": evaluation_time,
             }
         )
-    jobs.submit(
+    submit_run(
         run,
         load_site(site),
         nodes=nodes,
@@ -752,14 +754,14 @@ def logs(
     Example:
       launcher logs runs/demo/alibi --follow --rank 0
     """
-    from pretrain.launcher import look as texts
+    from pretrain.launcher import look
 
     if follow and attempt is not None:
         raise ConfigError(
             f"--attempt {attempt}: --follow always shows the newest attempt. Leave one of the two "
             "options out"
         )
-    texts.print_log(run, rank, attempt, follow)
+    look.print_log(run, rank, attempt, follow)
 
 
 @app.command()
