@@ -37,6 +37,7 @@ from pretrain.config import (
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.site import Site, parse_site
+from pretrain.launcher.submit import check_time
 from pretrain.launcher.supervise import Ranks, Signals, job_is_over, job_owner, job_signals
 from pretrain.launcher.terminal import say
 from pretrain.rundir.attempts import Owner
@@ -367,7 +368,7 @@ def make_plan(
         time_limit=options.time_limit or training.time_limit,
     )
     # An evaluation saves nothing before its time limit, so it needs no time before the signal.
-    slurm.check_time(job.time_limit, 0)
+    check_time(job.time_limit, 0)
     return Plan(options.request, job, overrides)
 
 

@@ -32,7 +32,7 @@ from pretrain.launcher import evaluations, look, slurm
 from pretrain.launcher.evaluations import submit_pending
 from pretrain.launcher.site import Site, load_site
 from pretrain.launcher.status import RunStatus, read_statuses
-from pretrain.launcher.submit import allocate, check_with_slurm, submit, training_job
+from pretrain.launcher.submit import allocate, check_time, check_with_slurm, submit, training_job
 from pretrain.launcher.terminal import say
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation, named_by_step
 from pretrain.rundir.jobs import is_done, missing_data
@@ -79,7 +79,7 @@ def build(
     directory = run.data_directory.absolute()
     slurm.check_path("data.directory", directory)
     workers = nodes * site.cpus_per_node
-    slurm.check_time(time_limit or site.time_limit, 0)
+    check_time(time_limit or site.time_limit, 0)
     name = build_name(directory)
     options = ["--site", str(site_file.absolute()), "--name", name, "--concurrent", str(workers)]
     if time_limit:

@@ -1162,8 +1162,6 @@ TEMPLATE = Path(__file__).parents[1] / "slurm" / "job.sbatch"
 """The template of the batch script."""
 WAIT_SECONDS = 60
 """srun --wait: the time between the end of the first rank and the end of ranks that still run."""
-MOST_SIGNAL_SECONDS = 65_535
-"""The longest time before the limit at which sbatch --signal can send a signal; see sbatch(1)."""
 NAME_LENGTH = 64
 """The longest job name, in characters."""
 PATH_LENGTH = 3_500
@@ -1497,35 +1495,3 @@ def check_path(key: str, path: Path) -> None:
     with writing(path):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{key} = {text}: is a file. Choose another name")
-
-
-def check_time(
-    time_limit: str | None, signal_seconds: int, start_seconds: int = 0, is_measured: bool = False
-) -> None:
-    """Check that a run has time to train before it has to save.
-
-    Args:
-        time_limit: As in sbatch --time; None for the partition's default.
-        signal_seconds: The time between the signal to save and the limit.
-        start_seconds: The time until the first step.
-        is_measured: An attempt took this time to start; otherwise it is an estimate.
-
-    Raises:
-        ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal so
-            early.
-    """
-    if signal_seconds > MOST_SIGNAL_SECONDS:
-        raise ConfigError(
-            f"two checkpoints may take {signal_seconds} s, but Slurm sends its signal at most "
-            f"{MOST_SIGNAL_SECONDS} s before the time limit. Use --save-before "
-            f"{MOST_SIGNAL_SECONDS}, or a faster file system"
-        )
-    limit = seconds_of(time_limit) if time_limit else None
-    needed = start_seconds + signal_seconds
-    if limit is not None and (limit < needed or limit <= signal_seconds):
-        known = "as it did before" if is_measured else "an estimate, as it has not started yet"
-        raise ConfigError(
-            f"time limit {time_limit}: nothing would be saved, as the run takes {start_seconds} s "
-            f"to start ({known}) and is asked to save {signal_seconds} s before the limit. Set at "
-            f"least {needed // 60 + 1} minutes with --time, or save later with --save-before"
-        )

@@ -281,6 +281,8 @@ def _check_not_in_a_job(runs: Sequence[TrainingRun]) -> None:
 # it is estimated.
 
 
+MOST_SIGNAL_SECONDS = 65_535
+"""The longest time before the limit at which sbatch --signal can send a signal; see sbatch(1)."""
 BYTES_PER_SECOND = 200e6
 """Assumed bandwidth of a modest shared file system."""
 EARLY_SECONDS = 60
@@ -337,6 +339,38 @@ def _checkpoint_seconds(run: TrainingRun) -> float:
     return num_parameters(run.config) * run.config.state_bytes / BYTES_PER_SECOND
 
 
+def check_time(
+    time_limit: str | None, signal_seconds: int, start_seconds: int = 0, is_measured: bool = False
+) -> None:
+    """Check that a run has time to train before it has to save.
+
+    Args:
+        time_limit: As in sbatch --time; None for the partition's default.
+        signal_seconds: The time between the signal to save and the limit.
+        start_seconds: The time until the first step.
+        is_measured: An attempt took this time to start; otherwise it is an estimate.
+
+    Raises:
+        ConfigError: The limit leaves no time before the signal, or Slurm cannot send the signal so
+            early.
+    """
+    if signal_seconds > MOST_SIGNAL_SECONDS:
+        raise ConfigError(
+            f"two checkpoints may take {signal_seconds} s, but Slurm sends its signal at most "
+            f"{MOST_SIGNAL_SECONDS} s before the time limit. Use --save-before "
+            f"{MOST_SIGNAL_SECONDS}, or a faster file system"
+        )
+    limit = slurm.seconds_of(time_limit) if time_limit else None
+    needed = start_seconds + signal_seconds
+    if limit is not None and (limit < needed or limit <= signal_seconds):
+        known = "as it did before" if is_measured else "an estimate, as it has not started yet"
+        raise ConfigError(
+            f"time limit {time_limit}: nothing would be saved, as the run takes {start_seconds} s "
+            f"to start ({known}) and is asked to save {signal_seconds} s before the limit. Set at "
+            f"least {needed // 60 + 1} minutes with --time, or save later with --save-before"
+        )
+
+
 def check_times(runs: Sequence[TrainingRun], time_limit: str | None, lead_seconds: int) -> None:
     """Check that a time limit leaves every run time to train before it has to save.
 
@@ -350,7 +384,7 @@ def check_times(runs: Sequence[TrainingRun], time_limit: str | None, lead_second
     """
     starts = [start_seconds(run) for run in runs]
     seconds, is_measured = max(starts, default=(0, False))
-    slurm.check_time(time_limit, lead_seconds, seconds, is_measured)
+    check_time(time_limit, lead_seconds, seconds, is_measured)
 
 
 # ---- what Slurm could never start ----------------------------------------------------------------

@@ -19,11 +19,12 @@ from pretrain.launcher import job as node_job
 from pretrain.launcher import sweep
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import parse_site
-from pretrain.launcher.slurm import OUR_OPTIONS, Job, check_path, check_time, job_name
+from pretrain.launcher.slurm import OUR_OPTIONS, Job, check_path, job_name
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,
     check_runs,
+    check_time,
     signal_seconds,
     start_seconds,
 )
